@@ -1,4 +1,4 @@
-"""The nodes of the radix tree that wait to be copied down the tiers, in the order in which they were offered.
+"""The nodes of the radix tree that wait to be copied to lower tiers, in the order in which they were offered.
 
 RadixCache writes the queue, Backups reads it.
 """
@@ -11,19 +11,19 @@ from services.worker.core.kv.tree_node import TreeNode
 
 
 class BackupQueue:
-    """The queue of nodes to copy, and the nodes that other tiers have completely."""
+    """The queue of nodes to copy, and the nodes whose pages lower tiers have completely."""
 
     def __init__(self, unlocked: bool, appended: bool, hits: int) -> None:
         """Starts empty.
 
         Args:
-            unlocked: offer nodes that no request uses any more.
-            appended: offer new nodes.
-            hits: offer nodes with this number of admissions on their path; 0 for never.
+            unlocked: whether nodes are offered when their last user leaves.
+            appended: whether new nodes are offered.
+            hits: admissions on its path after which a node is offered; 0 for never.
         """
         self._when_unlocked, self._when_appended, self._hits = unlocked, appended, hits
         self._nodes: deque[TreeNode] = deque()
-        # Nodes that another tier has completely, by the key of their last page, which leaves that tier first.
+        # Completely copied nodes, by the key of their last page, because a tier evicts a node's last page first.
         self.backed: dict[bytes, TreeNode] = {}
         self.lost_pages_total = 0  # pages that were evicted before they were copied
 
@@ -31,7 +31,7 @@ class BackupQueue:
         return len(self._nodes)
 
     def unlocked(self, node: TreeNode) -> None:
-        """Offers a node that no request uses any more. A copied node is offered again, because its copy may be gone."""
+        """Offers a node without users. A copied node is offered again, because its copy may have been evicted."""
         if self._when_unlocked or self._when_appended or node.backed:
             self._offer(node)
 
@@ -40,23 +40,30 @@ class BackupQueue:
             self._offer(node)
 
     def hit(self, node: TreeNode) -> None:
-        """Offers a node whose hits are about to rise."""
+        """Offers a node if the next admission brings its hits to the limit. Called before the hits are counted."""
         if self._hits and node.hits + 1 >= self._hits:
             self._offer(node)
 
     def marked(self, node: TreeNode) -> None:
-        """Records that another tier has the whole node."""
+        """Records that a lower tier has the whole node."""
         if len(node.page_keys) == len(node.pages):
             self.backed[node.page_keys[-1]] = node
 
     def removed(self, node: TreeNode, needed: bool) -> None:
-        """Forgets a node that left the tree. needed: because its pages were needed, so that they count as lost."""
+        """Forgets a node that has left the tree.
+
+        Args:
+            node: the node.
+            needed: whether it was evicted because its pages were needed. Its pages then count as lost unless a lower tier has
+                them.
+        """
         if node.page_keys and self.backed.get(node.page_keys[-1]) is node:
             del self.backed[node.page_keys[-1]]
         if needed and not node.backed:
             self.lost_pages_total += len(node.pages)
 
     def first(self) -> TreeNode | None:
+        """Returns the first node that is still in the tree, and drops the nodes before it. None if the queue is empty."""
         while self._nodes:
             node = self._nodes[0]
             if not node.gone:

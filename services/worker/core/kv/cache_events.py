@@ -1,8 +1,8 @@
-"""The events for the prefix index: blocks that became cached here, blocks that left for another tier or for good, and resets.
+"""The events for the prefix index: newly cached blocks, blocks that moved to another tier or were evicted, and resets.
 
-A block has BLOCK_TOKENS tokens and is named by a hash that is chained over its prefix, so no token ids leave the worker. Only
-full blocks have names. On the device a block belongs to the tree edge that holds its last token, and leaves with it, because
-eviction takes suffixes first. KeptBlocks reports the blocks of the tiers below.
+A block has BLOCK_TOKENS tokens. Its name is a hash that is chained over its prefix, so that no token ids leave the worker. Only
+full blocks have names. On the device, a block belongs to the tree edge with its last token and leaves with that edge, because
+eviction takes suffixes first. KeptBlocks reports the blocks of the lower tiers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ RootHasher = Callable[[str], bytes]
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """Changes of the cached blocks. Each hash is in at most one of the tuples, by the present place of the block."""
+    """Changes of the cached blocks. Each hash is in at most one of the tuples, by the block's present tier."""
 
-    cleared: bool  # all earlier events are void; applies before the others
+    cleared: bool  # all earlier events are void; applies before the other fields
     stored: tuple[bytes, ...]  # on the device
     removed: tuple[bytes, ...]  # in no tier
     host: tuple[bytes, ...] = ()  # in the host tier and not on the device
@@ -38,17 +38,18 @@ class CacheEvents:
 
 
 class CacheEventLog:
-    """The changes that the index has not received. The radix tree and KeptBlocks write them, the publisher takes them."""
+    """The changes that the prefix index has not received. RadixCache and KeptBlocks write them, the publisher takes them."""
 
     def __init__(self, page_size: int, block_hash: BlockHasher, root_hash: RootHasher, tells_storage: bool = True) -> None:
-        self.tells_storage = tells_storage  # the storage belongs to this worker alone, so its blocks matter for routing
+        self.tells_storage = tells_storage  # only this worker uses the storage, so that its blocks matter for routing
         self._page_size = page_size
         self._block_hash = block_hash
         self._root_hash = root_hash
         self._cleared = False
-        self._held: Counter[bytes] = Counter()  # edges that hold a block; more than one if pages are larger than blocks
-        self._below: dict[bytes, BlockTier] = {}  # blocks that the tiers below have completely, with their slowest tier
-        self._changed: dict[bytes, BlockTier | None] = {}  # changed blocks, with the tier in the last message; None: in no tier
+        self._held: Counter[bytes] = Counter()  # number of edges that have a block; above 1 if pages are larger than blocks
+        self._below: dict[bytes, BlockTier] = {}  # slowest tier of each block that the lower tiers have completely
+        # Changed blocks, with their tier in the last message, or None if no tier had them.
+        self._changed: dict[bytes, BlockTier | None] = {}
 
     @property
     def has_more(self) -> bool:
@@ -56,7 +57,7 @@ class CacheEventLog:
         return self._cleared or bool(self._changed)
 
     def stored(self, node: TreeNode) -> None:
-        """Names the blocks that end in a new edge, and records them."""
+        """Computes the names of the blocks that end in a new edge, and records these blocks."""
         parent = node.parent
         assert parent is not None
         begin = parent.depth * self._page_size
@@ -83,7 +84,12 @@ class CacheEventLog:
             del self._held[name]
 
     def below(self, name: bytes, tier: BlockTier | None) -> None:
-        """Records the slowest tier below the device that has a page of the block; None if they do not have all pages."""
+        """Records where the tiers below the device have a block.
+
+        Args:
+            name: hash of the block.
+            tier: the slowest tier with a page of the block, or None if the lower tiers do not have all of its pages.
+        """
         if self._below.get(name) is tier:
             return
         self._changes(name)
@@ -93,22 +99,34 @@ class CacheEventLog:
             self._below[name] = tier
 
     def tier_below(self, name: bytes) -> BlockTier | None:
-        """Returns the tier in the last call of below() for the block."""
+        """Returns the tier that the last call of below() has recorded for the block."""
         return self._below.get(name)
 
     def cleared(self) -> None:
-        """Records that the device has no blocks. The blocks of the tiers below are reported again."""
+        """Records that the device has lost all blocks. The blocks of the lower tiers are reported again."""
         self._held.clear()
         self._begin_anew()
 
     def flushed(self) -> None:
-        """Reports a reset and the remaining blocks instead of the removed blocks, if more were removed than remain."""
+        """Shortens the pending events after a flush.
+
+        If more blocks were removed than remain, a reset and the remaining blocks replace the list of removed blocks.
+        """
         gone = sum(before is not None and self._tier(name) is None for name, before in self._changed.items())
         if gone > len(self._held.keys() | self._below.keys()):
             self._begin_anew()
 
     def split(self, names: tuple[bytes, ...], upper_depth: int, lower_depth: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Returns the blocks that end in the upper part of an edge (down to page upper_depth), and those of the lower part."""
+        """Divides the blocks of an edge that is split.
+
+        Args:
+            names: blocks that end in the edge.
+            upper_depth: page at the end of the upper part.
+            lower_depth: page at the end of the lower part.
+
+        Returns:
+            The blocks that end in the upper part, and those that end in the lower part.
+        """
         size = self._page_size
         below = lower_depth * size // BLOCK_TOKENS - upper_depth * size // BLOCK_TOKENS
         cut = len(names) - below
@@ -116,7 +134,7 @@ class CacheEventLog:
         return names[:cut], names[cut:]
 
     def take(self) -> CacheEvents | None:
-        """Returns the changes since the last call, at most MOST_TOLD of them; None if there are none."""
+        """Returns up to MOST_TOLD changes that no earlier call has returned, or None."""
         told: dict[BlockTier | None, list[bytes]] = {BlockTier.DEVICE: [], BlockTier.HOST: [], BlockTier.STORAGE: [], None: []}
         count = 0
         for name in list(islice(self._changed, MOST_TOLD)):
@@ -136,7 +154,7 @@ class CacheEventLog:
         return BlockTier.DEVICE if name in self._held else self._below.get(name)
 
     def _changes(self, name: bytes) -> None:
-        """Records the tier of a block that is about to change."""
+        """Records the tier of a block before it changes."""
         if name not in self._changed:
             self._changed[name] = self._tier(name)
 

@@ -1,6 +1,6 @@
-"""The orders of eviction, one per policy. A node with a lower key is evicted first.
+"""The orders of eviction, one per policy. The node with the lowest key is evicted first.
 
-Nodes that sessions hold are last, unless another tier has them.
+Nodes that sessions hold come last, unless a lower tier has their pages.
 """
 
 from __future__ import annotations

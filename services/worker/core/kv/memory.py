@@ -1,9 +1,9 @@
-"""The KV memory of one cache group: pages, slots and the radix tree, and the lease that a running request holds.
+"""The KV memory of one cache group: pages, slots, the radix tree, and the leases of running requests.
 
-Every page is free, leased by one slot, cached in the tree, or quarantined while an operation beside the forward stream writes
-it; free + leased + cached + quarantined = total. A freed page may be allocated again at once, because one forward stream orders
-all steps (docs/design/scheduler.md#steps-and-streams) and operations begin after the steps before them. Writes to page tables
-are recorded, and `take_table_updates` gives them to the next plan.
+Every page is free, leased by one slot, cached in the tree, or quarantined while an operation writes it; free + leased + cached +
+quarantined = total. A freed page may be allocated again at once, because one forward stream orders all steps
+(docs/design/scheduler.md#steps-and-streams), and an operation begins after all earlier steps. Writes to page tables are recorded;
+take_table_updates() returns them for the next plan.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Lease:
     """The memory of a running request: a slot, the pages in its table row, and a lock on `node`."""
 
     slot: int
-    node: TreeNode  # end of the part of the pages that the tree has
-    rank: int = 0  # rank of the request, which its cached pages get
-    page_keys: tuple[bytes, ...] = ()  # known names of the first pages
+    node: TreeNode  # tree node at the end of the shared pages
+    rank: int = 0  # rank of the request, which its cached pages inherit
+    page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; keys of later pages are unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class PageTableUpdates:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The sizes of the pools. page_size is in tokens."""
+    """The sizes of the pools."""
 
     num_pages: int
-    page_size: int
+    page_size: int  # tokens
     num_slots: int
     pages_per_slot: int
 
@@ -60,7 +60,7 @@ class KVMemory:
     """The owner of the pages, the slots and the radix tree.
 
     RequestLifecycle and the planners allocate and free, the committer publishes computed pages. Sessions hold paths of the tree,
-    reservations and operations pin them.
+    and reservations and operations pin them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class KVMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all pages, slots, cached prefixes and pending updates of page tables. No lease, pin or hold may exist."""
+        """Forgets all pages, slots, cached prefixes and pending page-table updates. No lease, pin or hold may exist."""
         shape = self._shape
         self.pages = TokenToKVPool(shape.num_pages)
         self.slots = ReqToTokenPool(shape.num_slots, shape.pages_per_slot)
@@ -87,14 +87,14 @@ class KVMemory:
         self.quarantined: set[int] = set()
         self._num_pins = 0
         self._updates: list[tuple[I32, I32, I32, I32]] = []
-        self._runs: list[tuple[int, int, int]] = []  # slot, first and count of what was written after the updates
+        self._runs: list[tuple[int, int, int]] = []  # (slot, first entry, number of entries) of writes after those in _updates
         self._run_pages: list[I32] = []
-        self._num_updates = 0  # in both, of one slot each
-        self._ended: dict[int, int] = {}  # slots that were given back since, and how many updates there were by then
+        self._num_updates = 0  # number of recorded writes in _updates and _runs; each concerns one slot
+        self._ended: dict[int, int] = {}  # slots that were freed since the last plan, with the number of writes at that time
 
     @property
     def num_available(self) -> int:
-        """Pages that could be allocated now: free and evictable ones."""
+        """Number of pages that can be allocated now, which are the free and the evictable pages."""
         return self.pages.num_free + self.tree.num_evictable
 
     @property
@@ -138,7 +138,13 @@ class KVMemory:
         self.tree.unlock(match.node)
 
     def lease(self, match: Match, rank: int = 0, page_keys: tuple[bytes, ...] = ()) -> Lease:
-        """A lease on a free slot whose table begins with the hit's pages. `match` is locked; the lease takes over the lock."""
+        """Allocates a slot whose table begins with the pages of the hit.
+
+        Args:
+            match: the locked hit. The lease takes over its lock.
+            rank: rank of the request.
+            page_keys: page keys of the first pages, as far as they are known.
+        """
         count = len(match.pages)
         assert match.node.lock_ref > 0, "a lease takes over the lock of its match"
         assert match.node.depth == count, "a hit ends where its node does"
@@ -150,7 +156,11 @@ class KVMemory:
         return Lease(slot, match.node, rank, page_keys)
 
     def grow(self, lease: Lease, num_tokens: int) -> int:
-        """Allocates so that the lease's table covers `num_tokens`, or as many as there are pages for. Returns tokens covered."""
+        """Allocates pages until the lease's table covers `num_tokens` tokens or no page is available.
+
+        Returns:
+            The number of covered tokens, at most `num_tokens`.
+        """
         slot = lease.slot
         have = int(self.slots.num_pages[slot])
         want = min(-(-num_tokens // self.page_size) - have, self.num_available)
@@ -164,7 +174,7 @@ class KVMemory:
         return min(num_tokens, int(self.slots.num_pages[slot]) * self.page_size)
 
     def grow_each(self, slots: I32) -> None:
-        """Allocates one more page for each of `slots` (int32[n], distinct), which are at most num_available."""
+        """Allocates one more page for each of `slots` (int32[n], distinct). At least n pages must be available."""
         assert len(slots) <= self.num_available, "pages for rows that were not counted"
         pages = self._alloc(len(slots))
         firsts = self.slots.num_pages[slots]
@@ -175,10 +185,9 @@ class KVMemory:
         self._num_updates += len(slots)
 
     def publish(self, lease: Lease, key: bytes) -> None:
-        """Moves the whole pages of `key`, whose KV is computed, into the tree, where other requests find them.
+        """Moves the whole pages of `key`, whose KV is computed, into the tree, where other requests can find them.
 
-        If the tree has got some of these pages from another request, the slot's own ones are freed and its table gets the
-        tree's.
+        If another request has published some of these tokens, the slot's own pages are freed and its table gets the tree's pages.
         """
         slot = lease.slot
         shared = int(self.slots.num_shared[slot])
@@ -204,7 +213,7 @@ class KVMemory:
             self._record(slot, shared + first, theirs[first:])
 
     def hold(self, node: TreeNode) -> None:
-        """Makes eviction take the path to `node` after all paths without a hold."""
+        """Marks the path to `node`, so that it is evicted after all paths without a hold."""
         self.tree.hold(node)
 
     def unhold(self, node: TreeNode) -> None:
@@ -213,8 +222,8 @@ class KVMemory:
     def release(self, lease: Lease, key: bytes) -> None:
         """Ends the lease: publishes `key`, which may be empty, and frees the other pages and the slot.
 
-        lease.node is then the end of the published pages. It is valid until the next call that may evict, or as long as it is
-        held.
+        lease.node is then the end of the published pages. It is valid until the next call that may evict, or as long as a hold
+        exists.
         """
         self.publish(lease, key)
         slot = lease.slot
@@ -229,7 +238,7 @@ class KVMemory:
         assert locks in (0, 1), "a lock for every lease and every pin, and for the match in hand"
         assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
 
-    # Operations beside the forward stream
+    # Operations outside of the forward stream
 
     def pin(self, node: TreeNode) -> None:
         """Locks the path to `node` for an operation that reads its pages, or for a waiting request."""
@@ -237,13 +246,13 @@ class KVMemory:
         self.tree.lock(node)
 
     def unpin(self, node: TreeNode, used: bool = False) -> None:
-        """Undoes one pin(). used: see RadixCache.unlock."""
+        """Undoes one pin(). `used` has the meaning of RadixCache.unlock()."""
         assert self._num_pins > 0, "unpin without pin"
         self._num_pins -= 1
         self.tree.unlock(node, used=used)
 
     def quarantine(self, count: int) -> I32:
-        """Allocates pages that an operation will write, as int32[count]. `count` is at most num_available."""
+        """Allocates pages that an operation will write, as int32[count]. At least `count` pages must be available."""
         assert 0 < count <= self.num_available, "pages for an operation that were not counted"
         pages = self._alloc(count)
         self.quarantined.update(pages.tolist())
@@ -257,17 +266,15 @@ class KVMemory:
     def publish_quarantined(
         self, node: TreeNode, key: bytes, pages: I32, rank: int, page_keys: tuple[bytes, ...], backed: bool
     ) -> TreeNode:
-        """Puts quarantined pages into the tree below `node`, which is pinned: they have the KV of the tokens `key`.
-
-        Pages that the tree has already are freed.
+        """Moves quarantined pages into the tree below `node`. Pages whose tokens the tree has already are freed.
 
         Args:
             node: the pinned node before the tokens.
             key: the tokens as bytes.
-            pages: the written pages.
-            rank: rank of the request that wanted them.
-            page_keys: names of the pages.
-            backed: whether the tier that they came from keeps them.
+            pages: the written pages, with the KV of these tokens.
+            rank: rank of the request that wanted the pages.
+            page_keys: page keys of the pages.
+            backed: whether the tier that the pages came from still has them.
 
         Returns:
             The node at the end of the tokens.
@@ -284,18 +291,18 @@ class KVMemory:
         self.quarantined.difference_update(pages.tolist())
 
     def flush(self) -> int:
-        """Evicts everything that is not locked. Returns the number of pages."""
+        """Evicts every unlocked page. Returns the number of pages."""
         return self._evict(self.tree.num_evictable, needed=False)
 
     def forget(self, node: TreeNode) -> None:
-        """Drops a node and its ancestors as far as they are unlocked leaves."""
+        """Drops a node, and then each ancestor that has become an unlocked leaf."""
         for pages in self.tree.forget(node):
             self.pages.free(pages)
 
     def take_table_updates(self) -> PageTableUpdates:
-        """Returns the writes to page tables of leased slots since the last call.
+        """Returns the writes to the page tables of leased slots since the last call.
 
-        No two of them have the same entry, so they may be applied in any order.
+        No two writes have the same entry, so that they may be applied in any order.
         """
         self._gather_runs()
         if not self._updates:
@@ -309,7 +316,7 @@ class KVMemory:
         return self._without_ended(updates) if self._ended else updates
 
     def _without_ended(self, updates: PageTableUpdates) -> PageTableUpdates:
-        """Drops the writes of leases that have ended. A later lease of the same slot has made its own writes."""
+        """Drops the writes of leases that have ended. A later lease of the same slot has its own, later writes."""
         slots, counts = updates.slots, updates.counts
         until = np.zeros(len(self.slots.num_pages), dtype=np.int64)
         until[list(self._ended)] = list(self._ended.values())

@@ -1,4 +1,4 @@
-"""The interface between the queues and the tiers below the pool; core/tiers implements it."""
+"""The interface of the tiers below the device for the queues and the lifecycle. core/tiers implements it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Asker = tuple[int, int]
 
 
 class PeerSource(Protocol):
-    """Pages in another worker."""
+    """A reservation in another worker; KvSource implements it."""
 
     @property
     def room(self) -> object:
-        """The reservation; equal for equal reservations."""
+        """The name of the reservation. Names of the same reservation are equal."""
 
     @property
     def address(self) -> str: ...
@@ -30,23 +30,23 @@ class PeerSource(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """A prompt whose pages other tiers are searched for."""
+    """A prompt whose pages the lower tiers are searched for, on behalf of a request or a prefetch."""
 
     seq: int  # number of the request or prefetch
-    tree: str  # name of the tree that it is matched in
+    tree: str  # name of the prompt's radix tree
     tokens: bytes
-    limit: int  # pages that a hit may cover
+    limit: int  # largest number of pages that a hit may cover
     rank: int = 0  # see TreeNode
-    keys: list[bytes] = field(default_factory=list)  # of the first pages; more are made when they are needed
-    arrived: Counter[str] = field(default_factory=Counter)  # pages that arrived while it waited, by tier
-    let_go: bool = False  # it waits for no further pages
-    source: PeerSource | None = None  # another worker that has the first pages
-    ahead: bool = False  # it is read before its request arrives
+    keys: list[bytes] = field(default_factory=list)  # page keys of the first pages; missing keys are made when they are needed
+    arrived: Counter[str] = field(default_factory=Counter)  # pages that arrived while the request waited, by tier
+    let_go: bool = False  # the request does not wait for further pages
+    source: PeerSource | None = None  # reservation with the first pages in another worker
+    ahead: bool = False  # the pages are for a prefetch, whose request has not arrived
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Gauges, then counters since the start. StepStats has and explains a field of each name."""
+    """Gauges, and counters since the start. StepStats has a field of the same name for each, with its meaning."""
 
     host_pages: int
     host_pages_used: int
@@ -80,47 +80,47 @@ class TierStats:
 
 
 class OtherTiers(Protocol):
-    """The tiers below the device, as the queues see them."""
+    """The tiers below the device, as the queues use them."""
 
     @property
     def queue(self) -> BackupQueue:
-        """Nodes that the tree offers for copies."""
+        """The nodes that the tree offers for copies."""
 
     @property
     def num_running(self) -> int:
-        """Operations under way that read or write the device's pages."""
+        """Number of running operations that read or write device pages."""
 
     @property
     def num_quarantined(self) -> int:
-        """Pages that these operations write."""
+        """Number of device pages that these operations write."""
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Begins an import if other tiers have more of the prompt than the tree, and reading is faster than computing.
+        """Begins an import if the lower tiers have more of the prompt than the tree, and reading is faster than computing.
 
         Returns:
             Whether the request waits for the import.
         """
 
     def waiting(self) -> set[int]:
-        """Returns the numbers of the requests that wait for imports."""
+        """Returns the seqs of the requests that wait for imports."""
 
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
-        """Ends the pins of a request that is admitted with `hit` pages from the tree. keys: of its first pages."""
+        """Releases the pins of a request that is admitted with `hit` pages from the tree. `keys` are its first page keys."""
 
     def leave(self, seq: int) -> None:
-        """Ends the pins and the wait of a request that has ended."""
+        """Releases the pins and ends the wait of a request that has ended."""
 
     def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
-        """Passes the prefetched pages to the request, which has arrived. Returns their number by tier."""
+        """Passes prefetched pages to the request `seq`, which has arrived. Returns their number by tier."""
 
     def let_go(self) -> bool:
-        """Releases the pins of waiting requests, because running ones need pages. Returns whether there were any."""
+        """Releases the pins of waiting requests, because running requests need pages. Returns whether there were any."""
 
     def retired(self, names: Collection[str]) -> None:
-        """Ends the imports of trees whose salt was deleted, by their former names."""
+        """Discards the imports of trees whose salt was deleted. `names` are the trees' former names."""
 
     def forget_tree(self) -> None:
-        """Forgets everything about the device's pages, which are reset. No operation may run."""
+        """Forgets everything about the device pages, which are reset. No operation may run."""
 
     def stats(self) -> TierStats: ...
 

@@ -1,8 +1,8 @@
-"""The radix tree over pages of KV: it maps token prefixes to pages and shares them between requests (SGLang's RadixCache).
+"""The radix tree over pages of KV. It maps token prefixes to pages and shares them between requests (SGLang's RadixCache).
 
-Keys are int32 token ids as bytes, cut at page boundaries. Each namespace has its own tree. A cached page is pinned while its
-node has a lock, and evictable otherwise. Locks and holds are counted along the whole path to the root, so an unlocked node has
-no locked descendant. Held nodes are evicted after all others. The clock of recency is a counter. KVMemory is the only owner.
+Keys are int32 token ids as bytes, cut at page boundaries. Each namespace has a separate tree. A cached page is pinned while its
+node has a lock, and evictable otherwise. Locks and holds are counted along the whole path to the root, so that an unlocked node
+has no locked descendant. Held nodes are evicted after all others. Recency is a counter. KVMemory is the only owner.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from services.worker.core.kv.eviction import EvictionKey, EvictionOrder, lru
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
-STALE_ENTRIES = 64  # stale entries of the eviction queue, besides one per node, at which they are removed
+STALE_ENTRIES = 64  # stale entries of the eviction queue, in addition to one per node, at which they are removed
 _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix hit. It is valid until the next call that may evict, or as long as `node` is locked. `pages` is read-only."""
+    """A prefix hit. It is valid until the next call that may evict, or while `node` is locked. `pages` is read-only."""
 
     node: TreeNode
     pages: I32
@@ -47,10 +47,10 @@ class RadixCache:
 
         Args:
             page_size: tokens of a page.
-            order: order of eviction of unlocked leaves.
-            events: log of blocks that appear and disappear; None: blocks are not hashed.
-            backups: queue of nodes to copy down the tiers; None without tiers.
-            is_retired: whether a name is one that retire() gives.
+            order: eviction order of unlocked leaves.
+            events: log of cached blocks; without a log, blocks are not hashed.
+            backups: queue of nodes to copy to lower tiers; None if the worker has no tiers.
+            is_retired: returns whether a namespace has a name of a retired tree, as retire() gives it.
         """
         self._page_bytes = page_size * TOKEN_BYTES
         self._eviction_key = order
@@ -69,7 +69,7 @@ class RadixCache:
         self.num_locks = 0  # locked paths
 
     def root(self, namespace: str) -> TreeNode:
-        """Returns the root of a namespace, which is made on first use. It has no pages and is never evicted."""
+        """Returns the root of a namespace, creating it if needed. A root has no pages and is never evicted."""
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
@@ -81,7 +81,8 @@ class RadixCache:
     def forget_empty(self) -> None:
         """Forgets empty namespaces, so that they do not accumulate.
 
-        The caller must have no root that is neither locked nor held: a second root of the namespace would lose its pages.
+        The caller must not have a root that is neither locked nor held: the namespace would get a second root, and the pages
+        below the first one would be lost.
         """
         for root in self._empty_roots:
             if _is_empty(root) and self._roots.get(name := root.key.decode()) is root:
@@ -93,9 +94,9 @@ class RadixCache:
         return list(self._roots)
 
     def retire(self, namespace: str, name: str) -> None:
-        """Renames a namespace (see tree_name.py), so that later requests find nothing in it.
+        """Renames a namespace, so that later requests find nothing in it (see tree_name.py).
 
-        The next forget_retired() drops its unlocked nodes, held or not.
+        The next forget_retired() drops its unlocked nodes, including held ones.
         """
         root = self._roots.pop(namespace, None)
         if root is None:
@@ -122,7 +123,7 @@ class RadixCache:
     def match(self, namespace: str, key: bytes, end: int | None = None) -> Match:
         """Returns the longest cached prefix of `key`, or of its first `end` bytes, in whole pages.
 
-        May split a node, and sets the recency of the path. Allocates no page.
+        May split a node, and updates the recency of the path. Allocates no page.
         """
         node, _, parts = self._walk(self.root(namespace), key, len(key) if end is None else min(end, len(key)))
         pages = _joined(parts)
@@ -130,7 +131,7 @@ class RadixCache:
         return Match(node, pages)
 
     def count_hit(self, node: TreeNode) -> None:
-        """Counts an admission on the path from the root to `node`."""
+        """Counts an admission on the nodes from the root to `node`."""
         if self._backups is not None:
             self._backups.hit(node)
         walk: TreeNode | None = node
@@ -153,18 +154,18 @@ class RadixCache:
     def insert(
         self, node: TreeNode, key: bytes, pages: I32, rank: int = 0, page_keys: tuple[bytes, ...] = ()
     ) -> tuple[TreeNode, I32]:
-        """Puts the tokens `key` with their pages below `node`, and sets the recency of the whole path.
+        """Inserts the tokens `key` with their pages below `node`, and updates the recency of the whole path.
 
         Args:
             node: the node before the tokens.
             key: the tokens as bytes, in whole pages.
-            pages: int32[n], their pages.
+            pages: int32[n], the pages of the tokens.
             rank: rank of the request.
-            page_keys: names of the first pages, as far as they are known.
+            page_keys: page keys of the first pages, as far as they are known.
 
         Returns:
-            The node at the end of the tokens, and the tree's pages for them as int32[n]. A page differs from that in `pages` if
-            the tree had it already; the caller still owns its own page then.
+            The node at the end of the tokens, and the tree's pages for them as int32[n]. If the tree had some of the tokens
+            already, its pages differ from `pages` there, and the caller still owns its own pages.
         """
         assert len(key) == len(pages) * self._page_bytes, "a page for every page of tokens"
         end = node.depth + len(pages)
@@ -196,7 +197,7 @@ class RadixCache:
         assert self.num_evictable >= 0, "more pages were locked than are in the tree"
 
     def unlock(self, node: TreeNode, used: bool = True) -> None:
-        """Undoes one lock(). used: whether a request made or read the pages, so that they may be backed up."""
+        """Undoes one lock(). `used` says whether a request made or read the pages, so that they may be backed up."""
         self.num_locks -= 1
         if self._backups is not None and used and node.lock_ref == 1:
             self._backups.unlocked(node)
@@ -213,7 +214,7 @@ class RadixCache:
         assert self.num_evictable <= self.num_pages, "more pages are evictable than are in the tree"
 
     def hold(self, node: TreeNode) -> None:
-        """Makes eviction take this path last, until one unhold() of the same node, which may be evicted by then."""
+        """Makes eviction take this path last. unhold() of the same node ends it, even if the node has been evicted."""
         walk: TreeNode | None = node
         while walk is not None:
             walk.holds += 1
@@ -225,23 +226,23 @@ class RadixCache:
             assert walk.holds > 0, "unhold without hold"
             walk.holds -= 1
             if walk.holds == 0:
-                walk.entry = 0  # its entry in the queue has the key of a held node
+                walk.entry = 0  # the queued entry has the key of a held node
                 self._queue(walk)
             root, walk = walk, walk.parent
         self._may_be_empty(root)
 
     def mark_backed(self, node: TreeNode) -> None:
-        """Records that another tier has the whole node."""
+        """Records that a lower tier has the whole node."""
         if self._backups is not None:
             self._backups.marked(node)
         if not node.backed:
             node.backed = True
             if node.holds:
-                node.entry = 0  # it is evicted earlier now
+                node.entry = 0  # the key is lower now
                 self._queue(node)
 
     def forget(self, node: TreeNode) -> list[I32]:
-        """Drops a node and then its ancestors, as far as they are unlocked leaves. Returns their pages."""
+        """Drops a node, and then each ancestor that has become an unlocked leaf. Returns their pages."""
         freed: list[I32] = []
         while self._is_evictable(node):
             assert node.parent is not None
@@ -251,10 +252,10 @@ class RadixCache:
         return freed
 
     def evict(self, num_pages: int, needed: bool = True) -> list[I32]:
-        """Drops unlocked leaves in the order of eviction until `num_pages` are dropped or none is left.
+        """Drops unlocked leaves in the order of eviction, until `num_pages` pages are dropped or no unlocked leaf is left.
 
         Args:
-            num_pages: wanted pages.
+            num_pages: number of pages to drop.
             needed: whether other data needs the pages, so that pages without a copy count as lost.
 
         Returns:
@@ -278,7 +279,7 @@ class RadixCache:
         return freed
 
     def nodes(self) -> list[TreeNode]:
-        """Returns every node but the roots, parents first, for checks."""
+        """Returns every node except the roots, parents first, for checks."""
         out: list[TreeNode] = []
         stack = list(self._roots.values())
         while stack:
@@ -289,10 +290,12 @@ class RadixCache:
         return out
 
     def _walk(self, node: TreeNode, key: bytes, end: int) -> tuple[TreeNode, int, list[I32]]:
-        """Descends from `node` along the first `end` bytes of `key` as far as whole pages agree, and splits the node there.
+        """Descends from `node` along the first `end` bytes of `key` while whole pages agree.
+
+        Splits the last edge if it agrees only in part.
 
         Returns:
-            The last node, the number of matched bytes, and the pages on the way.
+            The last node, the number of matched bytes, and the pages on the path.
         """
         self._clock += 1
         pages: list[I32] = []
@@ -314,7 +317,7 @@ class RadixCache:
         return first * TOKEN_BYTES // self._page_bytes
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
-        """Cuts a node after num_pages and returns the new upper part. Leases keep pointing at the lower part."""
+        """Cuts a node after `num_pages` pages and returns the new upper part. Leases keep pointing to the lower part."""
         cut = num_pages * self._page_bytes
         parent = node.parent
         assert parent is not None and 0 < num_pages < len(node.pages), "a cut lies inside its edge"
@@ -357,7 +360,7 @@ class RadixCache:
         self.num_evictable -= len(node.pages)
         assert 0 <= self.num_evictable <= self.num_pages, "what goes was evictable"
         node.gone = True
-        node.entry = 0  # forget() leaves its entry in the queue, which is stale now
+        node.entry = 0  # the node's entry in the queue, which forget() does not remove, becomes stale
         if self._events:
             self._events.removed(node)
         if self._backups is not None:
@@ -377,8 +380,8 @@ class RadixCache:
     def _queue(self, node: TreeNode) -> None:
         """Adds a leaf to the eviction queue if it is evictable and has no valid entry.
 
-        Every evictable leaf has exactly one valid entry. While it stands, the leaf's key may rise, which evict() corrects. Code
-        that lowers the key sets `entry` to 0 and queues the leaf again.
+        Every evictable leaf has exactly one valid entry. The leaf's key may rise later, which evict() corrects. Code that lowers
+        the key sets `entry` to 0 and queues the leaf again.
         """
         if not node.entry and self._is_evictable(node):
             self._seq += 1
@@ -391,7 +394,7 @@ class RadixCache:
 
 
 def _joined(parts: list[I32]) -> I32:
-    """Returns the concatenation, which may be one of the parts itself."""
+    """Returns the concatenation of the parts. It may be the same array as a single part."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else _NO_PAGES

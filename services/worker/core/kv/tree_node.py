@@ -13,22 +13,22 @@ TOKEN_BYTES = 4
 
 @dataclass(slots=True, eq=False)
 class TreeNode:
-    """A node with the edge that leads to it."""
+    """A node of the radix tree, with the edge that leads to it."""
 
-    parent: TreeNode | None  # None for a root; stays after the eviction, so that holds can be taken back
-    key: bytes  # the edge's tokens; of a root, the namespace
-    pages: I32  # int32[len(key) / bytes of a page]
+    parent: TreeNode | None  # unset for a root; stays set after the eviction, so that holds can be undone
+    key: bytes  # tokens of the edge as bytes; the namespace for a root
+    pages: I32  # int32[n], one for each page of tokens in `key`
     depth: int  # pages from the root to the end of this node
     children: dict[bytes, TreeNode] = field(default_factory=dict)
-    lock_ref: int = 0  # locks on this node or below it
-    holds: int = 0  # holds of sessions on this node or below it
+    lock_ref: int = 0  # locks on this node and its descendants
+    holds: int = 0  # holds of sessions on this node and its descendants
     hits: int = 0  # admissions on a path through this node
-    born: int = 0  # clock of the tree when the node was made
-    stamp: int = 0  # clock of the tree at the last use
-    rank: int = 0  # lowest, and so most urgent, rank of the requests that brought it
+    born: int = 0  # the tree's clock when the node was created
+    stamp: int = 0  # the tree's clock at the last use
+    rank: int = 0  # lowest rank, which is the most urgent, of the requests that inserted the node
     blocks: tuple[bytes, ...] = ()  # hashes of the blocks whose last token is in this edge
-    page_keys: tuple[bytes, ...] = ()  # of the first pages; of all pages once they were needed
-    offered: bool = False  # it is in the backup queue
-    backed: bool = False  # another tier has the whole node
+    page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; of all pages after they were needed once
+    offered: bool = False  # whether the node is in the backup queue
+    backed: bool = False  # whether a lower tier has the whole node
     entry: int = 0  # number of its valid entry in the eviction queue; 0 for none
-    gone: bool = False  # it was evicted
+    gone: bool = False  # whether the node was evicted
