@@ -1,6 +1,6 @@
-"""The operators' calls on the scheduler, and the settings that may change while it runs.
+"""The operators' calls on the scheduler, and the settings that may change at run time.
 
-A setting may not change if it sizes a pool or changes the meaning of a cached page.
+A setting may not change if it sizes a pool or if cached pages depend on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Range:
     """A range of numbers. Infinity and NaN are in no range."""
 
     least: float = 0
-    above: bool = False  # least itself is outside
+    above: bool = False  # whether `least` itself is excluded
     most: float = math.inf
 
     def __contains__(self, number: float) -> bool:
@@ -46,13 +46,14 @@ _KINDS: Mapping[type, str] = {bool: "true or false", int: "an integer", float: "
 COUNT = Range()
 POSITIVE = Range(above=True)
 
-# By name, with the numbers' ranges: those of the worker's settings of these names. None: no number.
+# Ranges of the settings that may change, by name, or None if the setting is not a number. The worker's flags of these names have
+# the same ranges.
 RANGES: Mapping[str, Range | None] = {
     "schedule_policy": None,
     "lpm_fallback_threshold": COUNT,
     "priority_preemption_threshold": COUNT,
     "schedule_conservativeness": POSITIVE,
-    "max_running_requests": Range(1),  # up to the number that the worker started with
+    "max_running_requests": Range(1),  # at most the number at the start
     "max_queued_requests": COUNT,
     "max_prefill_tokens": Range(1),
     "chunked_prefill_size": Range(UNCHUNKED),
@@ -74,7 +75,7 @@ RANGES: Mapping[str, Range | None] = {
 class SchedulerControl:
     """The operators' calls on one scheduler: pause, retune, flush, replace weights, check and trace.
 
-    Called on the loop's thread, between two calls of the scheduler. Holds no state of its own.
+    The loop's thread calls it between two calls of the scheduler. It has no state.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -101,7 +102,7 @@ class SchedulerControl:
         self._scheduler.closed = ""
 
     def pause(self, mode: PauseMode, now: float) -> None:
-        """Stops planning until resume(). A step in flight still has to be committed."""
+        """Stops planning until resume(). The step in flight must still be committed."""
         scheduler = self._scheduler
         scheduler.paused = True
         if mode is PauseMode.ABORT:
@@ -115,7 +116,7 @@ class SchedulerControl:
         self._scheduler.paused = False
 
     def flush_cache(self) -> int:
-        """Forgets every cached prefix that no running request uses. Returns the number of freed pages."""
+        """Forgets every cached prefix without a running user. Returns the number of freed pages."""
         scheduler = self._scheduler
         scheduler.reservations.end_all()
         if scheduler.tiers is not None:
@@ -126,11 +127,11 @@ class SchedulerControl:
         return num_pages
 
     def flush_tiers(self, tiers: Sequence[Tier]) -> int:
-        """Forgets the pages of these tiers below the device. Returns the number of pages."""
+        """Forgets the pages of the given tiers below the device. Returns the number of pages."""
         return 0 if self._scheduler.tiers is None else self._scheduler.tiers.clear(tiers)
 
     def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
-        """Forgets the pages of one cache salt in these tiers.
+        """Forgets the pages of one cache salt in the given tiers.
 
         Requests that use such pages on the device keep them until they end. No other request finds these pages, and they are
         copied to no tier.
@@ -140,7 +141,7 @@ class SchedulerControl:
             tiers: the tiers to search.
 
         Returns:
-            The number of pages, without those of a storage.
+            The number of pages in the device and host tiers.
         """
         scheduler, pages = self._scheduler, 0
         if Tier.DEVICE in tiers:
@@ -149,7 +150,7 @@ class SchedulerControl:
         return pages if scheduler.tiers is None else pages + scheduler.tiers.forget_salt(salt, tiers)
 
     def _retire(self, salt: str, number: int) -> int:
-        """Hides the device's pages of a salt from new requests, and frees those that no request uses. Returns their number."""
+        """Hides the device pages of a salt from new requests and frees the unused ones. Returns the number of freed pages."""
         scheduler, tree = self._scheduler, self._scheduler.memory.tree
         mine = [request for request in scheduler.queues.by_key.values() if _is_of(request.namespace, salt)]
         names = dict.fromkeys([name for name in tree.names() if _is_of(name, salt)] + [request.namespace for request in mine])
@@ -163,11 +164,11 @@ class SchedulerControl:
         return scheduler.memory.forget_retired()
 
     def storage_tag(self, salt: str) -> bytes | None:
-        """Returns the tag of a salt's pages in a storage; None without tiers."""
+        """Returns the tag of a salt's pages in a storage, or None without tiers."""
         return None if self._scheduler.tiers is None else self._scheduler.tiers.tag(salt)
 
     def reset_memory(self) -> None:
-        """Forgets every page of the device and every session, because the content of the pool is lost.
+        """Forgets every device page and every session, because the content of the pool is lost.
 
         The scheduler must be idle and settled, without a step in flight.
         """
@@ -182,7 +183,10 @@ class SchedulerControl:
             scheduler.events.cleared()
 
     def replace_weights(self, revision: str) -> None:
-        """Sets the weights of all later steps and forgets all KV of the old ones. The conditions are those of reset_memory()."""
+        """Sets the weights of all later steps and forgets the KV of the old weights.
+
+        The conditions are those of reset_memory().
+        """
         self._scheduler.revision = revision
         self.reset_memory()
         if self._scheduler.tiers is not None:
@@ -195,7 +199,11 @@ class SchedulerControl:
         return {**{name: _plain(getattr(config, name)) for name in RANGES}, **running}
 
     def retune(self, changes: Mapping[str, Tunable]) -> None:
-        """Changes settings from the next plan on. Raises ValueError that names the field; no setting has changed then."""
+        """Changes settings from the next plan on.
+
+        Raises:
+            ValueError: names the invalid field. No setting has changed.
+        """
         scheduler, planner = self._scheduler, self._scheduler.planner
         changes = dict(changes)
         ratio = changes.pop("new_token_ratio", None)
@@ -209,17 +217,17 @@ class SchedulerControl:
         scheduler.reconfigure(config)
 
     def trace(self, request_id: str) -> list[TraceEvent]:
-        """Returns the trace events of a request that are still in the ring, oldest first."""
+        """Returns the events of a request that are still in the ring, oldest first."""
         return self._scheduler.trace.of(request_id)
 
     def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """Returns the number of all trace events since the start, and those after the first `count` that are in the ring."""
+        """Returns the number of all events since the start, and the events after the first `count` that are in the ring."""
         return self._scheduler.trace.since(count)
 
     def self_check(self) -> list[str]:
-        """Returns one sentence per broken invariant; empty if all hold.
+        """Returns one sentence per broken invariant; empty if all invariants hold.
 
-        If the scheduler is idle and settled, it forgets all pages after a violation.
+        After a violation, an idle and settled scheduler forgets all pages.
         """
         scheduler, memory = self._scheduler, self._scheduler.memory
         found = violations(scheduler.queues, memory, scheduler.sessions, scheduler.tiers)

@@ -1,4 +1,4 @@
-"""The invariants between any two calls of the scheduler. Tests check them after every step, the worker when it is idle."""
+"""The invariants between any two calls of the scheduler. Tests check them after every step, an idle worker checks them too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.worker.core.requests.waiting_queue import Kept
 
 
 def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, tiers: OtherTiers | None) -> list[str]:
-    """Returns one sentence per broken invariant; empty if all hold. Takes O(pool size)."""
+    """Returns one sentence per broken invariant; empty if all invariants hold. Takes O(pool size)."""
     return (
         _page_states(queues, memory)
         + _leases(queues, memory)
@@ -29,7 +29,7 @@ def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, 
 
 
 def _page_states(queues: RequestQueues, memory: KVMemory) -> list[str]:
-    """Checks that each page is free, leased, cached or quarantined, and in one of these states only."""
+    """Checks that each page is in exactly one state: free, leased, cached or quarantined."""
     owners = np.zeros(memory.pages.num_pages, dtype=np.int64)
     np.add.at(owners, memory.pages.free_pages(), 1)
     np.add.at(owners, list(memory.quarantined), 1)
@@ -72,7 +72,7 @@ def _leases(queues: RequestQueues, memory: KVMemory) -> list[str]:
 
 
 def _held(queues: RequestQueues) -> list[str]:
-    """Checks that gates hold only requests of the waiting queue, and that the KV set aside for them is counted."""
+    """Checks that gates hold only requests of the waiting queue, and that the KV set aside for these requests is counted."""
     queue, out = queues.waiting, []
     held = [request for request in queue if request.held]
     if len(held) != queue.num_held or len(held) != sum(request.held > 0 for request in queues.by_key.values()):
@@ -127,7 +127,7 @@ def _tree(memory: KVMemory) -> list[str]:
 
 
 def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -> list[str]:
-    """Checks that the holds are those of the sessions' turns, and that running turns are present requests."""
+    """Checks that the tree's holds are those of the sessions' turns, and that running turns belong to present requests."""
     out = []
     expected: Counter[TreeNode] = Counter()
     for held in sessions.held_nodes():
@@ -148,7 +148,7 @@ def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -
 
 
 def _tiers(queues: RequestQueues, memory: KVMemory, tiers: OtherTiers | None) -> list[str]:
-    """Checks that operations own the quarantined pages, and that requests that wait for an import are gated."""
+    """Checks that operations own the quarantined pages, and that the requests waiting for an import are gated."""
     if tiers is None:
         return ["pages are quarantined by nobody"] if memory.quarantined else []
     out = tiers.violations()

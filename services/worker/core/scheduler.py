@@ -1,9 +1,8 @@
-"""The scheduler core: it takes messages and step results, and returns plans and outputs.
+"""The scheduler core. It takes messages and step results, and returns plans and outputs.
 
-It is pure: no clock, no I/O, no threads, no tensors.
-
-One caller calls it in this order per turn: messages, plan, launch, commit of the step before. At most one step is uncommitted
-when a plan is made. The same calls give the same plans. docs/design/scheduler.md has the semantics.
+It is pure: no clock, no I/O, no threads, no tensors. One caller calls it in this order per turn: messages, plan, launch, commit
+of the previous step. At most one step is uncommitted when a plan is made. The same calls give the same plans.
+docs/design/scheduler.md has the rules.
 """
 
 from __future__ import annotations
@@ -81,15 +80,15 @@ class Scheduler:
         revision: str = "",
         keys: PageKeys | None = None,
     ) -> None:
-        """Makes an idle scheduler.
+        """Starts without requests.
 
         Args:
             config: the configuration.
             rules: text functions for stop rules.
             book: compiled grammars; None if the worker offers no structured output.
-            events: log of cached blocks; None if no index reads it.
+            events: log of cached blocks; None if no prefix index reads it.
             revision: revision of the weights; empty if they have none.
-            keys: names of pages in other tiers; None without other tiers.
+            keys: maker of page keys; None if the worker has no other tiers.
         """
         others = config.host_pages > 0 or config.reads_peers
         assert keys is not None or not others, "pages of other tiers have keys"
@@ -119,12 +118,12 @@ class Scheduler:
         self._next_seq = 0
         self.paused = False
         self.begins_copies = True  # whether copies to other tiers and prefetches may begin
-        self.num_retirements = 0  # deletions of a salt on the device, so that each retired tree has a name of its own
+        self.num_retirements = 0  # deletions of a salt on the device, which make the names of retired trees unique
         self.closed = ""  # reason for refusing new requests; empty if they are accepted
         self.revision = revision  # requests for another revision are refused
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Uses changed settings from the next plan on. The sizes of pools stay those of the start."""
+        """Uses changed settings from the next plan on. The sizes of pools do not change."""
         self.config = self.lifecycle.config = self.sessions.config = config
 
     @property
@@ -134,12 +133,12 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Whether no operation reads or writes the device's pages, so that they may be reset."""
+        """Whether no operation reads or writes device pages, so that these may be reset."""
         return self.tiers is None or not self.tiers.num_running
 
     @property
     def flight_step(self) -> int:
-        """Number of the oldest step that is not committed; -1 if there is none."""
+        """Number of the oldest uncommitted step, or -1."""
         return self._flight[0].plan.step_id if self._flight else -1
 
     @property
@@ -150,7 +149,11 @@ class Scheduler:
     # Messages
 
     def submit(self, message: Submit, now: float) -> None:
-        """Queues a request, or ends it at once with an error. Raises ValueError if the handle of the peer is in use."""
+        """Queues a request, or ends it at once with an error.
+
+        Raises:
+            ValueError: another request of the gateway stream has the same handle.
+        """
         if (message.peer, message.handle) in self.queues.by_key:
             raise ValueError(f"handle {message.handle} is in use")
         self.trace.now = now
@@ -181,16 +184,16 @@ class Scheduler:
         self.tiers.prefetches.begin((message.peer, message.handle), wanted, self.memory, now)
 
     def prefetch_more(self, peer: int, ready: PagesReady, now: float) -> None:
-        """Reads further pages of a prompt that prefetch() was called for. A prefetch that has ended is ignored."""
+        """Reads further pages of a prompt that prefetch() was called for. Ignored if that prefetch has ended."""
         if self.tiers is not None and self.begins_copies:
             asker = peer, ready.handle
             self.tiers.prefetches.more(asker, ready.room, ready.num_pages, self.memory, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
-        """Ends a request in any phase and frees what it holds.
+        """Ends a request in any phase and frees its memory.
 
-        If the handle is unknown, the request has ended or has not arrived: its reservation and its prefetched pages are
-        released.
+        If the handle is unknown, the request has ended or has not arrived. In both cases, its reservation and its prefetched
+        pages are released.
         """
         request = self.queues.by_key.get((peer, handle))
         if request is not None:
@@ -206,7 +209,7 @@ class Scheduler:
             self.reservations.done_with(source)
 
     def abort_peer(self, peer: int, now: float) -> None:
-        """Ends the requests, reservations and prefetches of a gateway that has gone."""
+        """Ends the requests, reservations and prefetches of a gateway whose stream has ended."""
         self.reservations.leave_peer(peer)
         if self.tiers is not None:
             self.tiers.prefetches.leave_peer(peer)
@@ -220,7 +223,7 @@ class Scheduler:
             self.lifecycle.end(request, ending, now)
 
     def grammar_ready(self, spec: GrammarSpec) -> None:
-        """Queues the requests whose grammar is compiled. If the grammar was dropped meanwhile, it is compiled again."""
+        """Queues the requests whose grammar is compiled. If the grammar has been dropped since, it is compiled again."""
         for request in self.queues.gate.compiled(spec):
             self.lifecycle.ungate(request)
             self._look_elsewhere(request)
@@ -232,7 +235,8 @@ class Scheduler:
             spec: the grammar.
             reason: message to the clients.
             now: present time.
-            busy: whether the compiler was full; requests with given output then wait, and the compiler is asked again.
+            busy: whether the compiler was full. Requests with given output then continue to wait, and the grammar is submitted
+                again.
         """
         error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
         ending = refused(reason, "" if busy else "grammar", error)
@@ -241,7 +245,7 @@ class Scheduler:
             self.lifecycle.end(request, ending, now)
 
     def open_session(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
-        """Opens a session, see SessionTable.open(). Returns the reason if it could not be opened; empty if it is open."""
+        """Opens a session, see SessionTable.open(). Returns the reason if it cannot be opened, or an empty text."""
         return self.sessions.open(session_id, capacity, ttl_s, now)
 
     def close_session(self, session_id: str) -> bool:
@@ -250,7 +254,7 @@ class Scheduler:
     # Steps
 
     def plan(self, now: float) -> BatchPlan | None:
-        """Returns the next step to launch; None if nothing can run before the step in flight is committed."""
+        """Returns the next step to launch, or None if nothing can run before the step in flight is committed."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.trace.now = now
         if now >= self.reservations.next_look and self.reservations.expire(now):
@@ -321,7 +325,7 @@ class Scheduler:
             self.tiers.step_ended(extended, rows, seconds, now)
 
     def fail(self, step_id: int, message: str, now: float) -> None:
-        """Ends the requests of the oldest uncommitted step with an error, because the step failed."""
+        """Ends the requests of the oldest uncommitted step with an error, because the step has failed."""
         ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
         self._ended_at = now
         if self.tiers is not None:
@@ -331,9 +335,9 @@ class Scheduler:
                 self.lifecycle.end(request, ending, now)
 
     def matchers(self) -> list[tuple[int, Matcher]]:
-        """Returns (row, matcher) of the rows of the newest uncommitted step that need a grammar mask.
+        """Returns (row, matcher) for the rows of the newest uncommitted step that need a grammar mask.
 
-        All earlier steps must be committed. Rows whose request has ended, or whose token is known, are left out.
+        All earlier steps must be committed. Rows are left out if their request has ended or their token is already known.
         """
         if not self._flight:
             return []
@@ -350,7 +354,7 @@ class Scheduler:
         return self._flight[-1].extends()
 
     def take_output(self) -> StepOutput | None:
-        """Returns the messages to gateways since the last call; None if there are none."""
+        """Returns the messages to gateways since the last call, or None."""
         peers = self._outputs.take()
         return StepOutput(peers) if peers else None
 
@@ -358,7 +362,7 @@ class Scheduler:
         self.reservations.leave(left)
 
     def take_reservation_events(self) -> ReservationEvents | None:
-        """Returns the changes of reservations since the last call; None if there are none.
+        """Returns the changes of reservations since the last call, or None.
 
         The executor must get them before the next step is launched and before gateways get outputs.
         """
@@ -370,7 +374,7 @@ class Scheduler:
         return self.events is not None and self.events.has_more
 
     def take_cache_events(self) -> CacheEvents | None:
-        """Returns the events for the prefix index since the last call; None if there are none."""
+        """Returns events for the prefix index that no earlier call has returned, or None."""
         return self.events.take() if self.events else None
 
     def stats(self) -> StepStats:
@@ -403,14 +407,17 @@ class Scheduler:
         )
 
     def _tier_stats(self) -> dict[str, Any]:
-        """Returns the fields of TierStats and the quarantined pages; empty without tiers, whose fields are 0 then."""
+        """Returns the fields of TierStats and the number of quarantined pages; empty without tiers."""
         if self.tiers is None:
             return {}
         stats = self.tiers.stats()
         return {"pages_quarantined": len(self.memory.quarantined)} | {name: getattr(stats, name) for name in TIER_FIELDS}
 
     def _begin_waiting(self, request: Request, now: float) -> None:
-        """Counts the given output of a request that has entered the waiting queue, which may end it, and searches other tiers."""
+        """Applies the given output of a request that has entered the waiting queue, and searches other tiers.
+
+        The given output may end the request.
+        """
         if request.progress.num_given and request.phase is Phase.WAITING:
             self._committer.take_given(request, now)
         self._look_elsewhere(request)
@@ -424,9 +431,9 @@ class Scheduler:
             self.lifecycle.begin_import(request)
 
     def _resolve(self, message: Submit, now: float) -> Submit | FinishDecision:
-        """Returns the message with a whole prompt, or the ending of a request that is refused.
+        """Returns the message with the whole prompt, or the ending of a request that is refused.
 
-        A request with given output enters a full queue, as a retracted one does, because its client has seen output.
+        A full queue still accepts a request with given output, as it accepts a retracted one, because the client has seen output.
         """
         if self.closed:
             return refused(self.closed, error=ErrorCode.UNAVAILABLE)
@@ -446,7 +453,11 @@ class Scheduler:
         return message
 
     def _displace(self, message: Submit, now: float) -> bool:
-        """Ends the last request that never ran, so that a more urgent one enters the full queue. Returns whether it did."""
+        """Ends the last request without a run, so that a more urgent one can enter the full queue.
+
+        Returns:
+            Whether a request was ended.
+        """
         if not self.config.enable_priority_scheduling:
             return False
         gated = [each for each in (*self.queues.gate, *self.queues.importing.values()) if _has_never_run(each)]
@@ -469,7 +480,7 @@ class Scheduler:
 
 
 def _has_never_run(request: Request) -> bool:
-    """Whether neither this worker nor another one has begun the request."""
+    """Whether no worker has run the request."""
     return request.progress.queue_s < 0 and not request.progress.num_given
 
 
