@@ -1,6 +1,6 @@
-"""Applies a step's result: tokens, finishes, shared pages and outputs.
+"""Applies the result of a step: tokens, finishes, shared pages and outputs.
 
-Rows whose request has ended since the plan are dropped. If a request was retracted meanwhile, its sampled token counts.
+A row is dropped if its request has ended since the plan. If its request was retracted since then, the sampled token still counts.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """The tokens of a step whose rows may have several tokens: one run per row."""
+    """The tokens of a step whose rows may have several tokens each; the tokens of a row are its run."""
 
     counts: I64  # [rows], tokens of each run
     firsts: I64  # [rows], index of each run's first token
     drafted: I64  # [rows], draft tokens of each row
     predicted: Mask  # [rows], see StepResult
-    result: StepResult  # with faults, embeddings and label_logprobs by the index of a token instead of the row
+    result: StepResult  # faults, embeddings and label_logprobs have the index of a token as key, instead of the row
 
     @classmethod
     def of(cls, plan: BatchPlan, result: StepResult) -> TokenRuns:
+        """Computes the runs of a result with `counts`."""
         assert result.counts is not None and len(result.counts) == plan.num_rows, "a count for every row"
         counts = result.counts.astype(np.int64)
         firsts = np.cumsum(counts) - counts
@@ -56,11 +57,12 @@ class TokenRuns:
         return cls(counts, firsts, drafted, predicted, result)
 
     def places(self, row: int) -> range:
+        """Returns the indices of the row's tokens."""
         first = int(self.firsts[row])
         return range(first, first + int(self.counts[row]))
 
     def note(self, request: Request, row: int, walked: int) -> None:
-        """Records how many of the row's draft tokens were accepted. walked: tokens of its run that were applied."""
+        """Records the acceptance of a row's draft tokens. `walked` is the number of its tokens that were applied."""
         if drafted := int(self.drafted[row]):
             request.progress.verified = request.progress.verified.and_row(drafted, walked - 1, bool(self.predicted[row]))
 
@@ -82,10 +84,11 @@ class Committer:
         self._vocab_size = vocab_size
         self._memory, self._columns, self._counters, self._outputs = memory, columns, counters, outputs
         self._lifecycle = lifecycle
-        self._draft_controller = draft_controller  # None if the executor drafts no tokens
+        self._draft_controller = draft_controller  # unset if the executor does not draft
         self._intake = Intake(vocab_size, rules)
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
+        """Applies the result of a step to its requests. Called once per step, in the order of the plans."""
         plan, columns = step.plan, self._columns
         assert result.step_id == plan.step_id, "a result is committed to the step that it is of"
         run = None if result.counts is None else TokenRuns.of(plan, result)
@@ -123,7 +126,7 @@ class Committer:
             self._lifecycle.end(request, taken.endings[0], now)
 
     def _publish_extends(self, step: Step, sound: Mask) -> None:
-        """Publishes the computed pages of prompts, except those of rows with faults."""
+        """Publishes the computed pages of prompts. Rows with a fault publish nothing."""
         for row in range(step.plan.num_extend):
             request = step.requests[row]
             if sound[row] and request.kv.lease is not None:
@@ -134,7 +137,10 @@ class Committer:
                     self._lifecycle.announce(request)
 
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
-        """Adds the logprobs of prompt tokens. A retracted request computes its chunk again, unless its sampled token counts."""
+        """Adds the logprobs of prompt tokens to the outputs.
+
+        They are dropped if the request was retracted and computes this chunk again. They count if its sampled token counts.
+        """
         for row in step.plan.prompt_logprob_rows.tolist():
             request = step.requests[row]
             progress = request.progress
@@ -147,20 +153,23 @@ class Committer:
                 self._outputs.add_prompt_logprobs(request, values)
 
     def _end_unsampled(self, step: Step, result: StepResult, rows: Mask, now: float) -> None:
-        """Ends the requests with a fault in a chunk that is not their last."""
+        """Ends each request with a fault in a chunk that is not its last one."""
         for row, fault in result.faults.items():
             if rows[row] and (ending := check_fault(0, 1, fault)):
                 self._lifecycle.end(step.requests[row], ending, now)
 
     def _drop_redundant(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
-        """Drops the tokens of rows whose token was known before. A fault of such a row ends its request."""
+        """Drops the sampled tokens of rows whose token was already known. A fault of such a row still ends its request."""
         self._columns.redundant[step.plan.slots[rows]] = False
         for row in rows.tolist():
             if row in result.faults and (ending := check_fault(0, 1, result.faults[row])):
                 self._lifecycle.end(step.requests[row], ending, now)
 
     def _commit_lengths(self, step: Step, run: TokenRuns, live: Mask, sound: Mask) -> None:
-        """Takes back the planned positions of decode rows whose draft tokens were not all accepted."""
+        """Advances the committed lengths of a step with runs.
+
+        Decode rows were planned for the acceptance of all draft tokens. The positions of rejected tokens are taken back here.
+        """
         plan, columns, extends = step.plan, self._columns, step.plan.num_extend
         slots = plan.slots[:extends][sound[:extends]]
         columns.committed[slots] = (plan.starts + plan.num_tokens)[:extends][sound[:extends]]
@@ -181,9 +190,9 @@ class Committer:
         self._counters.accepted_tokens_total += int((counts - 1).sum())
 
     def _commit_runs(self, step: Step, run: TokenRuns, rows: I64, now: float) -> None:
-        """Applies the runs of the rows position by position, each like the sampled token of a step.
+        """Applies the runs position by position; each position is handled like the sampled tokens of one step.
 
-        A row that ends, or that gets tokens from its grammar, drops the rest of its run.
+        A row drops the rest of its run when its request ends or gets tokens from its grammar.
         """
         columns, slots = self._columns, step.plan.slots[rows]
         requests = [step.requests[row] for row in rows.tolist()]
@@ -212,7 +221,7 @@ class Committer:
         for i in np.flatnonzero(run.drafted[rows]).tolist():
             run.note(requests[i], int(rows[i]), int(walked[i]))
         cut = np.flatnonzero(~goes_on)
-        for i in cut.tolist():  # the KV after its last token does not count
+        for i in cut.tolist():  # KV after the last token does not count
             known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])
             columns.committed[slots[i]] = min(int(columns.committed[slots[i]]), known - 1)
         for i in jumped:
@@ -224,7 +233,13 @@ class Committer:
             self._lifecycle.end(requests[i], ending, now)
 
     def _may_end(self, slots: NDArray[np.int32], tokens: NDArray[np.int32], count: I64) -> Mask:
-        """Returns the rows that may end with this token, by the columns. count: outputs, this token included."""
+        """Returns the rows that may end with their new token, by the columns of their slots.
+
+        Args:
+            slots: slot of each row.
+            tokens: new token of each row.
+            count: output tokens of each row, including the new one.
+        """
         columns = self._columns
         look: Mask = (count >= columns.max_new[slots]) | columns.special[slots]
         look |= (columns.stop_ids[slots] == tokens[:, None]).any(axis=1) & (count >= columns.min_new[slots])
@@ -232,6 +247,7 @@ class Committer:
         return look
 
     def _commit_tokens(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
+        """Applies one token to each of the rows."""
         columns = self._columns
         slots = step.plan.slots[rows]
         tokens = result.tokens[rows]
@@ -259,7 +275,7 @@ class Committer:
         requests: list[Request],
         endings: dict[int, FinishDecision],
     ) -> None:
-        """Emits the tokens of continuing rows: every `interval` tokens, and the first token at once."""
+        """Emits tokens of the rows that continue: the first token at once, then every `interval` tokens."""
         assert len(slots) == len(tokens) == len(count) == len(requests), "columns of the same rows"
         columns = self._columns
         sent = columns.sent[slots]
@@ -288,6 +304,7 @@ class Committer:
                 self._outputs.add_predicted(requests[int(at[i])])
 
     def _commit_gone(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
+        """Applies tokens to requests that were retracted while the step was in flight. Other rows are dropped."""
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
             request = step.requests[row]
             progress = request.progress

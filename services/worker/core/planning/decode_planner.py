@@ -1,5 +1,6 @@
-"""The decode rows of a step: which running requests take their next token, and which one is retracted if pages have run out
-(docs/design/scheduler.md#retraction).
+"""The decode rows of a step: requests that take their next token, and requests that are retracted for lack of pages.
+
+docs/design/scheduler.md#retraction has the rules.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ RETRACT_DECODE_STEPS = 20
 class NewTokenRatio:
     """The share of the running requests' remaining output that admission reserves (docs/design/scheduler.md#new_token_ratio).
 
-    It starts high, decays linearly with decode steps to a floor, rises with a retraction, and starts over when idle.
+    The ratio starts high, decays linearly with decode steps to a floor, rises with a retraction, and starts again if the worker
+    is idle.
     """
 
     def __init__(self, conservativeness: float) -> None:
         self.rebase(conservativeness)
 
     def rebase(self, conservativeness: float) -> None:
-        """Starts over with another factor of the initial ratio."""
+        """Starts again with another factor of the initial ratio."""
         self._init = min(INIT_RATIO * conservativeness, 1.0)
         self._floor = self._init * MIN_RATIO_FACTOR
         self._decay = (self._init - self._floor) / DECAY_STEPS
@@ -49,12 +51,12 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._floor)
 
     def raise_on_retract(self, num_decoded: int, batch_size: int, sum_max_new: int) -> None:
-        """Raises the ratio after a retraction.
+        """Sets the ratio after a retraction, by the remaining rows.
 
         Args:
-            num_decoded: output tokens of the remaining rows.
+            num_decoded: output tokens of these rows so far.
             batch_size: number of these rows.
-            sum_max_new: largest number of output tokens that they may have.
+            sum_max_new: largest number of output tokens that these rows may have.
         """
         assert num_decoded >= 0 and batch_size > 0, "some rows stay"
         self.value = min(1.0, (num_decoded + RETRACT_DECODE_STEPS * batch_size) / (sum_max_new + 1))
@@ -64,7 +66,7 @@ class NewTokenRatio:
 
 
 class DecodePlanner:
-    """Plans the decode rows of a step, and retracts requests if their next tokens have no pages."""
+    """Plans the decode rows of a step, and retracts requests if there are no pages for the next tokens."""
 
     def __init__(
         self,
@@ -80,16 +82,16 @@ class DecodePlanner:
         self.config = config  # replaced by Planner.retune()
         self._queues, self._memory, self._columns, self._counters = queues, memory, columns, counters
         self._lifecycle, self._ratio = lifecycle, ratio
-        self._draft_controller = draft_controller  # None if the executor drafts no tokens
+        self._draft_controller = draft_controller  # unset if the executor does not draft
         self._decode_steps = 0
 
     @property
     def num_candidates(self) -> int:
-        """Number of decoding rows that may have further output."""
+        """Number of decoding requests that may have further output."""
         return len(self._candidates()[0].requests)
 
     def plan(self, now: float, flight_step: int, step_id: int) -> DecodeRows:
-        """Returns the rows of a decode step, with a page for each token. May retract requests, or end the last one."""
+        """Returns the rows of a decode step, with pages for all tokens. May retract requests, or end the last one."""
         self._retract_for_test(flight_step, step_id)
         before = self._counters.retractions_total
         rows, need = self._make_room(now, flight_step, step_id)
@@ -109,7 +111,7 @@ class DecodePlanner:
         return rows
 
     def _candidates(self) -> tuple[DecodeRows, NDArray[np.int32]]:
-        """Returns the decoding rows that may have further output, and those of their slots that need one more page."""
+        """Returns the decoding requests that may have further output, and the slots that need one more page for it."""
         columns = self._columns
         slots = self._queues.decoding_slots()
         requests = list(self._queues.decoding)
@@ -123,10 +125,10 @@ class DecodePlanner:
         return DecodeRows(requests, slots), need.astype(np.int32)
 
     def _with_drafts(self, rows: DecodeRows, draft_controller: DraftController) -> DecodeRows:
-        """Returns the rows with draft tokens, and allocates their pages.
+        """Returns the rows with draft tokens, and allocates pages for them.
 
-        A row gets at most the number that pays, that its remaining output allows, and that the step allows. If the free pages
-        do not suffice, no row gets any: drafts evict no pages.
+        The number of a row is limited by DraftController, by the row's remaining output and by the size of the step. If the free
+        pages do not suffice, no row gets draft tokens, because draft tokens evict no pages.
         """
         columns, slots = self._columns, rows.slots
         most = min(self.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
@@ -144,10 +146,13 @@ class DecodePlanner:
         return replace(rows, drafts=drafts.astype(np.int32))
 
     def _make_room(self, now: float, flight_step: int, step_id: int) -> tuple[DecodeRows, NDArray[np.int32]]:
-        """Returns the rows of the next decode step and the slots that get a page. Retracts requests until the pages suffice.
+        """Retracts requests until there are pages for the next decode step.
 
-        Extending requests may be retracted too. The last row is not: it waits while a step or an operation may free pages, and
-        ends with an error otherwise.
+        Extending requests may be retracted, too. The last request is not retracted: it waits while a step or an operation may
+        free pages, and otherwise ends with an error.
+
+        Returns:
+            The decode rows, and the slots that need one more page.
         """
         while True:
             rows, need = self._candidates()
@@ -164,6 +169,7 @@ class DecodePlanner:
                 self._lifecycle.end(rows.requests[0], too_small(self.config), now)
 
     def _retract_for_test(self, flight_step: int, step_id: int) -> None:
+        """Retracts a request at the configured interval of decode steps."""
         every = self.config.retract_interval
         victims = self._queues.decoding
         if every and victims and self._decode_steps % every == every - 1:

@@ -1,7 +1,9 @@
-"""How many guesses the decode rows of a step get: as many as pay, by what such steps have cost and what guesses have come to. And
-whom somebody guesses for at all, where that costs something of every token: few, while it is in vain.
+"""Chooses the number of draft tokens for decode rows, and the requests that a draft model drafts for.
 
-The core has no clock. Costs are those that results carry, so the same log gives the same plans.
+The number is the one with the most tokens per second, by the measured costs of steps and the measured acceptance of draft tokens.
+A draft model computes something for every token of its requests. Drafting is therefore limited to a few requests while almost no
+draft token is accepted, or while steps have too many rows for drafts. The core has no clock: costs come from step results, so
+that the same calls give the same plans. docs/design/scheduler.md#rows-of-several-tokens has the rules.
 """
 
 from __future__ import annotations
@@ -16,83 +18,111 @@ from services.worker.core.contracts.plan import BatchPlan
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-CHOICES = (0, 1, 2, 4, 7)  # guesses of a row, and the most that is allowed
-FADE = 0.8  # of what is known of a request, at each guess of it
-FADE_OF_ALL = 0.98
-HOPE = 0.6  # share of right guesses of a request before there were a few, at least: what others ask says little of it
-MARGIN = 1.02  # by how much another number has to be better than the one before
-WORTH = 1.1  # by how much right guesses have to be better than none, to be tried while others are chosen
-PROBE_EVERY, PROBE_EVERY_IN_VAIN = 32, 80  # steps without guesses, although there might be some, between two with
-SELDOM = 16  # so many times as seldom where even right guesses would not pay
-FORGET_AFTER = 1024  # steps of so many rows, after which costs of one guess more or fewer count as unknown
-SILENT = 0.5  # chance of a step without guesses, from which on what they cost is not tried for its own sake
-FEW = 2  # steps of a kind after which it is known what they cost
-LATEST, OUTLIER = 0.05, 4.0  # weight of a step's cost, and how many times the mean one counts at most
-STEADY = 20  # steps without guesses, from which on what they cost says how fast the machine is
-MISSES, MOST_PAUSE = 4, 64  # guesses of a request that were wrong at once, and steps without one then: twice as many each time
-BUCKETS = 32
-FIRSTS, FADE_OF_FIRSTS = 3, 0.95  # steps with guesses of a request that tell of all others, and what is kept at each of what was
-IN_VAIN = 1 / 8  # share of these that were right, below which few are guessed for
-WORTHWHILE = 1 / 2  # the share that is taken then, once some request is found whose guesses are right
-CROWDED = 256  # steps one after another that had too many rows for guesses, from which on few are guessed for
-FEW_HEARD = 2  # so many at once
-RIGHT_RUN = 3  # guesses of a request, one after another, whose being right is no accident
+CHOICES = (0, 1, 2, 4, 7)  # possible numbers of draft tokens per row, in addition to the configured maximum
+FADE = 0.8  # weight of a request's earlier results at each of its verifications
+FADE_OF_ALL = 0.98  # the same weight for the results of all requests
+HOPE = 0.6  # least assumed acceptance for a request with few verifications, because other requests say little about it
+MARGIN = 1.02  # factor by which another number must be better than the previous one
+WORTH = 1.1  # factor by which accepted draft tokens must be better than plain decoding, so that probes are frequent
+# Steps without draft tokens between two probes; the second value applies while few draft tokens are accepted.
+PROBE_EVERY, PROBE_EVERY_IN_VAIN = 32, 80
+SELDOM = 16  # factor of PROBE_EVERY if even accepted draft tokens would not pay
+FORGET_AFTER = 1024  # choices for a bucket after which the costs of the next lower and higher number are measured again
+# Probability that the drafter proposes nothing for a step, from which on unknown costs are not measured.
+SILENT = 0.5
+FEW = 2  # measurements after which a cost or an acceptance is used
+LATEST, OUTLIER = 0.05, 4.0  # least weight of a step's cost in the mean; multiple of the mean that a cost counts as at most
+# Measurements without draft tokens after which a change of their mean scales the other costs. The same number of steps with draft
+# tokens in a row makes the measurements old.
+STEADY = 20
+# A request pauses after this number of verifications in a row without an accepted token, for 2 ** misses steps, at most
+# MOST_PAUSE.
+MISSES, MOST_PAUSE = 4, 64
+BUCKETS = 32  # classes of steps, by the bit length of the number of rows
+# First verifications of each request that predict the acceptance of later requests; weight of earlier results.
+FIRSTS, FADE_OF_FIRSTS = 3, 0.95
+IN_VAIN = 1 / 8  # share of first verifications with an accepted token below which drafting is limited
+WORTHWHILE = 1 / 2  # value of this share after a request with RIGHT_RUN accepted tokens in a row, which ends the limit
+CROWDED = 256  # steps in a row with too many rows for draft tokens after which drafting is limited
+FEW_HEARD = 2  # requests with a chance of accepted tokens that are drafted for at once while drafting is limited
+RIGHT_RUN = 3  # accepted draft tokens of a request in a row that are not an accident
 
 
 class DraftController:
-    """Written by plans (begin, choose, crowded) and commits (learn). most: guesses of a row; adaptive: False for always so many.
-    by_model: who drafts computes something of every token of whom it guesses for."""
+    """Learns the costs of steps and the acceptance of draft tokens, and chooses how many each row gets.
+
+    Plans call begin(), choose(), crowded() and rest(); commits call learn().
+    """
 
     def __init__(self, num_slots: int, most: int, adaptive: bool = True, by_model: bool = False) -> None:
+        """Starts without measurements.
+
+        Args:
+            num_slots: number of slots.
+            most: largest number of draft tokens of a row.
+            adaptive: whether the number is chosen; otherwise every row gets `most`.
+            by_model: whether drafting costs work for every token of a request that is drafted for.
+        """
         assert most > 0, "somebody drafts"
         self._adaptive, self._chooses_whom = adaptive, adaptive and by_model
         self._choices = (*(choice for choice in CHOICES if choice < most), most)
+        # Faded numbers of accepted and of verified draft tokens, by slot and position, and the same of all requests.
         self._hits, self._tries = np.zeros((2, num_slots, most))
         self._all_hits, self._all_tries = np.full(most, HOPE), np.ones(most)
+        # By slot: verifications in a row without an accepted token, steps left of a pause, accepted tokens in a row, and counted
+        # first verifications.
         self._misses, self._pauses, self._runs, self._firsts = np.zeros((4, num_slots), dtype=np.int64)
+        # Share of first verifications with an accepted token; steps in a row with too many rows for draft tokens.
         self._right_firsts, self._crowded = 1.0, 0
-        self._speaks = np.ones(num_slots)  # how likely it is that there are guesses where some may be
-        self._seconds = np.zeros((BUCKETS, len(self._choices)))
-        self._seen = np.zeros((BUCKETS, len(self._choices)), dtype=np.int64)
-        self._silence = np.zeros(BUCKETS)  # seconds of a step that might have had guesses, and had none
-        self._silences = np.zeros(BUCKETS, dtype=np.int64)
-        self._chosen = np.full(BUCKETS, len(self._choices) - 1)  # of the step before, by number of rows
-        self._choices_made, self._guessing = np.zeros((2, BUCKETS), dtype=np.int64)  # _guessing: steps since one without guesses
-        self._without = 0  # steps without guesses since one with
-        self._was_right = False  # some guess, since the last plan
+        self._speaks = np.ones(num_slots)  # by slot: probability that the drafter proposes tokens
+        self._seconds = np.zeros((BUCKETS, len(self._choices)))  # mean cost of a step in seconds, by bucket and choice
+        self._seen = np.zeros((BUCKETS, len(self._choices)), dtype=np.int64)  # number of measurements in each mean
+        self._silence = np.zeros(BUCKETS)  # mean cost of a step for which the drafter was asked and proposed nothing
+        self._silences = np.zeros(BUCKETS, dtype=np.int64)  # number of measurements in this mean
+        self._chosen = np.full(BUCKETS, len(self._choices) - 1)  # index of the last choice, by bucket
+        # By bucket: number of choices, and steps with draft tokens since the last step without.
+        self._choices_made, self._guessing = np.zeros((2, BUCKETS), dtype=np.int64)
+        self._without = 0  # steps without draft tokens since the last step with some
+        self._was_right = False  # whether a draft token was accepted since the last plan
 
     def begin(self, slot: int) -> None:
-        """Another request is in the slot."""
+        """Resets the state of a slot, because another request begins in it."""
         self._hits[slot] = self._tries[slot] = 0.0
         self._misses[slot] = self._pauses[slot] = self._runs[slot] = self._firsts[slot] = 0
         self._speaks[slot] = 1.0
 
     @property
     def hears_few(self) -> bool:
-        """No more requests are to be guessed for than hears_another says."""
+        """Whether drafting is limited, so that hears_another() decides whether a new request is drafted for."""
         return self._is_in_vain or (self._chooses_whom and self._crowded >= CROWDED)
 
     def hears_another(self, heard: Sequence[int]) -> bool:
-        """heard: slots of those that run and are guessed for. Whose guesses were wrong all along take nobody's place, unless they
-        are as many again."""
+        """Returns whether one more request may be drafted for while drafting is limited.
+
+        Requests whose last MISSES verifications had no accepted token count only towards a limit that is twice as high.
+
+        Args:
+            heard: slots of the running requests that are drafted for.
+        """
         return len(heard) < 2 * FEW_HEARD and int((self._misses[heard] < MISSES).sum()) < FEW_HEARD
 
     @property
     def _is_in_vain(self) -> bool:
+        """Whether almost no draft token of recent requests was accepted."""
         return self._chooses_whom and self._right_firsts < IN_VAIN
 
     def rest(self) -> None:
-        """Nobody runs: what made the crowd is over."""
+        """Resets the count of crowded steps, because no request runs."""
         self._crowded = 0
 
     def crowded(self, slots: I64) -> I64:
-        """Guesses of each row of a step that has too many rows for any."""
+        """Returns zero draft tokens for each row of a step with too many rows for draft tokens, and counts the step."""
         self._crowded += 1
         self._pauses[slots] -= self._pauses[slots] > 0
         return np.zeros(len(slots), dtype=np.int64)
 
     def choose(self, slots: I64, most: I64) -> I64:
-        """Guesses of each row, no more than `most` of it."""
+        """Returns the number of draft tokens of each row, at most `most` of that row."""
         assert len(slots) == len(most) and len(slots), "a bound for each row"
         self._crowded = 0
         if not self._adaptive:
@@ -107,7 +137,7 @@ class DraftController:
         bucket = len(slots).bit_length()
         choice = self._choice(bucket, slots, most)
         self._choices_made[bucket] += 1
-        if self._choices_made[bucket] % FORGET_AFTER == 0:  # an early cost may have been no usual one
+        if self._choices_made[bucket] % FORGET_AFTER == 0:  # an early measurement may have been untypical
             beside = [index for index in (choice - 1, choice + 1) if 0 <= index < len(self._choices)]
             self._seen[bucket, beside] = 0
         if choice or self._seen[bucket, 0] < FEW:
@@ -120,9 +150,18 @@ class DraftController:
         return np.minimum(most, self._choices[choice])
 
     def learn(self, plan: BatchPlan, slots: I64, drafted: I64, accepted: I64, seconds: float) -> None:
-        """slots: of rows that were to have guesses and whose request is there, with how many there were and how many were right.
-        seconds: what the step took; 0 where that is not known. It is the cost of the number that was chosen, however many were
-        then guessed; or that of asking, where none of them was."""
+        """Records the cost of a committed step and the acceptance of its draft tokens.
+
+        The cost counts for the number that was chosen, even if the drafter proposed fewer tokens. If the drafter proposed nothing
+        for any row, it counts as the cost of asking.
+
+        Args:
+            plan: the step.
+            slots: slots of rows that were allowed draft tokens and whose request is still present.
+            drafted: number of draft tokens of each of these rows.
+            accepted: number of accepted draft tokens of each of these rows.
+            seconds: time that the step took; 0 if unknown.
+        """
         assert len(slots) == len(drafted) == len(accepted), "columns of the same rows"
         if seconds > 0 and not plan.num_extend and plan.num_rows:
             bucket = plan.num_rows.bit_length()
@@ -137,7 +176,10 @@ class DraftController:
             self._pauses[:] = 0
 
     def _right(self, slots: I64, most: I64) -> F64:
-        """[rows, guesses]: how likely it is that a row's guesses are right up to each one; 0 beyond its most."""
+        """Returns the probability that the draft tokens of a row are accepted up to each position, as float64[rows, positions].
+
+        The probability is 0 beyond the row's `most`.
+        """
         of_all: F64 = self._all_hits / self._all_tries
         fresh = self._tries[slots, :1] < FEW
         before = of_all if self._is_in_vain else np.where(fresh, np.maximum(of_all, HOPE), of_all)
@@ -147,8 +189,10 @@ class DraftController:
         return right
 
     def _choice(self, bucket: int, slots: I64, most: I64) -> int:
-        """The number that gives the most tokens a second; one whose cost is not known is tried, unless there are hardly guesses
-        to try it with."""
+        """Returns the index of the number with the most tokens per second.
+
+        A number of unknown cost is tried first, unless the drafter probably proposes too little to try it.
+        """
         seconds, seen = self._seconds[bucket], self._seen[bucket]
         allowed = range(next(index for index, number in enumerate(self._choices) if number >= most.max()) + 1)
         if not seen.any() and not self._silences[bucket]:
@@ -167,8 +211,11 @@ class DraftController:
         return before if before in allowed and rates[before] * MARGIN >= rates[best] else best
 
     def _probes(self, bucket: int, num_rows: int, most: I64) -> bool:
-        """Whether a step that is to have no guesses has some nevertheless: now and then, and soon again while they are right.
-        Seldom where even right ones would not pay; in vain that is not asked: it is few who have any."""
+        """Returns whether a step for which no draft tokens were chosen gets some as a probe.
+
+        Probes are periodic, and follow at once after an accepted token. They are rare if even accepted draft tokens would not
+        pay. While almost no token is accepted, this is not considered, because few requests are drafted for.
+        """
         if self._is_in_vain:
             return self._was_right or self._without >= PROBE_EVERY_IN_VAIN
         seconds = self._seconds[bucket]
@@ -180,11 +227,14 @@ class DraftController:
         return self._was_right or self._without >= PROBE_EVERY if paying else self._without >= SELDOM * PROBE_EVERY
 
     def _took(self, bucket: int, drafted: int, seconds: float) -> None:
-        """A machine that gets slower, or contexts that get longer, make all steps dearer: those with guesses, which are seldom
-        seen where others are chosen, too."""
+        """Records the cost of a step.
+
+        If steps without draft tokens become slower, because the machine slows down or contexts grow, the costs of steps with
+        draft tokens are scaled by the same factor, because such steps are rare while they are not chosen.
+        """
         index = next(index for index, choice in enumerate(self._choices) if choice >= drafted)
         self._guessing[bucket] = self._guessing[bucket] + 1 if index else 0
-        if index and self._guessing[bucket] >= STEADY:  # what steps without cost was long ago: it is learned again first
+        if index and self._guessing[bucket] >= STEADY:  # the cost without draft tokens is old and must be learned again first
             self._seen[bucket, 0] = min(self._seen[bucket, 0], FEW)
         before = float(self._seconds[bucket, 0]) if not index and self._seen[bucket, 0] >= STEADY else 0.0
         _average(self._seconds[bucket], self._seen[bucket], index, seconds)
@@ -194,7 +244,7 @@ class DraftController:
             self._silence[bucket] *= dearer
 
     def _tell_of_others(self, slot: int, guesses: int, hits: int) -> None:
-        """What the request's guesses let expect of those of requests to come."""
+        """Updates the expected acceptance of later requests with the verification of one row."""
         if guesses and self._firsts[slot] < FIRSTS:
             self._firsts[slot] += 1
             self._right_firsts += (1 - FADE_OF_FIRSTS) * ((hits > 0) - self._right_firsts)
@@ -205,6 +255,7 @@ class DraftController:
             self._runs[slot] = 0
 
     def _note(self, slot: int, guesses: int, hits: int) -> None:
+        """Records the verification of one row with `guesses` draft tokens, of which `hits` were accepted."""
         assert 0 <= hits <= guesses, "what is right was guessed"
         self._speaks[slot] = FADE * self._speaks[slot] + (1 - FADE) * (guesses > 0)
         tried = min(guesses, hits + 1)
@@ -217,14 +268,17 @@ class DraftController:
         self._all_tries[:tried] = self._all_tries[:tried] * FADE_OF_ALL + 1
         self._all_hits[:hits] += 1
         if not guesses or (not hits and self._pauses[slot]):
-            return  # nothing was wrong; or it was planned before the rest began
+            return  # no token was wrong, or the step was planned before the pause began
         self._misses[slot] = 0 if hits else self._misses[slot] + 1
         if self._misses[slot] >= MISSES and not self._is_in_vain:
             self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot]))
 
 
 def _average(means: F64, counts: I64, index: int, seconds: float) -> None:
-    """One more of what `means` has at that place; one that is far from the others counts as less far."""
+    """Adds a measurement to the mean at `index` and counts it in `counts`.
+
+    A measurement above OUTLIER times the mean counts as that multiple.
+    """
     seen, mean = int(counts[index]), float(means[index])
     if seen >= FEW:
         seconds = min(seconds, OUTLIER * mean)

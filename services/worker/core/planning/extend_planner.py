@@ -1,5 +1,6 @@
-"""The extend rows of a step: first the started extends, then waiting requests in the policy's order
-(docs/design/scheduler.md#which-rows-a-step-has, docs/design/scheduler.md#admission-and-budgets).
+"""The extend rows of a step: first the started extends, then waiting requests in the policy's order.
+
+docs/design/scheduler.md#which-rows-a-step-has and #admission-and-budgets have the rules.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class ExtendPlanner:
         Args:
             now: present time.
             ratio: the new-token ratio.
-            num_decode_rows: tokens of decode rows that share the step.
-            flight: the uncommitted step.
+            num_decode_rows: tokens of the decode rows in the same step.
+            flight: the uncommitted step, or None.
             step_id: number of the next step.
             may_admit: whether waiting requests may be admitted.
         """
@@ -110,7 +111,7 @@ class ExtendPlanner:
 
     @property
     def steps_in_a_row(self) -> int:
-        """Number of extend steps in a row, after which decode rows get a step; 0: any number."""
+        """Number of extend steps in a row after which decode rows get a step; 0 for no limit."""
         config = self.config
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return config.max_extend_steps
@@ -122,7 +123,7 @@ class ExtendPlanner:
         return min(steps, config.max_extend_steps) if config.max_extend_steps else steps
 
     def _num_paced_for(self) -> int:
-        """Returns the decode rows that wait while prompts are computed; 0 if no time limit applies to chunks."""
+        """Returns the number of decode rows that wait for prompts; 0 if chunks have no time limit."""
         config = self.config
         if not config.chunked_prefill_size or not self._queues.decoding or not self._pace.is_known:
             return 0
@@ -136,7 +137,7 @@ class ExtendPlanner:
         )
 
     def _chunk_size(self, num_decode_rows: int) -> int:
-        """Returns the chunk size of a step. num_decode_rows: tokens of decode rows in the step, which take from it."""
+        """Returns the chunk size of a step, from which its `num_decode_rows` decode tokens are still to be subtracted."""
         config, adapted = self.config, self._adapted_chunk()
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return adapted
@@ -145,7 +146,13 @@ class ExtendPlanner:
         return min(adapted, paced_chunk(config.chunked_prefill_size, config.page_size, tokens) + num_decode_rows)
 
     def _adder(self, ratio: float, num_decode_rows: int, gone: Collection[int] = ()) -> PrefillAdder:
-        """Makes the budgets of a step. gone: numbers of running requests whose output is not reserved for."""
+        """Creates the budgets of a step.
+
+        Args:
+            ratio: the new-token ratio.
+            num_decode_rows: tokens of the decode rows in the same step.
+            gone: seqs of running requests whose output is not reserved for.
+        """
         config = self.config
         return PrefillAdder(
             page_size=config.page_size,
@@ -171,9 +178,9 @@ class ExtendPlanner:
     # Started extends
 
     def _strides(self, num_decode_rows: int, may_admit: bool) -> dict[int, int]:
-        """Returns limits of the extends' tokens, by seq, so that a graph can replay the step.
+        """Returns the largest number of tokens of each started extend, by seq, so that a graph can replay the step.
 
-        Empty if this would delay a prompt, or if it does not pay.
+        Empty if a graph would delay a prompt, or if it does not pay.
         """
         limits = self.config.graphs
         begins = may_admit and len(self._queues.waiting) > self._queues.waiting.num_held
@@ -188,7 +195,17 @@ class ExtendPlanner:
         return {} if found is None else {r.seq: count for r, count in zip(self._queues.extending, found, strict=True)}
 
     def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, at_most: int | None) -> bool:
-        """Plans the next chunk of a started extend. Returns False if it has no page. at_most: limit of tokens; None: none."""
+        """Plans the next chunk of a started extend.
+
+        Args:
+            request: the extending request.
+            adder: the budgets.
+            rows: the rows of the step.
+            at_most: largest number of tokens, or None for no limit.
+
+        Returns:
+            False if no page is available for the chunk.
+        """
         lease = request.kv.lease
         assert lease is not None
         start = int(self._columns.computed[lease.slot])
@@ -197,9 +214,9 @@ class ExtendPlanner:
         return count <= 0 or self._add(request, start, count, adder, rows)
 
     def _relieve(self, request: Request, now: float, step_id: int) -> None:
-        """Frees pages for a started extend that has none, while no step is in flight.
+        """Frees pages for a started extend without a page, while no step is in flight.
 
-        If rows decode, their plan frees pages. If all requests extend, one is retracted. A single request ends with an error.
+        If requests decode, their plan frees pages. If all requests extend, one is retracted. A single request ends with an error.
         """
         if self._queues.decoding or self._lifecycle.release_pins():
             return
@@ -211,7 +228,7 @@ class ExtendPlanner:
     # Waiting requests
 
     def preempt(self, ratio: float, flight: Step | None, step_id: int) -> None:
-        """Lets the most urgent waiting request displace less urgent running ones if it does not fit otherwise.
+        """Lets the most urgent waiting request displace less urgent running requests if it does not fit otherwise.
 
         Called before any row of the step is planned.
         """
@@ -229,8 +246,9 @@ class ExtendPlanner:
                 return
 
     def _displace(self, request: Request, victims: list[Request], ratio: float, flight_step: int, step_id: int) -> None:
+        """Retracts victims in order until the request fits. Retracts no request if all victims would not be enough."""
         match = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
-        self._memory.lock(match)  # its own hit is not available to it
+        self._memory.lock(match)  # the pages of its hit are not available for its other tokens
         if self._could_be_let_in(request, match, victims, ratio):
             while not self._has_room(request, match, ratio):
                 if self._free_slots(request) > 0 and self._lifecycle.release_pins():
@@ -242,14 +260,14 @@ class ExtendPlanner:
         self._memory.unlock(match)
 
     def _could_be_let_in(self, request: Request, match: Match, victims: list[Request], ratio: float) -> bool:
-        """Returns whether admission would accept the request without the victims. Their shared pages do not count as free."""
+        """Returns whether the request would be admitted without the victims. Pages that victims share do not count as free."""
         memory = self._memory
         kept = self._queues.waiting.kept_from(request.rank)
         stay = self._queues.num_running - len(victims)
         if min(memory.slots.num_free + len(victims), self.running_limit - stay) <= kept.slots:
             return False
         if not stay:
-            return True  # alone it gets its chance
+            return True  # without other requests, admission accepts it
         leases = [victim.kv.lease for victim in victims if victim.kv.lease is not None]
         for lease in leases:
             memory.tree.unlock(lease.node, used=False)
@@ -261,28 +279,30 @@ class ExtendPlanner:
         return self._asked(request, match, adder, available)[0] is not AddResult.NO_TOKEN
 
     def _own_pages(self, request: Request) -> int:
-        """Returns the number of pages that the request alone holds. All count if it has a reservation, which can end."""
+        """Returns the number of pages that only this request uses; all of its pages if it has a reservation, which can end."""
         if request.kv.lease is None:
             return 0
         slots, slot = self._memory.slots, request.kv.lease.slot
         return int(slots.num_pages[slot]) - (0 if request.kv.num_announced else int(slots.num_shared[slot]))
 
     def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
-        """Returns whether admission would accept the request now. `match` is locked."""
+        """Returns whether the request would be admitted now. `match` is locked."""
         if self._free_slots(request) <= 0:
             return False
         return self._may_add(request, match, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self, request: Request) -> int:
+        """Returns the number of slots for the request, without slots for more urgent held requests."""
         queues = self._queues
         free = min(self._memory.slots.num_free, self.running_limit - queues.num_running)
         return free - queues.waiting.kept_from(request.rank).slots if queues.waiting.num_held else free
 
     def _admit_before(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
-        """Admits the waiting requests that come before the next chunk of the started extends, which may have many chunks left.
+        """Admits the waiting requests that precede the next chunk of the started extends, which may have many chunks left.
 
-        These are requests that precede a started extend and whose wait for a prefix is over, more urgent requests, and requests
-        of flows with an earlier turn. The KV that the extends need is set aside. If no other KV is left, the batch is not full.
+        These are more urgent requests, requests of flows with an earlier turn, and requests that arrived before a started extend
+        and whose wait for a prefix has ended. The KV that the extends need is set aside. If these requests find no KV, the batch
+        still is not full.
         """
         turn = max(map(_turn, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
@@ -292,9 +312,10 @@ class ExtendPlanner:
     def _fairly_again(
         self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int, may_admit: bool
     ) -> list[Request]:
-        """Returns the extends that are left, in the order of their turns, which planned tokens have moved.
+        """Admits the waiting requests that now precede the first started extend. Planned tokens have changed the turns.
 
-        Before that, it admits the waiting requests that come before the first of them.
+        Returns:
+            The remaining started extends, in the order of their turns.
         """
         left = sorted((request for request in started if request.kv.lease is not None), key=_fair_turn)
         if left and may_admit:
@@ -305,14 +326,15 @@ class ExtendPlanner:
     def _admit_beside(
         self, order: Iterable[Request], started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int
     ) -> None:
+        """Admits requests while the KV that the started extends need is set aside."""
         adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
         self._admit_waiting(order, adder, rows, now, step_id)
         adder.set_aside = 0
 
     def _due_before(self, first: Request) -> Iterator[Request]:
-        """Yields the waiting requests that come before `first`, the next started extend.
+        """Yields the waiting requests that precede `first`, the next started extend.
 
-        The caller admits or holds a request before it takes the next one.
+        The caller admits or holds each request before it takes the next one.
         """
         if self._queues.shares.num_flows > 1:
             yield from due_before(self._queues.waiting, first)
@@ -327,11 +349,11 @@ class ExtendPlanner:
     def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> bool:
         """Admits the requests in the given order.
 
-        The pass stops if a request does not fit, if a budget is exhausted, or at a request that this plan has retracted.
+        The pass stops at a request that does not fit, at a request that this plan has retracted, and when a budget is exhausted.
 
         Returns:
-            Whether a request found no slot or no KV. The batch is then full, unless gates hold requests, which may be freed
-            before a running one ends.
+            Whether a request found no slot or no KV. The batch is then full, unless gates hold requests, which may be released
+            before a running request ends.
         """
         has_tiers = self._lifecycle.has_tiers
         for request in order:
@@ -353,7 +375,7 @@ class ExtendPlanner:
         return False
 
     def _ask(self, request: Request) -> Answer:
-        """Returns the first answer of a gate that is not ADMIT. A request that a gate makes wait is held."""
+        """Returns the first answer of a gate that is not ADMIT, or ADMIT. Holds the request if the answer is WAIT."""
         for gate in self._gates:
             answer = gate(request)
             if answer is ADMIT:
@@ -364,7 +386,7 @@ class ExtendPlanner:
         return ADMIT
 
     def _most_kv(self, request: Request, extend: int) -> int:
-        """Returns the tokens of KV that admission needs for `extend` tokens and the output, and one page more.
+        """Returns the tokens of KV that admission needs for `extend` tokens, the output and one more page.
 
         The budgets reserve such a page for rows that do not stop early.
         """
@@ -379,7 +401,7 @@ class ExtendPlanner:
         return int(self._columns.target[request.kv.lease.slot] - self._columns.computed[request.kv.lease.slot])
 
     def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
-        """Locks the prefix hit and admits the request if the rest fits. Otherwise it undoes the lock."""
+        """Locks the prefix hit and admits the request if the rest fits. Otherwise unlocks the hit."""
         match = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
         self._memory.lock(match)
         result, count = self._may_add(request, match, adder)
@@ -394,7 +416,7 @@ class ExtendPlanner:
         return result
 
     def _gets_drafts(self, slot: int) -> bool:
-        """Decides whether the request that begins in the slot gets draft tokens."""
+        """Returns whether the request that begins in the slot gets draft tokens."""
         draftable = self._columns.draftable
         if self._draft_controller is None or not draftable[slot]:
             return False
@@ -405,14 +427,14 @@ class ExtendPlanner:
         return bool(draftable[slot])
 
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
-        """Returns the result of the budgets, and the number of tokens that they allow. `match` is locked."""
+        """Returns the result of the budgets and the number of tokens that they allow. `match` is locked."""
         available = self._memory.num_available * self.config.page_size
         if self._queues.waiting.num_held:
             available -= self._queues.waiting.kept_from(request.rank).tokens
         result, count = self._asked(request, match, adder, available)
         if result is AddResult.NO_TOKEN and not self._queues.num_running:
-            # Without running requests the pass must admit it: submit() has checked that the prompt fits the pool. Operations may
-            # hold all pages.
+            # If nothing runs, the request must be admitted, because nothing else would free memory. submit() has checked that its
+            # prompt fits into the pool. Running operations may hold all pages.
             self._lifecycle.release_pins()
             if self._memory.num_available:
                 start = len(match.pages) * self.config.page_size
@@ -421,14 +443,18 @@ class ExtendPlanner:
         return result, count
 
     def _asked(self, request: Request, match: Match, adder: PrefillAdder, available: int) -> tuple[AddResult, int]:
-        """Returns the same for a given number of available tokens of KV."""
+        """Returns the result of the budgets for a given number of available tokens of KV."""
         start = len(match.pages) * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
         max_new = request.most_outputs - len(request.progress.output_ids)
         return adder.admit(available, start, extend, max_new, request.params.ignore_eos, _computes_logprobs(request))
 
     def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:
-        """Plans `count` tokens from `start` on, or fewer if the pages do not suffice. Returns False if none could be planned."""
+        """Plans `count` tokens from `start` on, or fewer if the pages do not suffice.
+
+        Returns:
+            False if no token could be planned.
+        """
         lease = request.kv.lease
         assert lease is not None
         count = self._memory.grow(lease, start + count) - start
@@ -466,5 +492,5 @@ def _fair_turn(request: Request) -> tuple[int, float, float, int]:
 
 
 def _computes_logprobs(request: Request) -> bool:
-    """Returns whether further prompt tokens need logprobs."""
+    """Returns whether further prompt tokens of the request need logprobs."""
     return request.params.prompt_logprobs_from >= 0 and request.progress.logprob_planned < request.num_prompt_tokens

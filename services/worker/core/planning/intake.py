@@ -1,6 +1,6 @@
-"""Applies sampled tokens to their requests: output, logprobs, the grammar's state, the tokens that the grammar adds, and the end.
+"""Applies sampled tokens to their requests: output, logprobs, grammar state, tokens that the grammar forces, and the end.
 
-It writes requests and uses no slots and no pages.
+Writes requests, and uses no slots and no pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_SCORE = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message
 
 @dataclass(slots=True)
 class Taken:
-    """The consequences of applied tokens, by index in the given requests."""
+    """The consequences of applied tokens. Indices are those of the given requests."""
 
     endings: dict[int, FinishDecision] = field(default_factory=dict)
     jumped: list[int] = field(default_factory=list)  # requests whose grammar has added tokens
@@ -34,6 +34,8 @@ class Taken:
 
 
 class Intake:
+    """Applies tokens and decides which requests end."""
+
     def __init__(self, vocab_size: int, rules: TextRules) -> None:
         self._vocab_size = vocab_size
         self._rules = rules
@@ -46,7 +48,15 @@ class Intake:
         rows: NDArray[np.int64],
         result: StepResult,
     ) -> Taken:
-        """Applies token i, of row rows[i] of the result, to request i. A request may end only if its `look` is set."""
+        """Applies tokens to requests, in parallel columns.
+
+        Args:
+            requests: the requests.
+            tokens: int32[n], the next token of each request.
+            look: bool[n], whether the request may end or needs its grammar with this token. Other requests only get the token.
+            rows: int64[n], row of each token in the result.
+            result: the step's result, for faults, logprobs, vectors and scores.
+        """
         assert len(requests) == len(tokens) == len(look) == len(rows), "columns of the same rows"
         taken = Taken()
         looked = np.flatnonzero(look).tolist()
@@ -70,7 +80,7 @@ class Intake:
         return taken
 
     def take_given(self, request: Request) -> Taken:
-        """Applies the given output of a request that has its matcher, as if its last token had just been sampled."""
+        """Applies the given output of a request that has its matcher, as if the last token had just been sampled."""
         ids, num_followed = request.progress.output_ids, request.progress.num_followed
         assert num_followed < len(ids), "a matcher has yet to take the last token"
         taken = Taken()
@@ -84,11 +94,12 @@ class Intake:
         return taken
 
     def take_one(self, request: Request, token: int, row: int, result: StepResult) -> Taken:
+        """Applies one token to one request, which may end."""
         one, here = np.array([token], dtype=np.int32), np.array([row], dtype=np.int64)
         return self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
 
     def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> FinishDecision | None:
-        """Returns an ending that adds no token: a fault, or the end of a request that ends with its prompt."""
+        """Returns the ending of a request that gets no token: after a fault, or because it ends with its prompt."""
         params = request.params
         if params.samples:
             return check_fault(token, self._vocab_size, result.faults.get(row))
@@ -108,7 +119,14 @@ class Intake:
                 requests[at].progress.logprobs.append(result.logprobs[row])
 
     def _after_output(self, request: Request, at: int, taken: Taken, outside: FinishDecision = _OUTSIDE_GRAMMAR) -> None:
-        """Advances the grammar and checks the end. outside: ending of output that the grammar does not allow."""
+        """Advances the grammar by the newest token and checks whether the request ends.
+
+        Args:
+            request: the request.
+            at: its index in `taken`.
+            taken: the consequences, which are extended.
+            outside: ending if the grammar does not allow the token.
+        """
         matcher = request.matcher
         if matcher is None:
             ending = check_finished(request, self._rules)
@@ -122,7 +140,7 @@ class Intake:
             taken.endings[at] = ending
 
     def _jump(self, request: Request, at: int, taken: Taken) -> FinishDecision | None:
-        """Appends the tokens for which the grammar leaves no choice, up to the end of the request."""
+        """Appends the tokens that the grammar forces, up to the end of the request. Returns the ending, or None."""
         matcher = request.matcher
         assert matcher is not None
         forced = matcher.forced()

@@ -1,8 +1,7 @@
-"""The plan of a step: extends first, otherwise decodes, or both if they share a step
-(docs/design/scheduler.md#which-rows-a-step-has).
+"""The plan of a step: extend rows if there are any, otherwise decode rows, or both if they share a step.
 
-A plan uses lengths alone, never the tokens of the step in flight. It advances `computed` and `planned_out`; the commit follows
-later.
+A plan uses only lengths, never the tokens of the step in flight. It advances `computed` and `planned_out`; the commit advances
+the other counters later. docs/design/scheduler.md#which-rows-a-step-has has the rules.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Planner:
     ) -> None:
         self.config = config  # replaced by retune()
         self._queues, self._memory, self._columns, self._counters = queues, memory, columns, counters
-        self._draft_controller = draft_controller  # None if the executor drafts no tokens
+        self._draft_controller = draft_controller  # unset if the executor does not draft
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.extends = ExtendPlanner(config, queues, memory, columns, lifecycle, draft_controller)
         self._decodes = DecodePlanner(config, queues, memory, columns, counters, lifecycle, self.ratio, draft_controller)
@@ -42,13 +41,19 @@ class Planner:
         self._extends_in_a_row = 0
 
     def rest(self) -> None:
-        """Resets what depends on recent load, because the worker is idle."""
+        """Resets the state that depends on recent load, because the worker is idle."""
         self.ratio.reset()
         if self._draft_controller is not None:
             self._draft_controller.rest()
 
     def retune(self, config: SchedulerConfig, running_limit: int, ratio: float | None) -> None:
-        """Applies changed settings. ratio: new-token ratio; None leaves it."""
+        """Applies changed settings.
+
+        Args:
+            config: the new configuration.
+            running_limit: largest number of running requests.
+            ratio: the new-token ratio, or None to leave it.
+        """
         self.extends.running_limit = running_limit
         if config.schedule_conservativeness != self.config.schedule_conservativeness:
             self.ratio.rebase(config.schedule_conservativeness)
@@ -57,7 +62,7 @@ class Planner:
         self.config = self.extends.config = self._decodes.config = config
 
     def plan(self, now: float, flight: Step | None) -> Step | None:
-        """Returns the next step; None if nothing can run before the step in flight is committed."""
+        """Returns the next step, or None if nothing can run before the step in flight is committed."""
         flight_step = flight.plan.step_id if flight else -1
         self._step_id += 1
         assert flight_step < self._step_id, "steps are numbered in the order of their plans"
@@ -81,11 +86,13 @@ class Planner:
         return build_step(self._step_id, extends, decodes, self._columns, self._memory.take_table_updates())
 
     def _decodes_are_due(self) -> bool:
+        """Returns whether decode rows have waited for the allowed number of extend steps."""
         if not self._extends_in_a_row:
             return False
         return 0 < self.extends.steps_in_a_row <= self._extends_in_a_row and self._decodes.num_candidates > 0
 
     def _decode_only(self, now: float, flight_step: int) -> Step | None:
+        """Returns a step without extend rows, or None if no request can decode."""
         self._extends_in_a_row = 0
         decodes = self._decodes.plan(now, flight_step, self._step_id)
         if not decodes.requests:

@@ -1,7 +1,7 @@
 """The budgets of the step that is being planned (docs/design/scheduler.md#admission-and-budgets).
 
 The budgets are in tokens: total (KV that admitted requests may need), input (tokens of this step), chunk (size at which prompts
-are cut), logprob (prompt tokens with logprobs). The planner asks and acts. Each pass makes a new PrefillAdder.
+are cut), logprob (prompt tokens with logprobs). ExtendPlanner asks and acts. Each pass makes a new PrefillAdder.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 CLIP_MAX_NEW_TOKENS = 4096
-MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size, for any number of decode rows
+MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size
 MIN_PACED_SHARE = 32  # a paced chunk has at least 1/32 of its full size
-FADES = 0.7  # factor of older times with each new one
-OUTLIER = 4.0  # a time counts as at most this multiple of the average
-BUCKETS = 32
+FADES = 0.7  # weight of earlier times when a new time is recorded
+OUTLIER = 4.0  # multiple of the average that a time counts as at most
+BUCKETS = 32  # classes of decode steps, by the bit length of the number of rows
 MOST_TOKENS = 1 << 30  # limit of the tokens of a step
 
 
@@ -30,9 +30,9 @@ class AddResult(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunningRows:
-    """Columns of running requests."""
+    """Parallel columns of the running requests."""
 
-    remaining: NDArray[np.int64]  # [n], largest number of output tokens that may follow
+    remaining: NDArray[np.int64]  # [n], largest number of further output tokens
     held: NDArray[np.int64]  # [n], tokens of KV that become free when the request ends
     ignore_eos: NDArray[np.bool_]  # [n]
 
@@ -41,9 +41,10 @@ NO_ROWS = RunningRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 
 
 
 def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, half_at: int) -> int:
-    """Returns the chunk size while `num_decoding` rows wait for their next token: half of the full size at `half_at` rows.
+    """Returns the chunk size while `num_decoding` rows wait for their next token.
 
-    The size is in whole pages, at least one. If the full size or `half_at` is 0, it is the full size.
+    The size is in whole pages, at least one. At `half_at` rows it is half of the full size. If the full size or `half_at` is 0,
+    it is the full size.
     """
     if not chunked_prefill_size or not half_at:
         return chunked_prefill_size
@@ -52,24 +53,25 @@ def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, 
 
 
 class ChunkPace:
-    """Sizes chunks so that decode rows wait at most a given time for their next token, by the recent times of steps.
+    """Sizes chunks so that decode rows wait at most a given time for their next token, by the times of recent steps.
 
-    The time of a step is that of its decode rows alone (of the fewest known rows if it has none) plus a time per extended
-    token. The time per token follows the prompts' contexts. The caller gives the times, so the same calls give the same chunks.
+    The estimated time of a step is the time of its decode rows alone plus a time per extended token. A step without decode rows
+    takes the time of the fewest rows that were measured. The time per token follows the contexts of the prompts. The caller gives
+    the times, so that the same calls give the same chunks.
     """
 
     def __init__(self) -> None:
-        self._extended = self._seconds = 0.0  # faded sums over recent steps, so that larger steps weigh more
-        self._decode_s = [0.0] * BUCKETS  # of steps of decode rows alone, by the bit length of their number; 0: unknown
+        self._extended = self._seconds = 0.0  # faded sums of tokens and seconds, so that larger steps have more weight
+        self._decode_s = [0.0] * BUCKETS  # seconds of a step without extends, by bucket; 0: unknown
 
     def took(self, extended: int, rows: int, seconds: float, least: int) -> None:
         """Records the time of a step.
 
         Args:
-            extended: tokens that it extended.
-            rows: its decode rows.
-            seconds: its time; 0 if unknown.
-            least: smallest number of extended tokens at which the time per token is updated.
+            extended: number of extended tokens.
+            rows: number of decode rows.
+            seconds: time of the step; 0 if unknown.
+            least: number of extended tokens from which on the time per token is updated.
         """
         assert extended >= 0 and rows >= 0, "counts of a step"
         if seconds <= 0:
@@ -90,7 +92,7 @@ class ChunkPace:
         return self._extended > 0
 
     def steps(self, within_s: float, decoding: int, size: int) -> int:
-        """Returns the number of extend steps of `size` tokens that fit into within_s besides one decode step; at least 1.
+        """Returns the number of extend steps of `size` tokens that fit into `within_s` with one decode step; at least 1.
 
         The time per token must be known.
         """
@@ -98,29 +100,33 @@ class ChunkPace:
         return max(math.ceil(min((within_s - self._alone_s(decoding)) / step_s, MOST_TOKENS)), 1)
 
     def tokens(self, within_s: float, decoding: int, steps: int) -> int:
-        """Returns the tokens of each of `steps` extend steps, so that these and one decode step fit into within_s.
+        """Returns the size of extend steps in tokens, so that the extend steps and one decode step fit into `within_s`.
 
-        steps is 0 if the extends share the step of the decode rows. If the decode rows need most of the time, the extends get
-        as much time as they do, at most within_s, because shorter chunks would only make more steps. The time per token must be
-        known.
+        If the decode rows need most of the time, the extends get as much time as the decode rows, and at most `within_s`, because
+        shorter chunks would only add steps. The time per token must be known.
+
+        Args:
+            within_s: time limit in seconds.
+            decoding: number of decode rows.
+            steps: number of extend steps before the decode step; 0 if the extends share the step of the decode rows.
         """
         alone = self._alone_s(decoding)
         left = max(within_s - alone - steps * self._least_s(), min(alone, within_s))
         return int(min(left / max(steps, 1) / self._seconds * self._extended, MOST_TOKENS))
 
     def _alone_s(self, rows: int) -> float:
-        """Returns the time of a step of at most so many decode rows; 0 if unknown."""
+        """Returns the time of a step with `rows` decode rows, or with fewer rows if that is unknown; 0 if both are unknown."""
         return next((seconds for seconds in self._decode_s[rows.bit_length() : 0 : -1] if seconds), 0.0)
 
     def _least_s(self) -> float:
-        """Returns the least time of a step; 0 if unknown."""
+        """Returns the shortest known time of a step; 0 if none is known."""
         return min((seconds for seconds in self._decode_s if seconds), default=0.0)
 
 
 def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
-    """Returns the chunk size of a step for so many tokens: whole pages, and at least 1/MIN_PACED_SHARE of the full size.
+    """Returns the chunk size of a step that may compute `tokens` tokens.
 
-    It is 0 if the full size is 0.
+    The size is in whole pages and at least 1/MIN_PACED_SHARE of the full size. If the full size is 0, it is 0.
     """
     if not chunked_prefill_size:
         return 0
@@ -131,8 +137,8 @@ def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
 class PrefillAdder:
     """The remaining budgets of one step.
 
-    Decode rows of the same step take from the input and chunk budgets. These keep at least one page, so that decodes never
-    starve extends.
+    Decode rows of the same step take from the input and chunk budgets. Each of these keeps at least one page, so that decode rows
+    never starve extends.
     """
 
     def __init__(
@@ -150,7 +156,7 @@ class PrefillAdder:
         self._page_size = page_size
         self._rows = rows
         self._ratio = new_token_ratio
-        self._added: list[tuple[int, int, bool]] = []  # remaining, held, ignore_eos of rows of this step
+        self._added: list[tuple[int, int, bool]] = []  # (remaining output, KV, ignore_eos) of this step's rows
         outputs = float(np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()) if len(rows.remaining) else 0.0
         self._reserved = outputs * new_token_ratio
         self._input = max(max_prefill_tokens - num_decode_rows, page_size)
@@ -162,9 +168,12 @@ class PrefillAdder:
         self.set_aside = 0  # tokens of KV for rows that will be added later
 
     def chunk(self, start: int, remaining: int, logprobs: bool) -> int:
-        """Returns the tokens of an extend at `start` that this step takes: all remaining ones, a page-aligned part, or 0.
+        """Returns the tokens of an extend that this step takes: all remaining ones, a part that ends with a page, or 0.
 
-        logprobs: whether the logprob budget limits them too.
+        Args:
+            start: first position of the extend.
+            remaining: tokens left to extend.
+            logprobs: whether the logprob budget limits the extend.
         """
         assert start >= 0 and remaining > 0, "an extend with nothing left to compute"
         if self._requests_left == 0:
@@ -182,9 +191,18 @@ class PrefillAdder:
     def admit(
         self, available: int, start: int, extend: int, max_new: int, ignore_eos: bool, logprobs: bool
     ) -> tuple[AddResult, int]:
-        """Whether a waiting request may begin, and with how many tokens.
+        """Decides whether a waiting request may begin.
 
-        available: tokens of KV that are free or evictable with the request's hit locked. max_new: outputs to come.
+        Args:
+            available: tokens of KV that are free or evictable while the request's hit is locked.
+            start: first position to extend.
+            extend: tokens to extend.
+            max_new: largest number of further output tokens.
+            ignore_eos: whether the request cannot stop early.
+            logprobs: whether it needs logprobs of its prompt.
+
+        Returns:
+            The result, and the number of tokens that this step computes; 0 unless the result is CONTINUE.
         """
         available -= self.set_aside
         need = self._ceil(extend) + min(max_new, CLIP_MAX_NEW_TOKENS)
@@ -199,7 +217,15 @@ class PrefillAdder:
         return (AddResult.CONTINUE, count) if count > 0 else (AddResult.OTHER, 0)
 
     def added(self, count: int, remaining: int, max_new: int, ignore_eos: bool, logprobs: bool) -> None:
-        """Takes `count` planned tokens from the budgets. `remaining` are left to extend. The KV of `count` is allocated."""
+        """Takes a planned row from the budgets. The KV of its tokens is already allocated.
+
+        Args:
+            count: tokens of the row.
+            remaining: tokens left to extend after the row.
+            max_new: largest number of further output tokens.
+            ignore_eos: whether the request cannot stop early.
+            logprobs: whether the row computes logprobs of its prompt.
+        """
         assert count > 0 and remaining >= 0, "a row computes a token, and no more than are left"
         self._empty = False
         self._input -= count
@@ -216,12 +242,13 @@ class PrefillAdder:
 
     @property
     def exhausted(self) -> bool:
+        """Whether no further row fits into the step."""
         return self._input <= 0 or (self._chunk is not None and self._chunk <= 0) or self._requests_left == 0
 
     def _fits_until_finishes(self, available: int, extend: int, max_new: int) -> bool:
         """Simulates all rows until they finish, and returns whether the KV suffices at each finish.
 
-        A row that may stop early counts as finished after the new-token ratio of its remaining output.
+        A row that may stop early counts as finished after the share `new_token_ratio` of its remaining output.
         """
         running = self._rows
         left = np.where(running.ignore_eos, running.remaining, (running.remaining * self._ratio).astype(np.int64))

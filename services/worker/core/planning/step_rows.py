@@ -27,20 +27,21 @@ _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, 
 class Extend:
     """A row that computes known tokens."""
 
-    key: tuple[int, int]  # peer and handle of the request
+    key: tuple[int, int]  # (peer, handle) of the request
     start: int  # first position
-    tokens: int
+    tokens: int  # number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan with the data that its commit needs."""
+    """A plan and the data that its commit needs."""
 
     plan: BatchPlan
-    requests: list[Request]  # of the rows
-    epochs: NDArray[np.int64]  # [rows], of the slots at the plan
+    requests: list[Request]  # request of each row
+    epochs: NDArray[np.int64]  # [rows], epoch of each slot when the step was planned
 
     def extends(self) -> list[Extend]:
+        """Returns the extend rows of the step."""
         rows = zip(self.requests, self.plan.starts.tolist(), self.plan.num_tokens.tolist(), strict=True)
         return [Extend((r.peer, r.handle), start, count) for r, start, count in islice(rows, self.plan.num_extend)]
 
@@ -63,7 +64,7 @@ class ExtendRows:
         Args:
             request: the request.
             slot: its slot.
-            drafted_for: whether it may get draft tokens; the drafter then needs its tokens and its prediction.
+            drafted_for: whether it may get draft tokens. The drafter then needs its tokens and its prediction.
         """
         params = request.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
@@ -72,6 +73,7 @@ class ExtendRows:
         self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, stops, history, prediction, drafted_for))
 
     def add(self, request: Request, start: int, count: int, last: bool) -> None:
+        """Adds a row of `count` tokens from `start` on. `last` says whether it is the last chunk."""
         known = len(request.kv.token_key) // TOKEN_BYTES
         assert 0 <= start < start + count <= known, "an extend row computes tokens that are known"
         assert last == (start + count == known), "the last chunk ends with the last known token, no other does"
@@ -84,7 +86,10 @@ class ExtendRows:
         self.input_ids.append(np.frombuffer(request.kv.token_key, dtype=np.int32)[start : start + count])
 
     def _add_logprobs(self, request: Request, start: int, count: int) -> None:
-        """Records the prompt tokens whose logprobs the row gives. The token at position p predicts the one at p + 1."""
+        """Records the prompt tokens whose logprobs the row computes.
+
+        The token at position p predicts the token at p + 1.
+        """
         end, length = start + count, request.num_prompt_tokens
         if request.progress.logprob_planned >= length or end < request.progress.logprob_planned:
             return
@@ -101,7 +106,7 @@ class DecodeRows:
 
     requests: list[Request]
     slots: NDArray[np.int64]
-    drafts: I32 = field(default_factory=no_tokens)  # see BatchPlan; empty unless the executor drafts
+    drafts: I32 = field(default_factory=no_tokens)  # see BatchPlan.drafts; empty unless the executor drafts
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +118,7 @@ NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
 
 
 def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: PageTableUpdates) -> Step:
+    """Builds the plan of a step from its rows and the pending page-table updates."""
     num_extend, num_decode = len(extends.requests), len(decodes.requests)
     extend_slots = [r.kv.lease.slot for r in extends.requests if r.kv.lease]
     assert len(decodes.slots) == num_decode, "each decode row has a slot"
@@ -160,14 +166,14 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
 
 
 def _joined(rows: Sequence[I32]) -> I32:
-    """Returns the concatenation as a new array."""
+    """Returns the concatenation of the rows as a new array."""
     if len(rows) == 1:
         return rows[0].copy()
     return np.concatenate(rows) if rows else _NONE
 
 
 def _before(values: Sequence[int], rest: NDArray[T]) -> NDArray[T]:
-    """Returns the values, in the type of `rest`, and then `rest`. Without values, it returns `rest` itself."""
+    """Returns the values, in the type of `rest`, followed by `rest`. Without values, returns `rest` itself."""
     if not values:
         return rest
     first = np.array(values, dtype=rest.dtype)
