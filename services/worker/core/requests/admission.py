@@ -1,4 +1,4 @@
-"""From a Submit message to a Request: the refusals of requests that can never run, and the defaults of the worker."""
+"""Conversion of a Submit message to a Request: refusals of requests that can never run, and the worker's defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNLIMITED = 1 << 62
 
 
 def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> FinishDecision | None:
-    """Returns the ending of a request that can never run here; None if it can."""
+    """Returns the ending of a request that can never run on this worker, or None."""
     length, given = len(message.prompt_ids), len(message.output_ids)
     outputs = message.params.max_new_tokens if message.params.samples else 0
     if length < 1:
@@ -43,16 +43,16 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
 
 
 def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float, revision: str = "") -> Request:
-    """Makes a request from a message that refusal() accepts.
+    """Creates a request from a message that refusal() accepts.
 
-    A request with given output is like a retracted one: the output and the logprobs of the prompt count as sent.
+    A request with given output is like a retracted one: its output and the logprobs of its prompt count as sent.
 
     Args:
         message: the message.
         seq: number of the request.
         config: the configuration.
         now: time of arrival.
-        revision: revision of the weights that compute it.
+        revision: revision of the weights that compute the request.
     """
     params, given = message.params, len(message.output_ids)
     if given and params.prompt_logprobs_from >= 0:
@@ -98,7 +98,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
 
 
 def wanted_ahead(message: Prefetch, seq: int, config: SchedulerConfig, revision: str) -> Wanted:
-    """Makes the search of a prefetch. It wants no page of a prompt that is too long for a request."""
+    """Creates the page search of a prefetch. A prompt that is too long for a request wants no pages."""
     namespace = _namespace(message, revision)
     fits = len(message.prompt_ids) < config.context_len
     tokens = message.prompt_ids.tobytes() if fits else b""

@@ -1,4 +1,4 @@
-"""The decision when a request ends. The first of these conditions that holds is the reason:
+"""The decision whether and why a request ends. The first of these conditions that holds is the reason:
 
 1. a fault of the row, or a token outside of the vocabulary
 2. a token that the grammar refuses
@@ -7,10 +7,10 @@
 5. stop token ids and EOS
 6. stop string
 7. stop regex
-8. the hand-over to another worker
+8. the handover to another worker
 
-An abort is decided elsewhere, before the next token is looked at. The order is that of SGLang's check_finished, except that its
-vocabulary boundary comes after length: a result that is no token is no output here (docs/design/scheduler.md#finish-order).
+An abort is decided elsewhere, before the next token is examined. The order is that of SGLang's check_finished, except that its
+vocabulary boundary comes after length: here, a result that is not a token is not output (docs/design/scheduler.md#finish-order).
 """
 
 from __future__ import annotations
@@ -28,29 +28,33 @@ from services.worker.core.contracts.plan import RowFault
 from services.worker.core.requests.request import Request
 
 CHARS_PER_TOKEN = 2  # lower limit for most text
-REGEX_TAIL_TOKENS = 256  # last output tokens that stop patterns are searched in
+REGEX_TAIL_TOKENS = 256  # last output tokens in which stop patterns are searched
 REGEX_TAIL_CHARS = 1024  # limit of their characters
 
 
 class StopRuleTooExpensive(Exception):
-    """A stop rule takes too long. The request ends with this message to the client."""
+    """A stop rule takes too long. The request ends with an error, and its client gets this message."""
 
 
 class TextRules(Protocol):
-    """Text functions for the stop rules. They are pure."""
+    """Pure text functions for the stop rules."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Returns the text of a request's last output ids. It may have U+FFFD at its ends."""
+        """Returns the text of a request's last output ids. It may begin or end with U+FFFD."""
         ...
 
     def search(self, pattern: str, text: str) -> bool:
-        """Returns whether the pattern, which was checked at submission, matches anywhere. Raises StopRuleTooExpensive."""
+        """Returns whether the pattern, which was checked at submission, matches anywhere in the text.
+
+        Raises:
+            StopRuleTooExpensive: the search exceeds its limit.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FinishDecision:
-    """How a request ends. The fields are those of Finish."""
+    """The reason and the details of a request's end. Finish has the same fields."""
 
     reason: FinishReason
     matched_stop: str = ""
@@ -68,12 +72,13 @@ _HANDED_OVER = FinishDecision(FinishReason.HANDED_OVER)
 
 
 def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> FinishDecision:
+    """Returns an ending with an error. A Reason also gives the index of the invalid element."""
     element = message.part if isinstance(message, Reason) and field else None
     return FinishDecision(FinishReason.ABORT, error=error, message=message, field=field, element=element)
 
 
 def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDecision | None:
-    """Returns the error of a row fault or of a token outside of the vocabulary; None if there is none."""
+    """Returns the error of a row fault or of a token outside of the vocabulary, or None."""
     if fault is RowFault.NAN_LOGITS:
         return FinishDecision(
             FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite"
@@ -95,7 +100,7 @@ def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDe
 
 
 def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> FinishDecision | None:
-    """Returns the ending after the newest output token; None if the request continues."""
+    """Returns the ending after the newest output token, or None if the request continues."""
     ending = _answer_ends(request, rules, grammar_done)
     if ending is None and request.kv.reservation is not None and len(request.progress.output_ids) > request.progress.num_given:
         return _HANDED_OVER
@@ -103,6 +108,7 @@ def check_finished(request: Request, rules: TextRules, grammar_done: bool = Fals
 
 
 def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> FinishDecision | None:
+    """Returns the ending by rules 3 to 7, or None."""
     params = request.params
     count = len(request.progress.output_ids)
     assert 0 < count <= max(params.max_new_tokens, request.progress.num_given), "an output is looked at after each token"
@@ -118,7 +124,10 @@ def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> Fini
 
 
 def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
-    """Searches stop strings and patterns. An exception ends this request alone; the others of the step continue."""
+    """Searches stop strings and patterns.
+
+    An exception ends only this request; the other requests of the step continue.
+    """
     params = request.params
     try:
         matched = first_stop(_tail_text(request, rules), params.stop) if params.stop else None
@@ -139,7 +148,8 @@ def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
 def _tail_text(request: Request, rules: TextRules) -> str:
     """Returns enough of the output's end to contain any stop string that the newest token completes.
 
-    Tokens give any number of characters, and special ones none. The estimate is doubled until it suffices.
+    A token has any number of characters, and a special token has none. The estimated number of tokens is doubled until it
+    suffices.
     """
     ids, count, skip = request.progress.output_ids, request.tail_tokens, request.params.skip_special_tokens
     enough = max(map(len, request.params.stop)) + len(rules.decode(ids[-1:], skip)) + 4  # a cut character
@@ -151,7 +161,7 @@ def _tail_text(request: Request, rules: TextRules) -> str:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> str | None:
-    """Returns the stop string that begins first in `text`, or None. Of several that begin together, returns the first listed.
+    """Returns the stop string that begins first in `text`, or None. If several begin together, returns the first in the list.
 
     This is SGLang's rule for the reason that a response reports. The detokenizer's StopStringBuffer searches again by another
     rule: it cuts streamed text at the stop string that ends first, because it must not wait for longer ones.

@@ -1,8 +1,8 @@
-"""Admission gates: checks of a waiting request before its budgets are checked.
+"""Admission gates: checks of a waiting request that precede its budgets.
 
-A pass asks the gates in their order until one does not admit the request. WAIT holds the request in the queue: the pass
-continues with the next one, and no pass looks at the held request until its gate frees it (WaitingQueue.free). REJECT ends the
-request. A gate allocates nothing and does not touch the radix tree.
+A pass calls the gates in order until one of them does not return ADMIT. WAIT holds the request in the queue: the pass continues
+with the next request, and passes skip the held one until its gate frees it (WaitingQueue.free). REJECT ends the request. A gate
+allocates nothing and does not touch the radix tree.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer of a gate."""
+    """The result of a gate."""
 
     verdict: Verdict
-    ending: FinishDecision | None = None  # with REJECT
+    ending: FinishDecision | None = None  # ending of the request; set with REJECT
 
 
 ADMIT, WAIT = Answer(Verdict.ADMIT), Answer(Verdict.WAIT)
@@ -41,12 +41,13 @@ Gate = Callable[[Request], Answer]
 
 
 def too_small(config: SchedulerConfig) -> FinishDecision:
+    """Returns the ending of a request that does not fit into the whole pool."""
     message = f"the KV pool of {config.num_pages * config.page_size} tokens cannot hold this request, even alone"
     return FinishDecision(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
 
 
 class PoolGate:
-    """Rejects a retracted request whose prompt and output have become larger than the whole pool."""
+    """Rejects a retracted request whose prompt and output have outgrown the pool."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._most_bytes = config.num_pages * config.page_size * TOKEN_BYTES
@@ -56,7 +57,7 @@ class PoolGate:
         return ADMIT if len(request.kv.token_key) <= self._most_bytes else self._rejection
 
 
-MAX_PASSES = 8
+MAX_PASSES = 8  # passes without progress after which a request stops waiting for an extend
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,7 @@ class _Wait:
 
     request: Request
     limit: int  # bytes of its token key that a hit may cover
-    since: int  # pass from which passes without progress count
+    since: int  # pass from which on passes without progress are counted
 
 
 @dataclass(slots=True, eq=False)
@@ -74,41 +75,43 @@ class _Lead:
 
     request: Request
     slot: int
-    epoch: int  # of the slot
-    committed: int  # bytes of its token key, in whole pages, at the last look
+    epoch: int  # epoch of the slot when the wait began
+    committed: int  # bytes of its token key, in whole pages, that were committed at the last look
     due: int  # first pass in which a wait may end without progress
     waits: list[_Wait] = field(default_factory=list)
 
 
 class PrefixGate:
-    """Makes a request wait if a running extend computes its uncached prefix, so that n choices of one prompt compute it once.
+    """Holds a request while a running extend computes its uncached prefix, so that n choices of one prompt compute it once.
 
-    A wait is for one extend. It ends when the extend has committed all that both share, when the extend ends or is retracted,
-    and after MAX_PASSES passes in which none of it was committed. Waiting requests are listed with their extend, so a pass
-    costs nothing for those whose extend has not moved.
+    A wait is for one extend, its lead. It ends when the extend has committed the shared tokens, when the extend ends or is
+    retracted, and after MAX_PASSES passes without progress. Waiting requests are listed with their lead, so that a pass costs
+    nothing for requests whose lead has not advanced.
     """
 
     def __init__(self, page_size: int, memory: KVMemory, columns: SlotColumns, waiting: WaitingQueue) -> None:
         self._memory, self._columns, self._waiting = memory, columns, waiting
         self._page_bytes = page_size * TOKEN_BYTES
-        self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)  # bytes beyond a hit that must agree
+        # Bytes after the hit that must be shared.
+        self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)
         self._leads: dict[int, _Lead] = {}
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
-        self._computing: list[Request] = []  # yet to be listed among the extends
+        self._computing: list[Request] = []  # extends that are not listed in _extends yet
         self.num_passes = 0  # admission passes that have ended
-        # By seq: requests whose wait is over and that no pass over the whole queue has looked at since. Some may have ended.
+        # By seq: requests that stopped waiting since the last pass over the whole queue. Some of them may have ended.
         self.freed: dict[int, Request] = {}
 
     @property
     def concerns_anybody(self) -> bool:
+        """Whether a request waits, or has stopped waiting since the last pass over the whole queue."""
         return bool(self._leads or self.freed)
 
     def begin(self, computing: Iterable[Request]) -> None:
-        """Begins a pass, and frees the requests whose wait is over.
+        """Begins a pass, and frees the requests that need not wait any longer.
 
         Args:
-            computing: requests that extend: in the uncommitted step, in the step that is being planned, or between chunks. A
-                request may occur twice.
+            computing: the extending requests of the uncommitted step, of the step that is being planned, and between two chunks.
+                A request may occur twice.
         """
         self._extends.clear()
         self._computing = list(computing)
@@ -120,12 +123,12 @@ class PrefixGate:
         self.num_passes += 1
 
     def note(self, request: Request) -> None:
-        """Records that the request has got an extend row."""
+        """Adds a request that has just been admitted to the extends."""
         self.freed.pop(request.seq, None)
         self._computing.append(request)
 
     def look(self, request: Request) -> Answer:
-        """Returns WAIT if an extend computes enough of the request's prefix beyond its hit."""
+        """Returns WAIT if an extend computes enough of the request's prefix beyond its hit, otherwise ADMIT."""
         if self._computing:
             self._list_extends()
         if not self._extends:
@@ -152,7 +155,7 @@ class PrefixGate:
         return WAIT
 
     def _list_extends(self) -> None:
-        """Lists the extends by the node where their own hits end, because they compute the tokens after it."""
+        """Lists each extend under the node where its own hit ends, because it computes the tokens after that node."""
         for request in self._computing:
             if request.kv.lease is not None:
                 node = request.kv.lease.node
@@ -163,9 +166,13 @@ class PrefixGate:
         self._computing.clear()
 
     def _extend_of(self, node: TreeNode | None, key: bytes, hit: int, end: int) -> Request | None:
-        """Returns an extend whose token key begins with key[:end]; None if there is none.
+        """Returns an extend whose token key begins with key[:end], or None.
 
-        The hit of the request ends after `hit` bytes, at `node` or inside it. The extend is listed at a node of that path.
+        Args:
+            node: node in which the request's hit ends. The extend is listed at a node of the path to it.
+            key: token key of the request.
+            hit: bytes of the hit.
+            end: bytes that must be shared.
         """
         while node is not None:
             at = node.depth * self._page_bytes
@@ -187,7 +194,7 @@ class PrefixGate:
         return int(self._columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
 
     def _follow(self, lead: _Lead) -> None:
-        """Frees the requests that share nothing with the extend's uncommitted tokens, or waited too long without progress."""
+        """Frees the requests that share no uncommitted token with the extend, or that have waited too long without progress."""
         if lead.request.kv.lease is None or self._columns.epoch[lead.slot] != lead.epoch:
             self._free_all(lead)
             return
@@ -196,7 +203,7 @@ class PrefixGate:
         if committed == before and self.num_passes < lead.due:
             return
         end = committed + self._cut
-        beyond = lead.request.kv.token_key[before:end]  # before it, they are known to agree
+        beyond = lead.request.kv.token_key[before:end]  # the keys are known to agree before this part
         waits, lead.waits = lead.waits, []
         lead.committed, lead.due = committed, self.num_passes + MAX_PASSES
         for wait in waits:
@@ -218,7 +225,7 @@ class PrefixGate:
         del self._leads[lead.request.seq]
 
     def _free(self, wait: _Wait) -> None:
-        """Ends a wait, and frees the request if it is still in the queue."""
+        """Ends a wait, and lets passes look at the request again if it is still in the queue."""
         wait.request.kv.prefix_passes = self.num_passes - wait.since
         if wait.request.held:
             self._waiting.free(wait.request)

@@ -1,4 +1,4 @@
-"""The requests that wait for their grammar: it is being compiled, or its matcher must follow output from another worker.
+"""The requests that wait until their grammar is compiled, or until their matcher has followed output from another worker.
 
 They are not in the waiting queue and delay no other request.
 """
@@ -11,21 +11,21 @@ from services.worker.core.contracts.grammar import GrammarBook
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.requests.request import Request
 
-ASK_AGAIN_S = 0.25  # seconds until a full compiler is asked again
-FOLLOW_TOKENS = 1024  # limit of the tokens that all matchers follow in one turn
-FOLLOW_S = 0.01  # limit of the CPU seconds of that
-FOLLOW_AT_ONCE = 32  # tokens between two checks of the limits
+ASK_AGAIN_S = 0.25  # seconds until a grammar is submitted again that a full compiler has refused
+FOLLOW_TOKENS = 1024  # most tokens that all matchers together follow in one turn
+FOLLOW_S = 0.01  # most CPU seconds for this
+FOLLOW_AT_ONCE = 32  # tokens between two checks of these limits
 
 
 class GrammarGate:
-    """The waiting requests, by grammar, and those whose matchers follow given output."""
+    """The requests that wait for a grammar, and the requests whose matchers follow given output."""
 
     def __init__(self, book: GrammarBook | None, follow_tokens: int = FOLLOW_TOKENS) -> None:
-        self._book = book  # None if the worker offers no structured output
+        self._book = book  # unset if the worker offers no structured output
         self._follow_tokens = follow_tokens
         self._waiting: dict[GrammarSpec, dict[int, Request]] = {}
         self._following: dict[int, Request] = {}
-        self._put_off: dict[GrammarSpec, float] = {}  # times at which the compiler is asked again
+        self._put_off: dict[GrammarSpec, float] = {}  # grammars that are submitted again, with their times
         self._size = 0
         self.num_tokens = 0  # prompt and output tokens of the waiting requests
 
@@ -43,10 +43,10 @@ class GrammarGate:
         return self._book is not None
 
     def admits(self, request: Request) -> bool:
-        """Gives the request its matcher, if it has a grammar.
+        """Sets the matcher of a request with a grammar.
 
         Returns:
-            False if the grammar is not compiled, or if the matcher must follow given output. The caller then calls wait().
+            False if the grammar is not compiled, or if the matcher must first follow given output. The caller then calls wait().
         """
         spec = request.params.grammar
         if spec is None:
@@ -69,7 +69,7 @@ class GrammarGate:
             self._unlist(request)
 
     def compiled(self, spec: GrammarSpec) -> list[Request]:
-        """Returns the requests that may leave because their grammar is compiled. The caller calls leave() for each."""
+        """Returns the requests that may leave because their grammar is compiled. The caller calls leave() for each one."""
         free = []
         for request in self.waiting_for(spec):
             if self.admits(request):
@@ -84,14 +84,18 @@ class GrammarGate:
         return list(self._waiting.get(spec, {}).values())
 
     def put_off(self, spec: GrammarSpec, now: float) -> list[Request]:
-        """Postpones a grammar because the compiler is full. Returns the requests to refuse, which have no output yet."""
+        """Postpones a grammar, because the compiler is full.
+
+        Returns:
+            The requests to refuse, which are those without output. Requests with output wait.
+        """
         waiting = self.waiting_for(spec)
         if any(request.progress.num_given for request in waiting):
             self._put_off[spec] = now + ASK_AGAIN_S
         return [request for request in waiting if not request.progress.num_given]
 
     def ask_again(self, now: float) -> list[Request]:
-        """Asks for postponed grammars again. Returns the requests that may leave. The caller calls leave() for each."""
+        """Submits postponed grammars again. Returns the requests that may leave; the caller calls leave() for each one."""
         if not self._put_off:
             return []
         due = [spec for spec, until in self._put_off.items() if until <= now]
@@ -105,7 +109,7 @@ class GrammarGate:
         The CPU time is taken from the matchers, so that it does not count as the time of a step.
 
         Returns:
-            The requests whose matchers have finished. The caller calls leave() for each.
+            The requests whose matchers have finished. The caller calls leave() for each one.
         """
         if not self._following:
             return []
@@ -140,7 +144,7 @@ class GrammarGate:
 
 
 def _follow(request: Request, end: int) -> tuple[bool, float]:
-    """Follows up to output token `end`. Returns whether all tokens fit, and the seconds of CPU time."""
+    """Follows up to output token `end`. Returns whether all tokens fit, and the CPU time in seconds."""
     matcher = request.matcher
     assert matcher is not None
     assert end < len(request.progress.output_ids), "a matcher takes the last token when it is committed"

@@ -1,6 +1,6 @@
-"""What a request allocates, frees and reports at each move between the queues.
+"""The effects of each move between the queues: allocated and freed memory, columns, events and outputs.
 
-A request that was queued leaves through `end`, which frees everything that it holds and emits its one terminal output.
+A queued request leaves through `end`, which frees its memory and emits its one terminal output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.worker.core.requests.reservations import KvReservations
 from services.worker.core.requests.sessions import SessionTable
 from services.worker.core.requests.slot_columns import SlotColumns
 
-MAX_TIER_LOOKUPS = 2  # per wait: at its begin, and before the admission
+MAX_TIER_LOOKUPS = 2  # searches per wait: when it begins, and before the admission
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,11 +38,11 @@ class Deadline:
     seq: int
     peer: int
     handle: int
-    waiting: bool  # limits the wait for the first admission; otherwise the request as a whole
+    waiting: bool  # whether it limits the wait for the first admission, or the request as a whole
 
 
 class Deadlines:
-    """The time limits of all requests. Those of requests that have ended stay until they are due or keep() drops them."""
+    """The time limits of all requests. Limits of ended requests stay until they are due or keep() drops them."""
 
     def __init__(self) -> None:
         self._heap: list[Deadline] = []
@@ -54,14 +54,14 @@ class Deadlines:
         heapq.heappush(self._heap, Deadline(at, seq, peer, handle, waiting))
 
     def due(self, now: float) -> list[Deadline]:
-        """Removes and returns the limits that are reached."""
+        """Removes and returns the limits that have been reached."""
         out = []
         while self._heap and self._heap[0].at <= now:
             out.append(heapq.heappop(self._heap))
         return out
 
     def keep(self, seqs: set[int]) -> None:
-        """Drops the limits of all other requests."""
+        """Drops the limits of requests whose seq is not in `seqs`."""
         self._heap = [entry for entry in self._heap if entry.seq in seqs]
         heapq.heapify(self._heap)
 
@@ -98,7 +98,7 @@ class RequestLifecycle:
 
     @property
     def pages_may_come_back(self) -> bool:
-        """Whether pages may become free without a step: an operation holds some, or a reservation has a time limit."""
+        """Whether pages may become free without a step: an operation has some, or a reservation has a time limit."""
         return self._reservations.may_end or (self._tiers is not None and self._tiers.num_running > 0)
 
     def enqueue(self, request: Request) -> None:
@@ -115,7 +115,7 @@ class RequestLifecycle:
         self._trace.add(request.request_id, TraceKind.QUEUED if admitted else TraceKind.GATED, request.num_prompt_tokens)
         if request.deadline != float("inf"):
             self._watch(request.deadline, request, waiting=False)
-        if config.waiting_timeout_s and not progress.num_given:  # a request with given output has run, as a retracted one has
+        if config.waiting_timeout_s and not progress.num_given:  # another worker has already run a request with given output
             self._watch(request.arrival + config.waiting_timeout_s, request, waiting=True)
         assert self._adds_up, "each request stands in one queue"
 
@@ -153,24 +153,25 @@ class RequestLifecycle:
         return True
 
     def end_import(self, seq: int) -> None:
-        """Moves a request back to the waiting queue. Its imported pages are pinned, and the missing ones are computed."""
+        """Moves a request back to the waiting queue. Its imported pages are pinned; missing pages are computed."""
         request = self._queues.end_import(seq)
         self._leave_source(request)
         self._trace.add(request.request_id, TraceKind.IMPORTED, sum(request.kv.imported.values()) * self.config.page_size)
         assert self._adds_up, "each request stands in one queue"
 
     def release_pins(self) -> bool:
-        """Releases the imported pages of waiting requests and the reservations of waiting prompts, because running requests
-        need pages.
+        """Releases pins of waiting requests, because running requests need pages.
+
+        These are pins of imported pages, and of reservations whose prompt waits.
 
         Returns:
-            Whether any were released.
+            Whether any pin was released.
         """
         imported = self._tiers is not None and self._tiers.let_go()
         return self._reservations.let_go() or imported
 
     def admit(self, request: Request, match: Match, now: float) -> Lease:
-        """Gives a waiting request a slot. `match` is locked, and the lease takes the lock over."""
+        """Allocates a slot for a waiting request. `match` is locked, and the lease takes over the lock."""
         kv, progress = request.kv, request.progress
         self._queues.admit(request)
         lease = kv.lease = self._memory.lease(match, request.rank, tuple(kv.page_keys))
@@ -192,7 +193,7 @@ class RequestLifecycle:
         return lease
 
     def announce(self, request: Request) -> None:
-        """Adds the computed pages of a prompt to its reservation, and tells the gateway how many can be read."""
+        """Adds the computed pages of a prompt to its reservation, and reports their number to the gateway."""
         room, lease = request.kv.reservation, request.kv.lease
         assert room is not None and lease is not None, "a request that is announced runs and has a reservation"
         count = int(self._memory.slots.num_shared[lease.slot])
@@ -215,7 +216,7 @@ class RequestLifecycle:
     def extend_again(self, request: Request) -> None:
         """Makes a decoding request extend, because its grammar has added tokens whose KV is not computed.
 
-        The result of a step in flight counts, unless the step may have draft tokens at these positions.
+        A step in flight still counts for the request, unless it may have draft tokens at the positions of the added tokens.
         """
         assert request.kv.lease is not None
         slot, columns, output_ids = request.kv.lease.slot, self._columns, request.progress.output_ids
@@ -230,12 +231,12 @@ class RequestLifecycle:
         assert columns.computed[slot] < columns.target[slot], "the tokens that became known are computed already"
 
     def retract(self, request: Request, flight_step: int, plan_step: int, preempted: bool = False) -> None:
-        """Takes the lease of a running request. Its output is kept, and its computed pages stay cached.
+        """Takes the lease of a running request. The request keeps its output, and its computed pages stay cached.
 
         Args:
             request: an extending or decoding request.
-            flight_step: the uncommitted step; -1 for none.
-            plan_step: the plan that decides the retraction.
+            flight_step: the uncommitted step, or -1.
+            plan_step: the plan that retracts the request.
             preempted: whether a more urgent request needs the memory.
         """
         lease, progress = request.kv.lease, request.progress
@@ -263,7 +264,7 @@ class RequestLifecycle:
         assert self._adds_up, "each request stands in one queue"
 
     def end(self, request: Request, ending: FinishDecision, now: float) -> None:
-        """Ends a request in any phase but FINISHED, frees what it holds, and emits its terminal output."""
+        """Ends a request in any phase but FINISHED, frees its memory and emits its terminal output."""
         assert request.phase is not Phase.FINISHED, "a request ends once"
         node, room_pages = None, 0
         if (lease := request.kv.lease) is not None:
@@ -287,7 +288,7 @@ class RequestLifecycle:
         self._outputs.add_finish(request, _finish(request, ending, now, room_pages))
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
-        """Returns the requests whose waiting or running time is over, each once, with the message to their clients."""
+        """Returns the requests that have reached a time limit, each once, with the message to their clients."""
         due = self._deadlines.due(now)
         if not due:
             return []
@@ -323,10 +324,10 @@ class RequestLifecycle:
         return {Tier.DEVICE: left} | found
 
     def _open_room(self, request: Request, now: float) -> int:
-        """Keeps the computed pages of a request for the worker that continues it, also if its reservation has ended meanwhile.
+        """Reserves the computed pages of a request for the worker that continues it. An ended reservation opens again.
 
         Returns:
-            The number of pages; 0 if the salt of the request was deleted meanwhile.
+            The number of reserved pages; 0 if the request's salt was deleted.
         """
         room, tokens = request.kv.reservation, request.tokens().tobytes()
         assert room is not None, "a request that is handed over has a reservation"
@@ -346,13 +347,16 @@ class RequestLifecycle:
             request.kv.source = None
 
     def _context_end(self, request: Request, node: TreeNode | None) -> TreeNode:
-        """Returns the end of a finished turn's cached context: of its lease, or of its prefix hit if it ended while it waited."""
+        """Returns the node at the end of a finished turn's cached context.
+
+        It is the end of the lease, or the end of the prefix hit if the turn ended while it waited.
+        """
         if node is not None:
             return node
         return self._memory.match(request.namespace, request.kv.token_key, request.reuse_limit).node
 
     def _release(self, request: Request, lease: Lease) -> None:
-        """Frees the slot and the pages. The committed pages stay in the tree."""
+        """Frees the slot and the pages of a request. Its committed pages stay in the tree."""
         request.progress.num_sent = int(self._columns.sent[lease.slot])
         committed = int(self._columns.committed[lease.slot])
         assert committed <= request.num_prompt_tokens + len(request.progress.output_ids), "KV of tokens that nobody knows"

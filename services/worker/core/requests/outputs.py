@@ -1,4 +1,4 @@
-"""The outputs that the loop has not taken: one PeerOutput per gateway and step."""
+"""The outputs that the loop has not taken yet: one PeerOutput for each gateway and step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outputs:
         output.tokens += tokens
 
     def add_news(self, request: Request) -> None:
-        """Adds the unsent tokens of one request, with their logprobs and verification results."""
+        """Adds the unsent tokens of one request, with their logprobs and the results of its prediction."""
         self._add_tokens(request)
         self.add_predicted(request)
 
@@ -39,14 +39,14 @@ class Outputs:
         request.progress.num_sent = len(request.progress.output_ids)
 
     def add_logprobs(self, request: Request, first: int, end: int) -> None:
-        """Adds the logprobs of output tokens first to end, if the client wants them. The same message has these tokens."""
+        """Adds the logprobs of the output tokens from `first` to `end`, if wanted. The same message has these tokens."""
         if request.wants_logprobs:
             assert request.progress.num_given <= first < end, "logprobs are of tokens sampled here"
             rows = request.progress.logprobs[first - request.progress.num_given : end - request.progress.num_given]
             self._peer(request.peer).logprobs.append((request.handle, rows))
 
     def add_predicted(self, request: Request) -> None:
-        """Adds the verification results of a request with a prediction, for the tokens of the same message."""
+        """Adds the verification results of a request with a prediction."""
         if len(request.prediction):
             self._peer(request.peer).predicted.append((request.handle, request.progress.verified))
 
@@ -57,7 +57,7 @@ class Outputs:
         self._peer(peer).ready.append(ready)
 
     def add_finish(self, request: Request, finish: Finish) -> None:
-        """Adds the unsent tokens and then the terminal output."""
+        """Adds the unsent tokens of a request, and then its terminal output."""
         self.add_news(request)
         self._peer(request.peer).finishes.append(finish)
 

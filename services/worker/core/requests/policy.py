@@ -1,7 +1,7 @@
-"""The orders of admission and of retraction (docs/design/scheduler.md#policies; thresholds as in SGLang).
+"""The orders of admission and retraction (docs/design/scheduler.md#policies; thresholds as in SGLang).
 
-Pure functions of the queue and the radix tree. They lock and allocate nothing. With priority scheduling, an order holds within
-equal ranks.
+All functions are pure functions of the queue and the radix tree. They lock and allocate nothing. With priority scheduling, an
+order applies within equal ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from services.worker.core.requests.request import Request
 from services.worker.core.requests.shares import Flow
 from services.worker.core.requests.waiting_queue import WaitingQueue
 
-IN_BATCH_CHECK_THRESHOLD = 32  # a request with a longer hit is not looked at for in-batch sharing
-IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # tokens shared with an earlier waiting request that let a request stand back
+IN_BATCH_CHECK_THRESHOLD = 32  # tokens of a hit above which a request is not considered for in-batch sharing
+IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # shared tokens for which a request waits behind an earlier waiting request
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class _Hit:
     request: Request
     node: TreeNode | None  # end of the hit
     num_tokens: int
-    later: bool  # another waiting request will compute its prefix
+    later: bool  # an earlier waiting request will compute its prefix
 
 
 def service_order(
@@ -45,8 +45,15 @@ def service_order(
 ) -> Iterator[Request]:
     """Yields the waiting requests that no gate holds, in the policy's order.
 
-    The caller may remove or hold a request before it takes the next one. several: whether several flows share the worker; the
-    policy then orders the requests of each flow.
+    The caller may remove or hold a request before it takes the next one.
+
+    Args:
+        config: the configuration.
+        queue: the waiting requests.
+        running: the decoding requests, for the policy `routing-key`.
+        memory: the tree, for policies by prefix.
+        random: generator for the policy `random`.
+        several: whether several flows share the worker. The policy then orders the requests of each flow.
     """
     policy = effective_policy(config, len(queue))
     if policy is SchedulePolicy.FCFS:
@@ -71,7 +78,11 @@ def service_order(
 
 
 def effective_policy(config: SchedulerConfig, num_waiting: int) -> SchedulePolicy:
-    """Returns the policy in effect. lpm costs one match per waiting request, so a long queue is served in order of arrival."""
+    """Returns the policy in effect.
+
+    `lpm` costs one match per waiting request, so that a long queue is served in order of arrival. Policies by prefix need the
+    radix cache.
+    """
     if config.schedule_policy is SchedulePolicy.LPM and num_waiting > config.lpm_fallback_threshold:
         return SchedulePolicy.FCFS
     if not config.enable_radix_cache and config.schedule_policy in (SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT):
@@ -80,9 +91,9 @@ def effective_policy(config: SchedulerConfig, num_waiting: int) -> SchedulePolic
 
 
 def _hits(requests: Sequence[Request], memory: KVMemory) -> list[_Hit]:
-    """Returns the hits of the requests, for in-batch prefix caching: the first request of an uncached prefix computes it.
+    """Returns the hits of the requests, for in-batch prefix caching.
 
-    The other requests of this prefix are marked as later.
+    The first request with an uncached prefix computes it. Other requests with this prefix are marked as later.
     """
     first_of: set[tuple[str, bytes]] = set()
     hits = []
@@ -99,9 +110,9 @@ def _hits(requests: Sequence[Request], memory: KVMemory) -> list[_Hit]:
 
 
 def _by_dfs_weight(hits: Sequence[_Hit]) -> list[Request]:
-    """Orders requests depth first through the radix tree, beginning with the branch that has the most waiting requests.
+    """Orders requests depth first through the radix tree, beginning with the branch with the most waiting requests.
 
-    The requests of a node come after those below it. Later requests, and requests without a hit, are last.
+    The requests of a node follow those below it. Later requests, and requests without a hit, are last.
     """
     own: dict[TreeNode, list[Request]] = defaultdict(list)
     weight: Counter[TreeNode] = Counter()
@@ -138,7 +149,7 @@ def _add_weight(
 
 
 def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> list[Request]:
-    """Orders requests by the number of running requests of their routing key; requests of other keys follow by arrival."""
+    """Orders requests by the number of running requests with their routing key; requests with other keys follow by arrival."""
     counts = Counter(r.routing_key for r in running if r.routing_key)
     if not counts:
         return list(requests)
@@ -146,17 +157,17 @@ def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> 
 
 
 def victim_order(request: Request) -> tuple[int, int, int]:
-    """Returns the sort key of retraction. The smallest is first: least urgent, then least output, then longest prompt."""
+    """Returns the sort key of retraction. The least urgent request is first, then the least output, then the longest prompt."""
     return -request.rank, len(request.progress.output_ids), -request.num_prompt_tokens
 
 
 def preemption_order(request: Request) -> tuple[int, int]:
-    """Returns the sort key of preemption. The smallest is first: least urgent, then latest arrival."""
+    """Returns the sort key of preemption. The least urgent request is first, then the latest arrival."""
     return -request.rank, -request.seq
 
 
 def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Request]) -> list[Request]:
-    """Returns the running requests that `request` may displace, in order: less urgent by more than the threshold."""
+    """Returns the running requests that `request` may displace, in order. They are less urgent by more than the threshold."""
     victims = [r for r in running if r.rank - request.rank > config.priority_preemption_threshold]
     return sorted(victims, key=preemption_order)
 
@@ -165,7 +176,10 @@ def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Req
 
 
 def fairly(requests: Iterable[Request]) -> Iterator[Request]:
-    """Yields requests that are sorted by rank, fairly between flows. The turns are compared again after each request."""
+    """Yields requests that are sorted by rank, fairly between the flows of each rank.
+
+    The turns of the flows are compared again after each request.
+    """
     for _, alike in groupby(requests, key=lambda r: r.rank):
         flows: dict[Flow, list[Request]] = {}
         for request in alike:
@@ -175,7 +189,7 @@ def fairly(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
-    """Yields what WaitingQueue.in_turn() yields, but fairly between the flows of requests that never ran."""
+    """Yields the requests of WaitingQueue.in_turn(), but fairly between flows if they never ran."""
     for rank in queue.ranks():
         back, flows = queue.back(rank), queue.flows(rank)
         yield from [request for request in back if not request.held]
@@ -183,7 +197,10 @@ def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
 
 
 def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
-    """Yields the waiting requests that are more urgent than the extending request `first`, or as urgent with an earlier turn."""
+    """Yields the waiting requests that precede the extending request `first`.
+
+    They are more urgent, or equally urgent with an earlier turn of their flow.
+    """
     assert first.flow is not None, "an extending request has prompt tokens to plan"
     for rank in queue.ranks():
         if rank > first.rank:

@@ -23,14 +23,14 @@ from services.worker.core.requests.waiting_queue import WaitingQueue
 
 
 class RequestQueues:
-    """Every request of the worker, in the queue of its phase.
+    """All requests of the worker, each in the queue of its phase.
 
-    A move changes the phase and the queue together, and keeps the flows of the shares up to date. RequestLifecycle calls the
-    moves, because most of them also allocate or free memory.
+    A move changes the phase and the queue together, and updates the flows of the shares. RequestLifecycle calls the moves,
+    because most of them also allocate or free memory.
     """
 
     def __init__(self, book: GrammarBook | None) -> None:
-        self.by_key: dict[tuple[int, int], Request] = {}  # by peer and handle, in every phase but FINISHED
+        self.by_key: dict[tuple[int, int], Request] = {}  # by (peer, handle), in every phase but FINISHED
         self.by_routing_key: Counter[str] = Counter()  # number of requests of each routing key
         self.gate = GrammarGate(book)  # GATED: requests that wait for a grammar
         self.importing: dict[int, Request] = {}  # GATED, by seq: requests that wait for a prefix from another tier
@@ -38,13 +38,13 @@ class RequestQueues:
         self.extending: list[Request] = []  # EXTEND, in the order of admission
         self.decoding: list[Request] = []  # DECODE, in the order of their last chunks
         self.shares = Shares()
-        # No request is admitted until a running one leaves (docs/design/scheduler.md#admission-and-budgets).
+        # Whether admission stops until a running request leaves (docs/design/scheduler.md#admission-and-budgets).
         self.batch_is_full = False
         self._slots: NDArray[np.int64] | None = None
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a lease, gated ones included."""
+        """Number of requests without a lease, gated ones included."""
         return len(self.waiting) + len(self.gate) + len(self.importing)
 
     @property
@@ -58,7 +58,7 @@ class RequestQueues:
         return len(self.extending) + len(self.decoding)
 
     def running(self) -> list[Request]:
-        """Returns a new list of the extending requests and then the decoding ones."""
+        """Returns a new list of the extending requests, followed by the decoding requests."""
         return self.extending + self.decoding
 
     def decoding_slots(self) -> NDArray[np.int64]:
@@ -69,7 +69,7 @@ class RequestQueues:
         return self._slots
 
     def adds_up(self, num_leased: int) -> bool:
-        """Whether each request is in one queue, and `num_leased` slots belong to the running ones."""
+        """Returns whether each request is in one queue, and `num_leased` slots belong to the running requests."""
         return self.num_waiting + self.num_running == len(self.by_key) and self.num_running == num_leased
 
     def add(self, request: Request) -> bool:
@@ -111,7 +111,7 @@ class RequestQueues:
         return request
 
     def admit(self, request: Request) -> None:
-        """Moves a waiting request to the extending ones. Its lease must be set before the next call of decoding_slots()."""
+        """Moves a waiting request to the extending ones. The caller sets its lease before the next call of decoding_slots()."""
         self.waiting.remove(request)
         request.move(Phase.EXTEND)
         self.extending.append(request)
@@ -174,7 +174,10 @@ class RequestQueues:
             self._slots = None
 
     def _share(self, request: Request) -> None:
-        """Adds the request to its flow. The batch is not full for a flow that had no request: it may be the next one in turn."""
+        """Adds the request to its flow.
+
+        Resets batch_is_full if the flow had no request, because the flow may be next in turn.
+        """
         assert request.flow is None, "a request is of one flow, once"
         request.flow = self.shares.enter(request.payer, request.weight)
         if request.flow.num_pending == 1 and self.shares.num_flows > 1:

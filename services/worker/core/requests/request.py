@@ -1,4 +1,4 @@
-"""A request and its phases. The scheduler is the only writer; `move` is the only code that changes a phase."""
+"""A request and its phases. The scheduler is the only writer; only `move` changes a phase."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Phase(enum.IntEnum):
     EXTEND = 1
     DECODE = 2
     FINISHED = 3
-    GATED = 4  # a gate makes it wait, beside the queue
+    GATED = 4  # a gate makes it wait outside of the queue
 
 
 _LEGAL: dict[Phase, tuple[Phase, ...]] = {
@@ -42,41 +42,42 @@ class RequestProgress:
 
     output_ids: list[int] = field(default_factory=list)
     num_given: int = 0  # first output tokens, which another worker sampled
-    num_followed: int = 0  # of the given tokens, those that the matcher has accepted
+    num_followed: int = 0  # given tokens that the matcher has accepted
     num_sent: int = 0  # output tokens sent to the gateway; SlotColumns.sent counts them while the request runs
-    logprobs: list[RowLogprobs] = field(default_factory=list)  # of output tokens after the given ones, if the client wants them
+    # Logprobs of the output tokens after the given ones, if the client wants them.
+    logprobs: list[RowLogprobs] = field(default_factory=list)
     logprob_planned: int = 0  # prompt positions below this one have their logprobs planned
     logprob_done: int = 0  # prompt positions below this one have their logprobs committed
     queue_s: float = -1.0  # seconds from arrival to the first admission; -1 before it
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit covered at the first admission
     num_retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
-    flight_step: int = -1  # step that was uncommitted at the retraction and whose sampled token still counts; -1 for none
-    parked_step: int = -1  # plan that took the lease; the request is not admitted again in that plan
+    flight_step: int = -1  # uncommitted step at the retraction whose sampled token still counts; -1 for none
+    parked_step: int = -1  # plan that retracted the request; the same plan does not admit it again
 
 
 @dataclass(slots=True, eq=False)
 class RequestKv:
-    """KV that one request holds, finds in tiers, or keeps for another worker."""
+    """KV that one request uses, finds in tiers, or reserves for another worker."""
 
     token_key: bytes = b""  # tokens as bytes, which the radix tree compares; set by Request.rekey()
     lease: Lease | None = None  # set exactly in the phases EXTEND and DECODE
-    page_keys: list[bytes] = field(default_factory=list)  # names of the first pages in other tiers
+    page_keys: list[bytes] = field(default_factory=list)  # page keys of the first pages
     num_tier_lookups: int = 0  # searches of other tiers since the request last began to wait
     imported: Counter[str] = field(default_factory=Counter)  # pages that arrived from each tier
     cached_from: dict[Tier, int] = field(default_factory=dict)  # num_cached_tokens by the tier that had them
     prefix_seen: int = -1  # largest number of bytes of token_key that were cached while it waited for more; -1: it never waited
     prefix_passes: int = 0  # admission passes that it has waited since then
-    source: KvSource | None = None  # pages in another worker; None if there are none or they are not needed any more
-    reservation: KvReservation | None = None  # keeps the pages for the worker that continues after the next token
-    num_announced: int = 0  # pages that the reservation has or had
+    source: KvSource | None = None  # pages in another worker that the request may still need, or None
+    reservation: KvReservation | None = None  # reserves the pages for the worker that continues after the next token
+    num_announced: int = 0  # pages that were added to the reservation
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request in the scheduler: its identity, its parameters and its phase.
+    """A request in the scheduler, with its identity, its parameters and its phase.
 
-    RequestQueues changes the phase. `progress` and `kv` are written by RequestLifecycle, the planners and the committer.
+    RequestQueues changes the phase. RequestLifecycle, the planners and the committer write `progress` and `kv`.
     """
 
     seq: int  # order of arrival, unique
@@ -103,7 +104,7 @@ class Request:
     matcher: Matcher | None = None
     flow: Flow | None = None  # set while prompt tokens are left to plan and no gate outside of the queue holds the request
     queued_tokens: int = 0  # prompt and output tokens when the request last began to wait
-    held: int = 0  # tokens of KV set aside for it while a gate holds it in the queue; 0 if no gate does
+    held: int = 0  # tokens of KV set aside while a gate holds the request in the queue; 0 if no gate holds it
     progress: RequestProgress = field(default_factory=RequestProgress)
     kv: RequestKv = field(default_factory=RequestKv)
 

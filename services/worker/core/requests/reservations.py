@@ -1,12 +1,12 @@
-"""The KV reservations of this worker, and the KV sources that its requests need no more.
+"""The KV reservations of this worker, and the KV sources that its requests need no longer.
 
-A reservation pins the pages of a prompt and holds no slot. It opens with the first computed pages and grows with further ones.
-It is whole when its prompt is computed.
+A reservation pins the pages of a prompt and has no slot. It opens with the first computed pages and grows with further pages. It
+is whole when the prompt is computed.
 
-It ends when its reader or its gateway has left, when its time is over, or when the device's pages are reset. If it ends while
-it grows, it opens once more, whole. While it grows, a reader cannot end it; its request does. Its time runs, and its pins may
-be released, only while that request waits. A reader's release names the opening that the reader knows, and has no effect after
-a later opening. RequestLifecycle is the owner.
+A reservation ends when its reader or its gateway has left, when its time limit is reached, or when the device pages are reset. If
+it ends while it grows, it opens once more when it is whole. While it grows, only its request can end it, and a reader cannot. Its
+time runs, and its pins may be released, only while that request waits. A reader's release names an opening and has no effect
+after a later opening. RequestLifecycle is the owner.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ class _Held:
 
     room: KvReservation
     opening: int  # number of the last opening
-    asker: tuple[int, int]  # peer and handle of its request
+    asker: tuple[int, int]  # (peer, handle) of its request
     node: TreeNode  # end of its pages in the tree
     memory: KVMemory
-    until: float  # end of its time; inf while its request computes
-    whole: bool
+    until: float  # time limit; inf while its request computes
+    whole: bool  # whether the whole prompt is computed
 
 
 class KvReservations:
-    """The open reservations, by number, and the events for the executor."""
+    """The open reservations by number, and the events for the executor."""
 
     def __init__(self, hold_s: float) -> None:
-        """Starts empty. hold_s: seconds for which a reservation stands if no reader ends it."""
+        """Starts empty. A reservation ends after `hold_s` seconds if its reader does not end it."""
         self._hold_s = hold_s
         self._held: dict[int, _Held] = {}  # by number
         self._opened: list[OpenReservation] = []
         self._closed: list[KvReservation] = []
-        self._left: list[KvSource] = []
-        self._freed = False
+        self._left: list[KvSource] = []  # KV sources that this worker needs no longer
+        self._freed = False  # whether a reservation has ended since the last expire()
         self._openings = 0
-        self.next_look = inf  # time from which expire() has something to do
+        self.next_look = inf  # time from which on expire() has something to do
         self.opened_total = 0
-        self.expired_total = 0  # reservations whose time was over
+        self.expired_total = 0  # reservations that reached their time limit
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def may_end(self) -> bool:
-        """Whether the time of a reservation runs."""
+        """Whether a reservation has a time limit, so that it may end without a step."""
         return any(held.until < inf for held in self._held.values())
 
     def stands(self, room: KvReservation) -> bool:
         return room.number in self._held
 
     def open(self, opened: OpenReservation, asker: tuple[int, int], node: TreeNode, memory: KVMemory) -> None:
-        """Opens a reservation with the first pages of a prompt, or adds further pages to an open one.
+        """Opens a reservation with the first pages of a prompt, or adds pages to an open one.
 
         Args:
             opened: the reservation with all of its pages.
             asker: peer and handle of its request.
-            node: end of its pages in the tree.
+            node: end of the pages in the tree.
             memory: the owner of the pages.
         """
         assert node.depth == len(opened.pages) > 0, "a room has the pages up to its node"
@@ -95,17 +95,17 @@ class KvReservations:
         self._run_out(held, now)
 
     def wait(self, room: KvReservation, now: float) -> None:
-        """Starts the time of a growing reservation, if it is open, because its request was retracted."""
+        """Starts the time limit of a growing reservation, if it is open, because its request was retracted."""
         if (held := self._held.get(room.number)) is not None:
             self._run_out(held, now)
 
     def go_on(self, room: KvReservation) -> None:
-        """Stops the time of a growing reservation, because its request computes again."""
+        """Removes the time limit of a growing reservation, because its request computes again."""
         if (held := self._held.get(room.number)) is not None:
             held.until = inf
 
     def let_go(self) -> bool:
-        """Ends the reservations of waiting prompts, because running ones need pages. Returns whether there were any."""
+        """Ends the reservations of waiting prompts, because running requests need pages. Returns whether there were any."""
         waiting = [held for held in self._held.values() if not held.whole and held.until < inf]
         for held in waiting:
             self._end(held)
@@ -114,24 +114,28 @@ class KvReservations:
     def leave(self, left: ReservationReleased) -> None:
         """Ends a whole reservation that its reader has released, unless it was opened again since.
 
-        A growing one may still get another reader.
+        A growing reservation stays, because another reader may follow.
         """
         held = self._held.get(left.room.number)
         if held is not None and held.room == left.room and held.whole and held.opening == left.opening:
             self._end(held)
 
     def leave_asker(self, asker: tuple[int, int]) -> None:
-        """Ends the reservations of a request that has gone, because there will be no reader."""
+        """Ends the reservations of a request that was cancelled, because no reader will come."""
         for held in [each for each in self._held.values() if each.asker == asker]:
             self._end(held)
 
     def leave_peer(self, peer: int) -> None:
-        """Ends the reservations of a gateway that has gone, because there will be no reader."""
+        """Ends the reservations of a gateway whose stream has ended, because no reader will come."""
         for held in [each for each in self._held.values() if each.asker[0] == peer]:
             self._end(held)
 
     def expire(self, now: float) -> bool:
-        """Ends reservations whose time is over. Returns whether pages may have become evictable since the last call."""
+        """Ends the reservations that have reached their time limit.
+
+        Returns:
+            Whether pages may have become evictable since the last call.
+        """
         for held in [each for each in self._held.values() if each.until <= now]:
             self._end(held)
             self.expired_total += 1
@@ -140,21 +144,21 @@ class KvReservations:
         return freed
 
     def end_all(self) -> None:
-        """Ends all reservations, because the device's pages are reset or invalid."""
+        """Ends all reservations, because the device pages are reset or invalid."""
         for held in list(self._held.values()):
             self._end(held)
 
     def end_retired(self) -> None:
-        """Ends the reservations in retired trees. A reader would otherwise spread the deleted pages again."""
+        """Ends the reservations in retired trees, because a reader would copy the deleted pages to another worker."""
         for held in [each for each in self._held.values() if is_retired(_tree_of(each.node))]:
             self._end(held)
 
     def done_with(self, source: KvSource) -> None:
-        """Records that this worker needs nothing more of a reservation in another worker."""
+        """Records that this worker needs a reservation in another worker no longer."""
         self._left.append(source)
 
     def take(self) -> ReservationEvents | None:
-        """Returns the events since the last call; None if there are none."""
+        """Returns the events since the last call, or None."""
         if not (self._opened or self._closed or self._left):
             return None
         events = ReservationEvents(tuple(self._closed), tuple(self._opened), tuple(self._left))
@@ -162,11 +166,16 @@ class KvReservations:
         return events
 
     def _run_out(self, held: _Held, now: float) -> None:
+        """Starts the time limit of a reservation."""
         held.until = now + self._hold_s
         self.next_look = min(self.next_look, held.until)
 
     def _end(self, held: _Held) -> None:
-        """Ends a reservation and unpins its pages as used: its request may have ended without offering them for a copy."""
+        """Ends a reservation and unpins its pages.
+
+        They are unpinned as used pages, so that the tree offers them for a copy. The end of their request may not have offered
+        them.
+        """
         self._freed = True
         self.next_look = -inf
         del self._held[held.room.number]

@@ -1,10 +1,10 @@
 """Sessions: conversations whose turns build on each other, with their KV cached between turns.
 
-A turn is a finished request's whole context, prompt and output, stored as the tokens that it adds to its parent turn. Later
-turns append to a turn, or branch from any. An aborted turn leaves the session unchanged. A turn holds its path in the radix
-tree: held pages are evicted after all others, so sessions delay no admission, and evicted pages are computed again.
+A turn is a finished request's whole context, prompt and output. It is stored as the tokens that it adds to its parent turn. Later
+turns append to any turn, or branch from it. An aborted turn leaves the session unchanged. A turn holds its path in the radix
+tree: held pages are evicted after all others, so that sessions delay no admission, and evicted pages are computed again.
 
-    open ──► turn ──► turn ──► …      closed by message, or ttl_s after the last turn's end
+    open ──► turn ──► turn ──► …      closed by a message, or ttl_s after the end of the last turn
                └────► turn            (a session with a running turn does not expire)
 """
 
@@ -26,13 +26,13 @@ I32 = NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A finished turn. Its context is the first `kept` tokens of the parent's context and then `added`."""
+    """A finished turn. Its context is the first `kept` tokens of the parent's context, followed by `added`."""
 
     parent: _Turn | None
     kept: int
     added: I32
-    num_prompt_tokens: int  # of the whole context
-    node: TreeNode  # end of its cached part, held
+    num_prompt_tokens: int  # prompt tokens of the whole context
+    node: TreeNode  # held node at the end of the cached context
 
     def context(self) -> I32:
         parts: list[I32] = []
@@ -51,23 +51,24 @@ class _Running:
     """An unfinished turn."""
 
     parent: _Turn | None
-    reserved: int  # largest number of tokens that it may add
+    reserved: int  # largest number of tokens that the turn may add
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
     """An open session."""
 
-    number: int  # unique, unlike the name
+    number: int  # unique; another session may reuse the name
     capacity: int  # limit of the tokens of all turns
     ttl_s: float
-    expires: float  # absolute time; valid while no turn runs
+    expires: float  # absolute time; not used while a turn runs
     turns: dict[str, _Turn] = field(default_factory=dict)  # by request id, oldest first
     running: dict[str, _Running] = field(default_factory=dict)  # unfinished turns, by request id
     num_tokens: int = 0  # tokens that turns have added
 
     @property
     def room(self) -> int:
+        """Tokens of the capacity that are neither stored nor reserved by running turns."""
         return self.capacity - self.num_tokens - sum(turn.reserved for turn in self.running.values())
 
 
@@ -78,9 +79,9 @@ class SessionTable:
         self.config = config
         self._sessions: dict[str, _Session] = {}
         self._next_number = 0
-        self._first_expiry = float("inf")  # no session expires earlier
+        self._first_expiry = float("inf")  # no session expires before this time
         self._forgotten: set[str] = set()  # names of the sessions that the last close_all() closed
-        self.num_tokens = 0  # tokens of all sessions
+        self.num_tokens = 0  # stored tokens of all sessions
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -93,12 +94,12 @@ class SessionTable:
 
         Args:
             session_id: its name.
-            capacity: limit in tokens; 0 for the configured one, which is also the largest.
-            ttl_s: lifetime after the last turn; 0 for the configured one.
+            capacity: limit in tokens; 0 for the configured capacity, which is also the largest.
+            ttl_s: lifetime after the last turn; 0 for the configured lifetime.
             now: present time.
 
         Returns:
-            The reason why it could not be opened; empty if it is open.
+            The reason why the session could not be opened; empty if it is open.
         """
         if not session_id:
             return "a session has an id"
@@ -115,7 +116,11 @@ class SessionTable:
         return ""
 
     def close(self, session_id: str, memory: KVMemory) -> bool:
-        """Forgets a session. Its running turns continue and are not stored. Returns False if there is no such session."""
+        """Forgets a session. Its running turns continue and are not stored.
+
+        Returns:
+            False if no session has this name.
+        """
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
@@ -126,7 +131,7 @@ class SessionTable:
         return True
 
     def close_all(self, memory: KVMemory) -> None:
-        """Closes all sessions, because the memory is reset. The refusal of their later turns names this reason."""
+        """Closes all sessions, because the memory is reset. Refusals of later turns name this reason."""
         self._forgotten = set(self._sessions) or self._forgotten
         for session_id in list(self._sessions):
             self.close(session_id, memory)
@@ -142,7 +147,7 @@ class SessionTable:
     def resolve(self, message: Submit) -> Submit | str:
         """Returns the message with the whole prompt, and with max_new_tokens limited by the context and the session's capacity.
 
-        If the turn cannot run, returns the reason instead.
+        If the turn cannot run, returns the reason.
         """
         turn = message.session
         assert turn is not None
@@ -170,7 +175,7 @@ class SessionTable:
         return replace(message, prompt_ids=prompt, params=params, session=replace(turn, parent=parent, offset=offset))
 
     def begin(self, request: Request) -> None:
-        """Reserves the tokens that a resolved turn may add, because it is queued."""
+        """Reserves the tokens that a resolved turn may add. Called when the turn is queued."""
         turn = request.session
         assert turn is not None
         session = self._sessions[turn.session_id]
@@ -181,10 +186,16 @@ class SessionTable:
         session.running[request.request_id] = _Running(session.turns.get(turn.parent), reserved)
 
     def end(self, request: Request, node: TreeNode | None, memory: KVMemory, now: float) -> None:
-        """Stores a turn that has ended. node: end of its cached context; None if the turn was aborted and is not stored.
+        """Ends a turn and stores it unless it was aborted.
 
-        If another turn has replaced its parent meanwhile, the whole context belongs to this turn. It is stored if the session's
+        If the parent turn was replaced while the turn ran, the turn is stored with its whole context, provided that the session's
         capacity suffices.
+
+        Args:
+            request: the request of the turn.
+            node: end of the turn's cached context, or None if it was aborted.
+            memory: the owner of the tree.
+            now: present time.
         """
         turn = request.session
         assert turn is not None
@@ -198,7 +209,7 @@ class SessionTable:
             return
         if turn.replace and turn.parent:
             self._forget_children(session, turn.parent, memory)
-        parent = began.parent if session.turns.get(turn.parent) is began.parent else None  # another turn may have its name by now
+        parent = began.parent if session.turns.get(turn.parent) is began.parent else None  # another turn may have reused its name
         kept = turn.offset if parent else 0
         added = request.tokens()[kept:]
         if parent is not began.parent and len(added) > session.room:
@@ -216,7 +227,7 @@ class SessionTable:
         return {(session.number, rid) for session in self._sessions.values() for rid in session.running}
 
     def overfull(self) -> bool:
-        """Whether a session has more tokens than its capacity, for checks."""
+        """Returns whether a session has more tokens than its capacity, for checks."""
         return any(session.num_tokens > session.capacity for session in self._sessions.values())
 
     def count_tokens(self) -> int:

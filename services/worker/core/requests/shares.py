@@ -1,17 +1,16 @@
-"""Fair shares of prompt tokens: each tenant gets its share by weight, and within a tenant each batch; single requests of a tenant
-count as one batch.
+"""Fair shares of prompt tokens by tenant and weight, and within a tenant by batch. A tenant's single requests count as one batch.
 
-This is start-time fair queueing (Goyal, Vin, Cheng, 1996) over prompt tokens, in two levels. The flow with the least virtual
-start is next, and planned tokens, a chunk at a time, move it on. A flow that returns begins at the virtual time, so an idle
-flow saves up no share; a flow that was served alone is at most one chunk behind. Outputs are not counted, because the admission
-to this worker weighs them.
+This is start-time fair queueing (Goyal, Vin, Cheng, 1996) over prompt tokens, in two levels. The flow with the smallest virtual
+start is next, and each planned chunk advances its start. A flow that returns begins at the virtual time, so that an idle flow
+accumulates no share. A flow that was served without competition is at most one chunk behind. Outputs are not counted, because the
+admission to this worker weighs them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Payer = tuple[bytes, int, int]  # tenant, peer and batch; peer and batch are 0 for single requests
+Payer = tuple[bytes, int, int]  # (tenant, peer, batch); peer and batch are 0 for single requests
 MAX_TENANTS = 2048
 
 
@@ -23,8 +22,9 @@ class Tenant:
     start: float  # virtual start, in tokens divided by weight
     weight: float = 1.0
     now: float = 0.0  # virtual time of its flows
-    num_flows: int = 0  # flows with requests
-    flows: dict[Payer, Flow] = field(default_factory=dict)  # with requests; the flow of single requests stays without any
+    num_flows: int = 0  # flows with pending requests
+    # Flows with pending requests. The flow of single requests stays without pending requests, too.
+    flows: dict[Payer, Flow] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Flow:
 
     @property
     def turn(self) -> tuple[float, float]:
-        """Sort key: the flow with the least turn is next. Charges of other flows never lower it."""
+        """The sort key of the flow; the flow with the smallest one is next. Charges of other flows never lower it."""
         return self.tenant.start, self.start
 
 
@@ -51,7 +51,12 @@ class Shares:
         self._now = 0.0
 
     def enter(self, payer: Payer, weight: float) -> Flow:
-        """Adds a request with prompt tokens to its flow, and returns the flow. weight: the tenant's weight from now on."""
+        """Adds a request with prompt tokens to its flow, and returns the flow.
+
+        Args:
+            payer: the flow's name.
+            weight: weight of the tenant from now on.
+        """
         tenant = self._tenants.get(payer[0]) or self._tenant(payer[0])
         tenant.weight = weight
         flow = tenant.flows.get(payer)
@@ -95,7 +100,7 @@ class Shares:
         return max((flow.start for flow in tenant.flows.values() if flow.num_pending), default=tenant.now)
 
     def _tenant(self, name: bytes) -> Tenant:
-        if len(self._tenants) >= MAX_TENANTS:  # forgets tenants without requests, and the chunk that they may be behind
+        if len(self._tenants) >= MAX_TENANTS:  # forgets tenants without requests, and their lag of at most one chunk
             self._tenants = {each.name: each for each in self._tenants.values() if each.num_flows}
         tenant = self._tenants[name] = Tenant(name, self._now)
         return tenant

@@ -1,4 +1,4 @@
-"""The state of running requests in columns by slot, so that a step over many rows takes a few array operations."""
+"""The state of running requests in columns by slot, so that a step with many rows takes a few array operations."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ import numpy as np
 
 from services.worker.core.requests.request import Request
 
-STOP_IDS = 8  # stop token ids per slot in the column; a request with more is checked alone
+STOP_IDS = 8  # stop token ids per slot in the column; requests with more ids are marked as special
 
 
 class SlotColumns:
-    """Arrays of length num_slots. A row is valid while its slot is leased."""
+    """Arrays of length num_slots. An entry is valid while its slot is leased."""
 
     def __init__(self, num_slots: int) -> None:
         def column() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
             return np.zeros(num_slots, dtype=np.int64)
 
-        self.epoch = column()  # rises when the slot is freed, so that a step in flight can tell its rows from later ones
+        self.epoch = column()  # rises when the slot is freed; a step compares it to find rows whose lease has ended
         self.computed = column()  # tokens whose KV the planned steps have written or will write
         self.committed = column()  # tokens whose KV the committed steps have written
-        self.target = column()  # tokens to extend at this admission
-        self.planned_out = column()  # planned output tokens
+        self.target = column()  # tokens to extend since the admission or the last grammar jump
+        self.planned_out = column()  # output tokens, including those in flight
         self.num_out = column()  # committed output tokens
-        self.sent = column()  # output tokens in messages to the gateway
+        self.sent = column()  # output tokens that were sent to the gateway
         self.max_new = column()
         self.min_new = column()
         self.interval = column()
         self.peer = column()
         self.handle = np.zeros(num_slots, dtype=np.uint64)
         self.draftable = np.zeros(num_slots, dtype=np.bool_)  # may get draft tokens
-        self.special = np.zeros(num_slots, dtype=np.bool_)  # the finish rules need more than stop_ids
-        self.masked = np.zeros(num_slots, dtype=np.bool_)  # sampling needs the mask of the grammar
-        self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)  # of output tokens
+        self.special = np.zeros(num_slots, dtype=np.bool_)  # the end of the request depends on more than stop_ids and lengths
+        self.masked = np.zeros(num_slots, dtype=np.bool_)  # sampling needs the grammar's mask
+        self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)  # the client wants logprobs of output tokens
         self.predicted = np.zeros(num_slots, dtype=np.bool_)  # the client has sent a prediction
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
-        self.redundant = np.zeros(num_slots, dtype=np.bool_)  # the token that the step in flight samples is known and counted
+        # The token that the step in flight samples is already known and counted.
+        self.redundant = np.zeros(num_slots, dtype=np.bool_)
         self.stop_ids = np.full((num_slots, STOP_IDS), -1, dtype=np.int64)
 
     def begin(self, slot: int, request: Request, num_cached: int) -> None:
-        """Fills the row of a request that is admitted with `num_cached` tokens of KV."""
+        """Fills the columns for a request that is admitted with `num_cached` tokens of KV."""
         outputs = len(request.progress.output_ids)
         target = request.num_prompt_tokens + outputs
         assert 0 <= num_cached < target, "an admitted request has a token to compute"
@@ -68,7 +69,7 @@ class SlotColumns:
             self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
 
     def drop_flight(self, slot: int) -> None:
-        """Makes commit ignore the rows of the slot in a step in flight."""
+        """Makes the commit of the step in flight ignore the slot's row."""
         self.epoch[slot] += 1
         self.computed[slot] = self.committed[slot]
         self.planned_out[slot] = self.num_out[slot]

@@ -1,6 +1,6 @@
 """The requests that wait for their first or next admission. RequestQueues is the owner.
 
-Without another policy, the order of service is by rank; within a rank, requests that lost their lease come first, then by
+Without another policy, requests are served by rank. Within a rank, requests that lost their lease come first, then requests by
 arrival. A request that an admission gate holds keeps its position, and passes skip it until the gate frees it.
 """
 
@@ -25,10 +25,10 @@ class _Rank:
 
 @dataclass(slots=True)
 class Kept:
-    """What held requests will need."""
+    """The slots and the KV that are set aside for held requests."""
 
     slots: int = 0
-    tokens: int = 0  # upper limit of their KV
+    tokens: int = 0  # upper limit of their KV in tokens
 
     def add(self, slots: int, tokens: int) -> None:
         self.slots += slots
@@ -45,14 +45,14 @@ class WaitingQueue:
         self._kept: dict[int, Kept] = {}  # by rank
         self.num_held = 0  # requests that gates hold
         self.num_tokens = 0  # prompt and output tokens, counted when the requests were added
-        self._have_run: set[int] = set()  # numbers of the requests that have run on this worker
+        self._have_run: set[int] = set()  # seqs of the requests that have run on this worker
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def num_retracted(self) -> int:
-        """Waiting requests that have run on this worker before."""
+        """Number of waiting requests that have run on this worker before."""
         return len(self._have_run)
 
     def add(self, request: Request, back: bool = False) -> None:
@@ -96,7 +96,7 @@ class WaitingQueue:
             self._order = sorted(self._ranks)
 
     def hold(self, request: Request, tokens: int) -> None:
-        """Holds a request for a gate. tokens: upper limit of its KV, 1 or more."""
+        """Holds a request for a gate. `tokens` is the upper limit of its KV, 1 or more."""
         assert tokens > 0 and not request.held, "a request is held once"
         kept = self._kept.get(request.rank)
         if kept is None:
@@ -107,7 +107,7 @@ class WaitingQueue:
         assert self.num_held <= self._size, "only requests of the queue are held"
 
     def free(self, request: Request) -> None:
-        """Lets the next pass look at a held request again."""
+        """Ends the hold of a request, so that the next pass looks at it again."""
         assert request.held > 0, "a request is freed that no gate holds"
         kept = self._kept[request.rank]
         kept.add(-1, -request.held)
@@ -119,47 +119,47 @@ class WaitingQueue:
         self.num_held -= 1
 
     def kept_from(self, rank: int) -> Kept:
-        """Returns what held requests that are more urgent than `rank` will need."""
+        """Returns the slots and the KV set aside for held requests that are more urgent than `rank`."""
         if not self.num_held or rank == self._order[0]:
             return Kept()
         above = [kept for each, kept in self._kept.items() if each < rank]
         return Kept(sum(kept.slots for kept in above), sum(kept.tokens for kept in above))
 
     def kept_by_rank(self) -> dict[int, Kept]:
-        """Returns what held requests will need, by rank, for checks."""
+        """Returns the slots and the KV set aside for held requests, by rank, for checks."""
         return {rank: replace(kept) for rank, kept in self._kept.items()}
 
     def last_fresh(self) -> Request | None:
-        """Returns the last request in the order of service that never ran; None if there is none."""
+        """Returns the last request in the order of service that never ran, or None."""
         for rank in reversed(self._order):
             if fresh := self._ranks[rank].fresh:
                 return next(reversed(fresh.values()))
         return None
 
     def __iter__(self) -> Iterator[Request]:
-        """Yields all requests in order of service, held ones included. The queue must not change meanwhile."""
+        """Yields all requests in the order of service, including held ones. The queue must not change during the iteration."""
         for rank in self._order:
             yield from self._ranks[rank].back
             yield from self._ranks[rank].fresh.values()
 
     def ranks(self) -> tuple[int, ...]:
-        """Returns the ranks of the waiting requests, the most urgent first."""
+        """Returns the ranks of the waiting requests, most urgent first."""
         return tuple(self._order)
 
     def back(self, rank: int) -> list[Request]:
-        """Returns the requests of the rank that ran before, by arrival, held ones included."""
+        """Returns the requests of the rank that ran before, by arrival, including held ones."""
         return list(self._ranks[rank].back)
 
     def flows(self, rank: int) -> dict[Flow, list[Request]]:
-        """Returns the requests of the rank that never ran, by flow and arrival, held ones included."""
+        """Returns the requests of the rank that never ran, by flow and arrival, including held ones."""
         return {flow: list(requests.values()) for flow, requests in self._ranks[rank].flows.items()}
 
     def eligible(self) -> list[Request]:
-        """Returns the requests that are not held, in order of service."""
+        """Returns the requests that are not held, in the order of service."""
         return [request for request in self if not request.held] if self.num_held else list(self)
 
     def first(self) -> Request | None:
-        """Returns the first request in order of service that is not held; None if there is none."""
+        """Returns the first request in the order of service that is not held, or None."""
         for rank in self._order:
             mine = self._ranks[rank]
             for request in mine.back:
@@ -171,7 +171,10 @@ class WaitingQueue:
         return None
 
     def in_turn(self) -> Iterator[Request]:
-        """Yields what eligible() returns. The caller may remove or hold a request before it takes the next one."""
+        """Yields the same requests as eligible(), in the same order.
+
+        The caller may remove or hold a request before it takes the next one.
+        """
         while not self.num_held and (request := self.first()) is not None:
             yield request
         if self.num_held == self._size:
@@ -188,7 +191,10 @@ class WaitingQueue:
 
 
 def _with(requests: dict[int, Request], request: Request) -> dict[int, Request]:
-    """Adds the request. Returns the dictionary in order of arrival: a new one if the request arrived before the last one."""
+    """Adds the request, and returns the dictionary in order of arrival.
+
+    It is a new dictionary if the request arrived before the last one.
+    """
     came_back = bool(requests) and next(reversed(requests)) > request.seq
     requests[request.seq] = request
     return dict(sorted(requests.items())) if came_back else requests
