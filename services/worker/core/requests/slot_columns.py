@@ -19,7 +19,7 @@ class SlotColumns:
         self.epoch = column()  # rises when the slot is freed; a step compares it to find rows whose lease has ended
         self.computed = column()  # tokens whose KV the planned steps have written or will write
         self.committed = column()  # tokens whose KV the committed steps have written
-        self.target = column()  # tokens to extend since the admission or the last grammar jump
+        self.target = column()  # prompt and output at the admission or the last grammar jump, where extending ends
         self.planned_out = column()  # output tokens, including those in flight
         self.num_out = column()  # committed output tokens
         self.sent = column()  # output tokens that were sent to the gateway
