@@ -152,7 +152,7 @@ SPECULATION = (
         ("(self._misses[heard] < MISSES).sum()", "len(heard)"),
         ("return len(heard) < 2 * FEW_HEARD and ", "return "),
         ("            self._silence[bucket] *= dearer\n", ""),
-        ('is over."""\n        self._crowded = 0\n', 'is over."""\n'),
+        ('no request runs."""\n        self._crowded = 0\n', 'no request runs."""\n'),
         ("if index and self._guessing[bucket] >= STEADY:", "if False:"),
         ("if not index and self._seen[bucket, 0] >= STEADY else 0.0", "if False else 0.0"),
         ("        if hits < guesses:\n            self._runs[slot] = 0\n", ""),

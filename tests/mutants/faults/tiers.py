@@ -79,7 +79,7 @@ TIERS = (
     *of(
         "tiers",
         "services/worker/core/kv/radix_cache.py",
-        ("        node.entry = 0  # forget()", "        # forget()"),
+        ("        node.entry = 0  # the node's entry", "        # the node's entry"),
         ("        self._retired.append(root)\n", ""),
         only="test_rules_salts",
     ),
