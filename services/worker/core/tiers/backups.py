@@ -1,8 +1,8 @@
-"""Copies of cached pages on their way down: device to host, and host to storage where there is one.
+"""Copies of cached pages to lower tiers: from the device to the host, and from the host to the storage if there is one.
 
-Pages go ahead of their eviction, in the queue's order, a prefix before what is built on it, so that what is kept can be found
-from its beginning. So many are under way at once and no more; what is evicted before its turn comes is lost and counted. No step
-waits for a copy. Single owner: Tiers.
+Pages are copied before their eviction, in the order of the queue. A path is copied from its beginning, because only prefixes from
+the beginning can be found. The number of running copies is limited; a page that is evicted before its turn is lost and counted.
+No step waits for a copy. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -20,33 +20,29 @@ from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.kept_blocks import KeptBlocks
 from services.worker.core.tiers.page_keys import UNSALTED, PageKeys, tag_of
 
-LOOKS = 16  # at nodes, in one plan
-MOST_BACK_UPS = 8  # operations under way: a turn may take as long as a large step
-MOST_PATH_SHARE = 2  # one part in so many of the host's pages may be one prompt's
-MOST_STORED_SHARE = 2  # one part in so many of the host's pages may wait for the storage
-MOST_QUOTA_SHARE = 2  # one part in so many of what a salt may have in the storage may be one prompt's
+LOOKS = 16  # nodes that one plan looks at
+MOST_BACK_UPS = 8  # running copies to the host; a turn, which begins new ones, may take as long as a large step
+MOST_PATH_SHARE = 2  # one prompt may have at most 1/2 of the host's pages
+MOST_STORED_SHARE = 2  # at most 1/2 of the host's pages may wait for the storage
+MOST_QUOTA_SHARE = 2  # one prompt may have at most 1/2 of its salt's quota in the storage
 
 
 @dataclass(slots=True)
 class _BackUp:
-    """offered: the node of the queue whose path it is of; first: the page of the path that it begins with. counts: whether what
-    it copies is kept. forgotten: the pages that it reads go with it. blocks: that its pages are of."""
+    """A running copy of device pages to the host."""
 
     operation: PageOperation
-    first: int
-    offered: TreeNode
-    node: TreeNode
+    first: int  # index in the path of the first copied page
+    offered: TreeNode  # node of the queue whose path is copied
+    node: TreeNode  # pinned node of the path that has the copied pages
     memory: KVMemory
-    blocks: list[KeptBlock]
-    counts: bool = True
-    forgotten: bool = False
+    blocks: list[KeptBlock]  # blocks with tokens in the copied pages
+    counts: bool = True  # whether the host caches the pages when the copy ends
+    forgotten: bool = False  # whether the device pages are dropped when the copy ends
 
 
 class Backups:
-    """at_once: pages of one operation. stored: keys that the storage holds; None: there is no storage. blocks: of the prefix
-    index, None where nobody asks for them. stored_salt_pages: that the storage holds of one salt at most; 0: there is no such
-    limit. backed_up_pages_total: host pages written. stored_pages_total: of the storage.
-    unstored_pages_total: that were not stored, for too many waited or the storage failed. failed_total: operations."""
+    """The copies to the host, the writes to the storage, and the host pages that wait for the storage."""
 
     def __init__(
         self,
@@ -59,30 +55,44 @@ class Backups:
         ids: Iterator[int],
         stored_salt_pages: int = 0,
     ) -> None:
+        """Starts without copies.
+
+        Args:
+            queue: nodes to copy.
+            keys: maker of page keys.
+            host: index of the host tier.
+            stored: page keys in the storage, or None without a storage.
+            blocks: blocks of lower tiers, or None if no prefix index reads them.
+            at_once: largest number of pages of an operation.
+            ids: op_ids of new operations.
+            stored_salt_pages: pages of one salt in the storage; 0: no limit.
+        """
         self._queue, self._keys, self._host, self._stored, self._blocks = queue, keys, host, stored, blocks
         self._at_once, self._ids = at_once, ids
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
         self._most_salted = max(stored_salt_pages // MOST_QUOTA_SHARE, 1) if stored_salt_pages else 0
-        self._looked_at: TreeNode | None = None
-        self._looked, self._looked_keys = 0, list[bytes]()  # of its path's keys, so many are kept
+        self._looked_at: TreeNode | None = None  # node whose path _look() copies
+        self._looked, self._looked_keys = 0, list[bytes]()  # number of first keys that lower tiers have; keys of its path
         host.on_gone = self.gone
-        self._copying: dict[int, _BackUp] = {}
-        self._storing: PageOperation | None = None
-        self._storing_counts = True
-        self._to_store: deque[PageOperation] = deque()
-        self._on_their_way: set[bytes] = set()  # to the host
-        self._to_be_stored: set[bytes] = set()
-        self._num_to_store = 0
+        self._copying: dict[int, _BackUp] = {}  # running copies to the host, by op_id
+        self._storing: PageOperation | None = None  # running write to the storage
+        self._storing_counts = True  # whether the keys of this write are recorded
+        self._to_store: deque[PageOperation] = deque()  # writes that wait for the running one
+        self._on_their_way: set[bytes] = set()  # keys that are being copied to the host
+        self._to_be_stored: set[bytes] = set()  # keys of the running and the waiting writes
+        self._num_to_store = 0  # number of their pages
+        # Host pages written; pages written to the storage; pages not stored because too many waited or a write failed; operations
+        # that did not move all of their pages.
         self.backed_up_pages_total = self.stored_pages_total = self.unstored_pages_total = self.failed_total = 0
 
     @property
     def num_copying(self) -> int:
-        """Operations under way that read the device's pages."""
+        """Number of running operations that read device pages."""
         return len(self._copying)
 
     @property
     def num_storing(self) -> int:
-        """Pages."""
+        """Number of host pages that are written to the storage or wait for it."""
         return self._num_to_store
 
     @property
@@ -90,7 +100,7 @@ class Backups:
         return self._queue.lost_pages_total
 
     def plan(self, memory: KVMemory) -> list[PageOperation]:
-        """Operations that begin now."""
+        """Begins copies and returns their operations."""
         operations: list[PageOperation] = []
         for _ in range(LOOKS):
             node = self._queue.first()
@@ -100,14 +110,14 @@ class Backups:
             if operation is not None:
                 operations.append(operation)
             elif self._queue.first() is node:
-                break  # the host has no room
+                break  # the host tier has no free page
         if self._storing is None and self._to_store:
             self._storing, self._storing_counts = self._to_store.popleft(), True
             operations.append(self._storing)
         return operations
 
     def ended(self, fact: Fact) -> bool:
-        """Takes in a fact. False: it is of no operation of these."""
+        """Applies the fact of a copy. Returns False if the fact belongs to no copy."""
         if self._storing is not None and fact.op_id == self._storing.op_id:
             operation, self._storing = self._storing, None
             self._stored_some(operation, fact)
@@ -123,7 +133,7 @@ class Backups:
             self._blocks.changed(operation.keys[:count])
             self._blocks.named(copy.blocks)
         self._host.give_back(operation.host_pages[count:])
-        self._host.touch([key for part in _path(copy.node) for key in part.page_keys])  # what came first goes last
+        self._host.touch([key for part in _path(copy.node) for key in part.page_keys])  # evicts the path's beginning last
         copy.memory.unpin(copy.node)
         self.backed_up_pages_total += count
         if fact.count < len(operation.keys):
@@ -137,8 +147,12 @@ class Backups:
         return True
 
     def forget_copies(self, pages_too: bool, tag: bytes | None = None) -> None:
-        """What is under way to the host counts for nothing when it ends. pages_too: those of the device are to be forgotten.
-        tag: of the salt that is meant; None: any."""
+        """Discards the results of running copies to the host.
+
+        Args:
+            pages_too: whether the device pages are dropped as well when the copies end.
+            tag: tag of the salt whose copies are meant; without it, all copies.
+        """
         self._looked_at = None
         for copy in self._copying.values():
             if tag is None or tag_of(copy.operation.keys[0]) == tag:
@@ -146,16 +160,16 @@ class Backups:
                 copy.forgotten |= pages_too
 
     def is_void(self, fact: Fact) -> bool:
-        """What it stored was to be forgotten meanwhile."""
+        """Returns whether the fact reports a write to the storage whose pages were forgotten while it ran."""
         return self._storing is not None and fact.op_id == self._storing.op_id and not self._storing_counts
 
     def forget_storing(self) -> None:
-        """What is stored just now, and what waits for it, is to be forgotten."""
+        """Discards the result of the running write to the storage, and drops the waiting writes."""
         self._storing_counts = False
         self.forget_waiting()
 
     def forget_waiting(self, tag: bytes | None = None) -> None:
-        """Nothing that waits for the storage is stored any more. tag: of the salt that is meant; None: any."""
+        """Drops the waiting writes to the storage. With a tag, drops only those of its salt."""
         waiting, self._to_store = self._to_store, deque()
         for operation in waiting:
             if tag is None or tag_of(operation.keys[0]) == tag:
@@ -164,26 +178,30 @@ class Backups:
                 self._to_store.append(operation)
 
     def clear(self) -> None:
-        """The tree is given up."""
+        """Forgets the queued nodes, because the tree is reset."""
         self._queue.clear()
         self._looked_at = None
 
     def gone(self, key: bytes) -> None:
-        """A tier does not hold it any more: whoever was backed by it is not, unless another one does."""
+        """Records that a tier has lost a page. Its node counts as copied only while another tier has the page."""
         if self._blocks is not None:
             self._blocks.changed((key,))
         if not self._is_kept(key) and (node := self._queue.backed.pop(key, None)) is not None:
             node.backed = False
 
     def _put_off(self, node: TreeNode) -> None:
-        """A copy of it has failed: it is not tried again before its next use."""
+        """Removes a node from the queue, if it is the first one. Its next use offers it again."""
         if self._queue.first() is node:
             self._queue.drop(node)
         self._looked_at = None
 
     def _look(self, node: TreeNode, memory: KVMemory) -> PageOperation | None:
-        """The next pages of the path to `node` that are not kept elsewhere. None: there are none, and the node is dropped; or the
-        host has no room just now."""
+        """Begins a copy of the next pages on the path to `node` that no lower tier has.
+
+        Returns:
+            The operation. None if the node was dropped, because its path is copied, retired or beyond its salt's quota, and None
+            if the host tier has no free page.
+        """
         path = _path(node)
         if is_retired(_tree_of(path)):
             self._put_off(node)
@@ -192,7 +210,7 @@ class Backups:
             self._looked_at, self._looked = node, 0
             keys = self._path_keys(path)
             self._looked_keys = keys[: min(self._most, self._host.most_pages(tag_of(keys[0])))]
-            self._host.touch(self._looked_keys)  # no page of the path is to make room for another one of it
+            self._host.touch(self._looked_keys)  # so that a page of the path does not evict another one
         keys, at = self._looked_keys, self._looked
         while at < len(keys) and self._is_kept(keys[at]):
             at += 1
@@ -202,7 +220,7 @@ class Backups:
             begin = part.depth - len(part.pages)
             operation = self._copy(node, part, begin, at - begin, min(part.depth, len(keys)) - begin, memory)
             if operation is None and self._host.is_full(tag_of(keys[0])):
-                self._put_off(node)  # others do not wait until this salt has room
+                self._put_off(node)  # other salts do not wait until this one has pages
             if operation is not None and self._blocks is not None:
                 names = self._blocks.unnamed(path, keys, at, at + len(operation.keys))
                 self._copying[operation.op_id].blocks = names
@@ -219,7 +237,19 @@ class Backups:
     def _copy(
         self, offered: TreeNode, node: TreeNode, begin: int, first: int, limit: int, memory: KVMemory
     ) -> PageOperation | None:
-        """Of the node's pages from `first` up to `limit`, as many as one operation takes. begin: its first page's in the path."""
+        """Begins a copy of pages of one node, as many as one operation may have.
+
+        Args:
+            offered: node of the queue.
+            node: node with the pages.
+            begin: index in the path of the node's first page.
+            first: index in the node of the first page to copy.
+            limit: index in the node of the page after the last one to copy.
+            memory: the owner of the device pages.
+
+        Returns:
+            The operation, or None if the host tier has no free page.
+        """
         end = first + 1
         while end < limit and end - first < self._at_once and not self._is_kept(node.page_keys[end]):
             end += 1
@@ -235,10 +265,11 @@ class Backups:
         return operation
 
     def _is_kept(self, key: bytes) -> bool:
+        """Returns whether a lower tier has the page, or is getting it."""
         return key in self._host or key in self._on_their_way or (self._stored is not None and key in self._stored)
 
     def _path_keys(self, path: list[TreeNode]) -> list[bytes]:
-        """Of all pages of the path, from its beginning; those that are not known yet are made."""
+        """Returns the page keys of the whole path. Missing keys are made and stored in the nodes."""
         tree = _tree_of(path)
         keys: list[bytes] = []
         for node in path:
@@ -249,13 +280,21 @@ class Backups:
         return keys
 
     def _name(self, path: list[TreeNode], keys: list[bytes]) -> None:
-        """All of these pages are kept: some perhaps since before their tokens were known, or by others."""
+        """Records the blocks of a path that lower tiers have completely.
+
+        Some of its pages may have been copied before their tokens were known, or by other workers.
+        """
         if self._blocks is not None:
             self._blocks.named(self._blocks.unnamed(path, keys, 0, len(keys)))
 
     def _store(self, keys: tuple[bytes, ...] | list[bytes], first: int) -> None:
-        """Lines up those that the host holds and the storage lacks. first: the page of the path that they begin with; of a prompt
-        longer than its salt may have the beginning is kept."""
+        """Queues writes of pages that the host has and the storage lacks.
+
+        Args:
+            keys: page keys of consecutive pages of a path. If the prompt is longer than its salt's share, only its beginning is
+                stored.
+            first: index in the path of the first page.
+        """
         if self._stored is None:
             return
         if keys and self._most_salted and tag_of(keys[0]) != UNSALTED:
@@ -289,14 +328,14 @@ class Backups:
 
 
 def _tree_of(path: list[TreeNode]) -> str:
-    """Its name."""
+    """Returns the name of the path's tree."""
     root = path[0].parent
     assert root is not None and root.parent is None, "a path begins below a root"
     return root.key.decode()
 
 
 def _path(node: TreeNode) -> list[TreeNode]:
-    """From the first node below the root to `node`."""
+    """Returns the nodes from below the root to `node`."""
     out: list[TreeNode] = []
     walk: TreeNode | None = node
     while walk is not None and walk.parent is not None:

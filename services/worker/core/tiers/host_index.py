@@ -1,9 +1,9 @@
-"""The pages of host memory: which key's KV lies in which, as ids; the memory behind them is the executor's.
+"""The index of the host tier: the page of host memory that has the KV of each page key. The executor has the memory itself.
 
 Each page is in exactly one state: free, being written by an operation, cached under its key, or forgotten while an operation
-reads it; free + writing + cached + forgotten = total. A page that an operation reads is pinned. What was used longest ago goes
-first; who touches keys of a prompt touches the last one first, so that prefixes outlive what is built on them. A salt with all
-the pages that it may have makes room among its own. Single owner: Tiers.
+reads it; free + writing + cached + forgotten = total. A page that an operation reads is pinned. The least recently used page is
+evicted first. The keys of a prompt are used in reverse order, so that a prefix outlives the pages that follow it. A salt at its
+quota evicts its own pages. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ I32 = NDArray[np.int32]
 
 
 class HostIndex:
-    """salt_pages: that one salt may have, what is being written for it among them; 0: as many as there are.
-    evicted_total: pages that made room for others; over_quota_total: of these, for others of their own salt that has no more.
-    on_gone: told of each key that is not held any more."""
+    """The pages of host memory, as ids."""
 
     def __init__(self, num_pages: int, salt_pages: int = 0) -> None:
+        """Starts with free pages.
+
+        Args:
+            num_pages: size of the tier.
+            salt_pages: pages that one salt may have, including pages that are being written; 0: no limit.
+        """
         self.num_pages = num_pages
-        self.on_gone: Callable[[bytes], None] = lambda key: None
+        self.on_gone: Callable[[bytes], None] = lambda key: None  # called with each key that leaves the tier
         self._salt_pages = salt_pages
         self._free = list(range(num_pages))[::-1]
-        self._writing: dict[int, bytes] = {}  # tags by page
-        self._cached: OrderedDict[bytes, int] = OrderedDict()  # the coldest first
-        self._of_salt: dict[bytes, OrderedDict[bytes, None]] = {}  # the same, by tag, of those with a salt
-        self._written_for: Counter[bytes] = Counter()  # pages being written, by tag
-        self._pins: Counter[int] = Counter()
-        self._forgotten: set[int] = set()
+        self._writing: dict[int, bytes] = {}  # tag of the salt by page
+        self._cached: OrderedDict[bytes, int] = OrderedDict()  # page by key, least recently used first
+        self._of_salt: dict[bytes, OrderedDict[bytes, None]] = {}  # cached keys of each salt by tag, least recently used first
+        self._written_for: Counter[bytes] = Counter()  # number of pages being written, by tag
+        self._pins: Counter[int] = Counter()  # number of operations that read a page
+        self._forgotten: set[int] = set()  # pages that become free when their last reader ends
+        # Pages evicted for other pages; pages evicted because their salt was at its quota.
         self.evicted_total = self.over_quota_total = 0
 
     def __contains__(self, key: object) -> bool:
@@ -54,20 +59,29 @@ class HostIndex:
 
     @property
     def num_salts(self) -> int:
-        """With a page that is cached."""
+        """Number of salts with a cached page."""
         return len(self._of_salt)
 
     def most_pages(self, tag: bytes) -> int:
-        """That the salt may have."""
+        """Returns the largest number of pages that the salt may have."""
         return min(self._salt_pages, self.num_pages) if self._has_quota(tag) else self.num_pages
 
     def is_full(self, tag: bytes) -> bool:
-        """The salt has all that it may have."""
+        """Returns whether the salt is at its quota."""
         return self._has_quota(tag) and self._num_of(tag) >= self._salt_pages
 
     def take(self, count: int, tag: bytes = UNSALTED) -> I32:
-        """int32[n], n at most `count`: free pages, and those of the coldest keys that no operation reads; of the salt's own where
-        it has no more. They are being written from now on."""
+        """Allocates at most `count` pages for writing. Evicts the least recently used pages that no operation reads.
+
+        A salt at its quota evicts only its own pages.
+
+        Args:
+            count: wanted pages.
+            tag: tag of the salt that the pages belong to.
+
+        Returns:
+            int32[n], n <= count.
+        """
         if self._has_quota(tag):
             while self._num_of(tag) + count > self._salt_pages and self._evict_own(tag):
                 pass
@@ -80,7 +94,7 @@ class HostIndex:
         return np.array(pages, dtype=np.int32)
 
     def put(self, keys: Sequence[bytes], pages: I32) -> None:
-        """They hold the KV of these keys now. A key that is held already keeps its page."""
+        """Caches written pages under their keys. If a key is cached already, its new page is freed."""
         assert len(keys) == len(pages), "a page for each key"
         for key, page in zip(reversed(keys), reversed(pages.tolist()), strict=True):
             self._end_writing(page)
@@ -92,14 +106,14 @@ class HostIndex:
         assert self._adds_up, "free + writing + cached + forgotten = total"
 
     def give_back(self, pages: I32) -> None:
-        """Nothing was written to them that counts."""
+        """Frees pages that were allocated for writing and have no valid content."""
         for page in pages.tolist():
             self._end_writing(page)
             self._free.append(page)
         assert self._adds_up, "free + writing + cached + forgotten = total"
 
     def pin(self, keys: Sequence[bytes]) -> I32:
-        """The pages of keys that are held; they stay until unpin."""
+        """Pins the pages of cached keys until unpin(), and returns them as int32[n]."""
         pages = [self._cached[key] for key in keys]
         self._pins.update(pages)
         return np.array(pages, dtype=np.int32)
@@ -116,17 +130,17 @@ class HostIndex:
         assert self._adds_up, "free + writing + cached + forgotten = total"
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The prompt that these keys lead through is in use; those that are not held do not count."""
+        """Marks the keys of a prompt as used, the last one first. Keys that are not cached are ignored."""
         for key in reversed(keys):
             if key in self._cached:
                 self._use(key)
 
     def clear(self) -> int:
-        """Forgets every key; returns their number. Pages that operations read are free once that has ended."""
+        """Forgets every key and returns their number. Pages that an operation reads become free when it ends."""
         return self._forget(list(self._cached))
 
     def forget_salt(self, tag: bytes) -> int:
-        """The same, of the keys of one salt."""
+        """Forgets the keys of one salt and returns their number. Pages that an operation reads become free when it ends."""
         return self._forget([key for key in self._cached if tag_of(key) == tag])
 
     def _forget(self, keys: Iterable[bytes]) -> int:
@@ -143,16 +157,17 @@ class HostIndex:
         return count
 
     def _evict(self) -> bool:
+        """Evicts the least recently used page that no operation reads. Returns False if every page is read."""
         for _ in range(len(self._cached)):
             key = next(iter(self._cached))
             if self._cached[key] not in self._pins:
                 self._evict_key(key)
                 return True
-            self._use(key)  # it is in use, and no reason to be looked at again soon
+            self._use(key)  # the next eviction does not look at a pinned page first
         return False
 
     def _evict_own(self, tag: bytes) -> bool:
-        """The coldest one of a salt that nothing reads."""
+        """Evicts the salt's least recently used page that no operation reads. Returns False if there is no such page."""
         for key in self._of_salt.get(tag, ()):
             if self._cached[key] not in self._pins:
                 self._evict_key(key)
@@ -169,7 +184,7 @@ class HostIndex:
         return self._salt_pages > 0 and tag != UNSALTED
 
     def _num_of(self, tag: bytes) -> int:
-        """Pages of a salt, cached and being written."""
+        """Returns the number of the salt's pages that are cached or being written."""
         return len(self._of_salt.get(tag, ())) + self._written_for[tag]
 
     def _hold(self, key: bytes, page: int) -> None:
@@ -178,7 +193,7 @@ class HostIndex:
             self._of_salt.setdefault(tag, OrderedDict())[key] = None
 
     def _let_go(self, key: bytes) -> int:
-        """Its page, which is nobody's then."""
+        """Removes a key and returns its page. The caller frees the page or records it as forgotten."""
         if (tag := tag_of(key)) != UNSALTED:
             own = self._of_salt[tag]
             del own[key]
@@ -187,6 +202,7 @@ class HostIndex:
         return self._cached.pop(key)
 
     def _use(self, key: bytes) -> None:
+        """Makes the key the most recently used one."""
         self._cached.move_to_end(key)
         if (tag := tag_of(key)) != UNSALTED:
             self._of_salt[tag].move_to_end(key)

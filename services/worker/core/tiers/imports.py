@@ -1,9 +1,12 @@
-"""Imports: prefixes on their way from another tier or worker into the device's pages, for requests that wait for them.
+"""Imports: prefixes that are read from another tier or a remote worker into device pages, for waiting requests.
 
-What has arrived is published in the tree and pinned until its request is admitted or ends; what has not is computed. A page is
-imported once, however many wait for it; one that the tree has is not imported. Whoever waits is let go as soon as computing the
-rest would be sooner, or where there is no room; the pages of an operation under way stay quarantined until its fact, and count
-for whoever comes next. Pins are wishes: where running requests are short of pages, they are taken back. Single owner: Tiers.
+- Arrived pages are published in the tree and pinned until their request is admitted or ends. Missing pages are computed.
+- One operation reads a page for all requests that wait for it. A page that the tree has is not read.
+- A request stops waiting when computing the rest would be faster, or when no pages are available. The operation continues. Its
+  pages stay quarantined until its fact, and later requests can use them.
+- Pins are released when running requests need pages.
+
+Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -21,16 +24,13 @@ from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, Runnin
 from services.worker.core.tiers.page_keys import PageKeys, leading
 from services.worker.core.tiers.rates import Rates
 
-MOST_QUARANTINED_SHARE = 2  # one part in so many of the pool's pages may be written at once
-MOST_AT_ONCE = 32  # operations of one request under way
+MOST_QUARANTINED_SHARE = 2  # operations may write at most 1/2 of the pool's pages at a time
+MOST_AT_ONCE = 32  # operations that one request begins at a time
 _KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH, Tier.PEER: OperationKind.PULL}
 
 
 class Imports:
-    """stored: keys that the storage holds; None: there is none. at_once: pages of one operation, load_at_once: of one from the
-    host, which comes layer by layer. imported_pages_total: that came, by where from. prefetched_pages_total: of these, those that
-    were read before their request came. recomputed_pages_total: that were there when their request began, and computed all the
-    same."""
+    """The requests and prefetches that wait for pages, and their pins in the tree."""
 
     def __init__(
         self,
@@ -43,29 +43,48 @@ class Imports:
         load_at_once: int,
         ids: Iterator[int],
     ) -> None:
+        """Starts without waiting requests.
+
+        Args:
+            keys: maker of page keys.
+            host: index of the host tier.
+            stored: page keys in the storage, or None without a storage.
+            rates: estimates of reading and computing.
+            lanes: the running operations.
+            at_once: largest number of pages of an operation.
+            load_at_once: the same for a load from the host, which arrives layer by layer.
+            ids: op_ids of new operations.
+        """
         self._keys, self._host, self._ids, self._rates = keys, host, ids, rates
         self._at_once, self._load_at_once = at_once, load_at_once
         self._stored: Collection[bytes] = () if stored is None else stored
-        self._waits: dict[int, Wanted] = {}
-        self._due: dict[int, Wanted] = {}  # to be moved on; the others wait for an operation
-        self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}
-        self._freed = False
+        self._waits: dict[int, Wanted] = {}  # waiting requests and prefetches, by seq
+        self._due: dict[int, Wanted] = {}  # requests that the next plan() moves on; the others wait for an operation
+        self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}  # pinned nodes, by seq
+        self._freed = False  # whether pins were released since the last take_freed()
         self._lanes = lanes
-        self.imported_pages_total: Counter[Tier] = Counter()
-        self.prefetched_pages_total = 0
+        self.imported_pages_total: Counter[Tier] = Counter()  # pages that arrived, by tier
+        self.prefetched_pages_total = 0  # pages that arrived before their request
+        # Computed pages that a tier had at the admission; operations with missing pages; reads from remote workers without any
+        # page.
         self.recomputed_pages_total = self.failed_total = self.refused_pulls_total = 0
 
     def __len__(self) -> int:
         return len(self._waits)
 
     def waiting(self) -> set[int]:
+        """Returns the seqs of the waiting requests and prefetches."""
         return set(self._waits)
 
     def is_waiting(self, seq: int) -> bool:
         return seq in self._waits
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Whether more of the prompt than the tree has is elsewhere, and sooner here than computed: the request waits, then."""
+        """Makes a request wait if another tier has more of its prompt than the tree, and reading is faster than computing.
+
+        Returns:
+            Whether the request waits.
+        """
         assert wanted.seq not in self._waits, "a request waits once"
         hit = self._hit(wanted, memory)
         if hit >= wanted.limit or not self._is_elsewhere(wanted, hit):
@@ -77,7 +96,16 @@ class Imports:
         return True
 
     def plan(self, memory: KVMemory, now: float, in_flight: bool) -> tuple[list[PageOperation], list[int]]:
-        """Operations that begin now, and who need not wait any more. in_flight: a step is."""
+        """Begins operations for the requests that are due.
+
+        Args:
+            memory: the owner of the device pages.
+            now: present time.
+            in_flight: whether a step is uncommitted.
+
+        Returns:
+            The new operations, and the seqs of the requests and prefetches that stop waiting.
+        """
         for wanted in self._lanes.give_up_late(now, self._comes):
             self._let_go(wanted)
         operations: list[PageOperation] = []
@@ -92,31 +120,31 @@ class Imports:
         return operations, ready
 
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
-        """The request begins, with so many pages of its prompt from the tree. keys: of its first pages."""
+        """Ends the wait and the pin of a request that is admitted with `hit` pages. `keys` are its first page keys."""
         rest = keys[hit:]
         self.recomputed_pages_total += leading(rest, self._host) or leading(rest, self._stored)
         self._stop_waiting(seq)
         self._unpin(seq)
 
     def leave(self, seq: int) -> None:
-        """The request has ended, or will not come: what was kept for it is not any more."""
+        """Ends the wait and the pin of a request that has ended, or of a prefetch whose request will not arrive."""
         self._stop_waiting(seq)
         self._freed |= self._unpin(seq)
 
     def take_freed(self) -> bool:
-        """Whether pages may have become evictable since the last call, which were kept for somebody who has not begun."""
+        """Returns whether pins have been released since the last call, so that pages may have become evictable."""
         freed, self._freed = self._freed, False
         return freed
 
     def take_over(self, seq: int, by: int) -> None:
-        """Who waited ahead of a request gives what is kept for it to that, which begins to look for itself."""
+        """Ends the wait of the prefetch `seq` and passes its pin to its request `by`, which will search for pages itself."""
         assert by not in self._pinned, "a request that has just come has nothing yet"
         self._stop_waiting(seq)
         if (pinned := self._pinned.pop(seq, None)) is not None:
             self._pinned[by] = pinned
 
     def ended(self, fact: Fact, now: float) -> bool:
-        """Takes in a fact. False: it is of no operation of these."""
+        """Applies the fact of an import operation. Returns False if the fact belongs to no import operation."""
         running = self._lanes.ended(fact, now)
         if running is None:
             return False
@@ -136,27 +164,27 @@ class Imports:
                 wanted.arrived[tier] += shared
         for wanted in running.waits:
             if count == len(operation.keys) or _room_of(wanted) != _room_of(running.wanted):
-                self._due[wanted.seq] = wanted  # of another room than the one that had less
+                self._due[wanted.seq] = wanted  # the missing pages are those of another reservation
             else:
                 self._let_go(wanted)
         return True
 
     def let_go(self) -> bool:
-        """Pages are wanted by who runs: what is pinned for who waits may go. Whether there was anything."""
+        """Releases the pins of all waiting requests, because running requests need pages. Returns whether there were any."""
         pinned = list(self._pinned)
         for seq in pinned:
             self._unpin(seq)
         return bool(pinned)
 
     def end_all(self) -> None:
-        """Nothing that is under way counts any more, and nobody waits for it."""
+        """Discards the results of all running operations, ends all waits and releases all pins."""
         self._lanes.void(lambda wanted: True)
         for wanted in self._waits.values():
             self._let_go(wanted)
         self._freed |= self.let_go()
 
     def end_trees(self, names: Collection[str]) -> None:
-        """The same of these trees, by name."""
+        """Discards the results of operations for the named trees, and ends the waits and pins of their requests."""
         self._lanes.void(lambda wanted: wanted.tree in names)
         for wanted in self._waits.values():
             if wanted.tree in names:
@@ -164,24 +192,30 @@ class Imports:
                 self._freed |= self._unpin(wanted.seq)
 
     def _hit(self, wanted: Wanted, memory: KVMemory) -> int:
-        """Pages of it that the tree has."""
+        """Returns the number of the prompt's first pages that the tree has."""
         return memory.peek(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)[1] // memory.page_size
 
     def _is_elsewhere(self, wanted: Wanted, at: int) -> bool:
+        """Returns whether page `at` of the prompt is in a tier, in a remote worker or on its way. Makes the page keys."""
         self._keys.extend(wanted.keys, self._keys.root(wanted.tree), wanted.tokens, wanted.limit)
         key, source = wanted.keys[at], wanted.source
         here = key in self._host or key in self._stored or key in self._lanes.coming
         return here or (source is not None and at < source.num_pages)
 
     def _is_had(self, wanted: Wanted, place: Place, count: int) -> bool:
-        """Reading so many pages pays; not behind an operation of that lane that is late itself. Looks ahead of a request, one for
-        each chunk, forgive nothing: that is for the request's own."""
+        """Returns whether reading `count` pages pays and the lane has no late operation.
+
+        A prefetch is considered once for each chunk. Only its request itself may raise the rate.
+        """
         pays = self._rates.reading_pays
         return not self._lanes.is_stuck(place.lane) and pays(place.tier, count, place.lane, forgives=not wanted.ahead)
 
     def _run(self, wanted: Wanted, first: int) -> tuple[Place | None, int]:
-        """Where page `first` is, and how many from there on are in one place, and not on their way. None: it is on its way, or
-        nowhere."""
+        """Finds the place of page `first`, and the number of pages from there on that are in the same place and not on their way.
+
+        Returns:
+            (None, 0) if the page is on its way or in no place.
+        """
         rest = wanted.keys[first : wanted.limit]
         if not rest or rest[0] in self._lanes.coming:
             return None, 0
@@ -195,11 +229,15 @@ class Imports:
         return None, 0
 
     def _before_coming(self, keys: Sequence[bytes]) -> int:
-        """How many, from the first on, are not on their way."""
+        """Returns the number of first keys that are not on their way."""
         return next((at for at, key in enumerate(keys) if key in self._lanes.coming), len(keys))
 
     def _move_on(self, wanted: Wanted, memory: KVMemory, began: float | None) -> list[PageOperation]:
-        """The next operations for a request that waits. None: it waits for one that is under way, or there is none to come."""
+        """Pins the request's hit, and begins the next operations for it.
+
+        Returns:
+            The new operations. Empty if the request waits for a running operation, or if no page is left to read.
+        """
         if wanted.let_go:
             return []
         match = memory.match(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)
@@ -217,7 +255,7 @@ class Imports:
     def _begin_more(
         self, wanted: Wanted, node: TreeNode, first: int, memory: KVMemory, began: float | None
     ) -> list[PageOperation]:
-        """One behind the other, as far as they pay and there is room. The request waits for the first."""
+        """Begins consecutive operations, if reading pays, while pages are available. The request waits for the first one."""
         operations: list[PageOperation] = []
         at, prover = first, _prover(wanted)
         while len(operations) < MOST_AT_ONCE:
@@ -258,14 +296,20 @@ class Imports:
         return running
 
     def _room(self, wanted: Wanted, first: int, memory: KVMemory) -> int:
-        """Pages that an operation may take: what is left has room for one request, this one, from page `first` on, whatever comes
-        of those under way."""
+        """Returns the number of pages that an operation may take, or 0 or less for none.
+
+        The pages that are left must suffice to compute the request from page `first` on, even if no running operation succeeds.
+        """
         rest = -(-len(wanted.tokens) // (TOKEN_BYTES * memory.page_size)) - first + 1
         quarantined = memory.pages.num_pages // MOST_QUARANTINED_SHARE - len(memory.quarantined)
         return min(quarantined, memory.num_available - rest)
 
     def _published(self, running: Running, count: int) -> int:
-        """How many of its pages are in the tree now: none where what they are built on is not there."""
+        """Publishes the first `count` pages of an operation.
+
+        Returns:
+            The number of published pages; 0 if the tree lacks a page before them.
+        """
         wanted, operation, memory = running.wanted, running.operation, running.memory
         if not count:
             return 0
@@ -279,6 +323,7 @@ class Imports:
         return count
 
     def _comes(self, wanted: Wanted) -> bool:
+        """Returns whether the request waits for pages and may need further operations."""
         return self._waits.get(wanted.seq) is wanted and not wanted.let_go
 
     def _stop_waiting(self, seq: int) -> None:
@@ -288,18 +333,18 @@ class Imports:
             self._lanes.forget(wanted)
 
     def _let_go(self, wanted: Wanted) -> None:
-        """It does not wait any more: the next plan says so."""
+        """Ends the wait of a request. The next plan() returns its seq."""
         wanted.let_go = True
         self._due[wanted.seq] = wanted
 
     def _pin(self, seq: int, node: TreeNode, memory: KVMemory) -> None:
-        """In place of what was pinned for it before."""
+        """Pins a node for the request and releases its previous pin."""
         memory.pin(node)
         self._unpin(seq)
         self._pinned[seq] = node, memory
 
     def _unpin(self, seq: int) -> bool:
-        """Whether anything was pinned for it."""
+        """Releases the request's pin. Returns whether there was one."""
         if (pinned := self._pinned.pop(seq, None)) is not None:
             pinned[1].unpin(pinned[0])
         return pinned is not None
@@ -315,6 +360,6 @@ def _room_of(wanted: Wanted) -> object:
 
 
 def _shared(keys: Sequence[bytes], others: Sequence[bytes], first: int) -> int:
-    """How many of the first ones are the same as the others' from `first` on."""
+    """Returns the number of first keys that equal the keys in `others` from index `first` on."""
     count = min(len(keys), len(others) - first)
     return next((at for at in range(count) if keys[at] != others[first + at]), max(count, 0))

@@ -1,8 +1,8 @@
-"""Blocks of the prefix index in the tiers below the device: which of them are whole there, and how slow their slowest page is.
+"""The blocks of the prefix index in the tiers below the device, each with the slowest tier of its pages.
 
-Tiers know pages by keys that say nothing of tokens; a block's name is known only where it was on the device. So whoever copies
-pages down names the blocks that they are of, and the names go into the storage with them. Bounded by what the tiers hold: a
-block is known while they have one of its pages. Single owner: Tiers.
+A page key says nothing about tokens, and a block's name is known only on the device. Each copy of pages therefore carries the
+names of their blocks, and a storage stores these names with the pages. A block is known while a tier has one of its pages, which
+bounds the number of blocks. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -17,27 +17,41 @@ from services.worker.core.kv.cache_events import BLOCK_TOKENS, CacheEventLog
 from services.worker.core.kv.tree_node import TreeNode
 
 WEIGHTS_BYTES = 8
-MOST_CHECKED = 4096
+MOST_CHECKED = 4096  # blocks that one call of violations() checks
 
 
 class KeptBlocks:
-    """events: told of every change. host, stored: keys of pages, as these tiers have them now; whoever changes them says so here
-    at once. revision: of the weights."""
+    """The known blocks of the lower tiers. Every change of a block's tier goes to the log of cache events."""
 
     def __init__(
         self, events: CacheEventLog, host: Container[bytes], stored: Container[bytes], page_size: int, revision: str
     ) -> None:
+        """Starts without blocks.
+
+        Args:
+            events: log of cache events.
+            host: page keys in the host tier. The caller reports each change of host and storage at once.
+            stored: page keys in the storage.
+            page_size: tokens of a page.
+            revision: revision of the weights.
+        """
         self._events, self._host, self._stored, self._page_size = events, host, stored, page_size
         self._weights = _weights(revision)
-        self._keys: dict[bytes, tuple[bytes, ...]] = {}  # of its pages, by a block's name
-        self._names: dict[bytes, tuple[bytes, ...]] = {}  # of the blocks that it has tokens of, by a page's key
+        self._keys: dict[bytes, tuple[bytes, ...]] = {}  # page keys of a block, by block name
+        self._names: dict[bytes, tuple[bytes, ...]] = {}  # names of the blocks with tokens in a page, by page key
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def unnamed(self, path: Sequence[TreeNode], keys: Sequence[bytes], first: int, end: int) -> list[KeptBlock]:
-        """Those that are not known here, with tokens in pages [first, end) of a path from below a root on. keys: of the path's
-        first pages: a block whose last page has none is left out."""
+        """Returns the unknown blocks with tokens in the pages [first, end) of a path.
+
+        Args:
+            path: nodes from below the root on.
+            keys: page keys of the path's first pages. A block is left out if its last page has no key here.
+            first: first page.
+            end: page after the last one.
+        """
         names = [name for node in path for name in node.blocks]
         size = self._page_size
         out: list[KeptBlock] = []
@@ -50,12 +64,12 @@ class KeptBlocks:
         return out
 
     def ending(self, keys: Iterable[bytes]) -> tuple[KeptBlock, ...]:
-        """Those whose last page is one of these."""
+        """Returns the known blocks whose last page has one of the keys."""
         named = ((name, key) for key in keys for name in self._names.get(key, ()))
         return tuple(KeptBlock(name, self._weights, self._keys[name]) for name, key in named if self._keys[name][-1] == key)
 
     def named(self, blocks: Iterable[KeptBlock]) -> None:
-        """Some of their pages are in a tier. Those of other weights are nobody's."""
+        """Adds blocks of which a lower tier has at least one page. Ignores blocks of other weights."""
         for block in blocks:
             if block.weights != self._weights or not self._is_anywhere(block.keys):
                 continue
@@ -64,19 +78,19 @@ class KeptBlocks:
             self._tell(block.name)
 
     def changed(self, keys: Iterable[bytes]) -> None:
-        """A tier has got or lost these pages."""
+        """Updates the blocks of pages that a tier has gained or lost."""
         for key in keys:
             for name in self._names.get(key, ()):
                 self._tell(name)
 
     def replace_weights(self, revision: str) -> None:
-        """Nobody asks for what others have computed."""
+        """Forgets all blocks, because no request asks for blocks of other weights."""
         self._weights = _weights(revision)
         for name in list(self._keys):
             self._forget(name)
 
     def violations(self) -> list[str]:
-        """For checks."""
+        """Returns one sentence per broken invariant, for checks."""
         out = []
         for name, keys in islice(self._keys.items(), MOST_CHECKED):
             if self._events.tier_below(name) is not self._tier(keys):
@@ -91,6 +105,7 @@ class KeptBlocks:
             self._names[key] = (*self._names.get(key, ()), name)
 
     def _tell(self, name: bytes) -> None:
+        """Reports the present tier of a block, and forgets the block if no tier has a page of it."""
         keys = self._keys[name]
         tier = self._tier(keys)
         self._events.below(name, tier)
@@ -98,6 +113,7 @@ class KeptBlocks:
             self._forget(name)
 
     def _tier(self, keys: tuple[bytes, ...]) -> BlockTier | None:
+        """Returns the slowest tier with one of the pages, or None if a page is in no tier."""
         tier = BlockTier.HOST
         for key in keys:
             if key not in self._host:

@@ -1,5 +1,8 @@
-"""Operations under way, in lanes: places that are read one operation after another. Which of them has its turn, since when, and
-whether it is late. Single owner: Tiers; Imports begins and ends them."""
+"""The running import operations by lane. A lane is a tier or a remote worker, which performs its reads one after another.
+
+Lanes records which operation of a lane has its turn, since when, and whether it is late. Imports begins and ends the operations.
+Tiers is the owner.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from services.worker.core.tiers.rates import Rates
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where pages are read from. source: of a peer."""
+    """The tier or remote worker that an operation reads from."""
 
     tier: Tier
-    source: KvSource | None = None
+    source: KvSource | None = None  # reservation to read; set for remote workers only
 
     @property
     def lane(self) -> str:
+        """Name of the lane: the tier, or the address of the remote worker."""
         return self.tier if self.source is None else self.source.address
 
 
@@ -31,33 +35,32 @@ HOST, STORAGE = Place(Tier.HOST), Place(Tier.STORAGE)
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """An operation under way. node: of the tree, pinned: its pages hang there or behind those of the operation before it. first:
-    the page of its prompt that it begins with. began: when the steps that it has to wait for had ended; None: they have not.
-    waits: for it. counts: whether what it brings is published. late: nobody waits for it any more. Written by Lanes alone."""
+    """An unfinished import operation. After its creation, only Lanes changes it."""
 
     operation: PageOperation
     place: Place
-    wanted: Wanted
-    node: TreeNode
-    first: int
+    wanted: Wanted  # request or prefetch that it was begun for
+    node: TreeNode  # pinned node before its pages, or before the pages of the preceding operation
+    first: int  # index in the prompt of its first page
     memory: KVMemory
-    began: float | None
-    waits: list[Wanted] = field(default_factory=list)
-    counts: bool = True
-    late: bool = False
+    began: float | None  # time at which all previously launched steps had ended; unset until then
+    waits: list[Wanted] = field(default_factory=list)  # requests and prefetches that wait for it
+    counts: bool = True  # whether its pages are published when it ends
+    late: bool = False  # computing its pages would be faster; no further request waits for it
 
 
 class Lanes:
-    """coming: the operation that brings a page, by its key. num_landing: loads whose facts came early, and whose last bytes are
-    still on their way."""
+    """The running import operations, and the operation that reads each page."""
 
     def __init__(self, rates: Rates) -> None:
+        """Starts without operations. Measured times are recorded in `rates`."""
         self._rates = rates
         self._running: dict[int, Running] = {}
-        self._free_at: dict[str, float] = {}  # when a lane had its last operation done, of those that have some under way
-        self.coming: dict[bytes, Running] = {}
-        self.num_landing = 0
-        self.given_up_total = 0
+        # Time at which the last operation of a lane ended; only lanes with running operations.
+        self._free_at: dict[str, float] = {}
+        self.coming: dict[bytes, Running] = {}  # running operation by the key of each page that it reads
+        self.num_landing = 0  # loads whose facts came early and whose last bytes have not arrived
+        self.given_up_total = 0  # operations that requests stopped waiting for
 
     def __len__(self) -> int:
         return len(self._running)
@@ -67,7 +70,7 @@ class Lanes:
 
     @property
     def num_pages(self) -> int:
-        """That are written."""
+        """Number of device pages that the operations write."""
         return sum(len(running.operation.pages) for running in self)
 
     def begin(self, running: Running) -> None:
@@ -75,13 +78,13 @@ class Lanes:
         self.coming |= dict.fromkeys(running.operation.keys, running)
 
     def step_ended(self, now: float) -> None:
-        """All steps that were launched before the operations under way have ended."""
+        """Starts the time of operations that had to wait for a step, because all steps launched before them have ended."""
         for running in self:
             if running.began is None:
                 running.began = now
 
     def ended(self, fact: Fact, now: float) -> Running | None:
-        """Takes it out. None: the fact is of no operation of these."""
+        """Removes the operation of a fact and returns it. Returns None if the fact belongs to no import operation."""
         running = self._running.pop(fact.op_id, None)
         if running is None:
             return None
@@ -96,7 +99,7 @@ class Lanes:
         return running
 
     def landed(self, pages: int, seconds: float, now: float) -> None:
-        """The oldest load whose fact came early is there. The next one has its turn from now on."""
+        """Records that the oldest early load is complete. The next load has its turn from now on."""
         assert self.num_landing, "only what was told of early lands later"
         self.num_landing -= 1
         self._rates.moved(Tier.HOST, pages, seconds)
@@ -104,7 +107,7 @@ class Lanes:
             self._free_at[HOST.lane] = now
 
     def void(self, is_of: Callable[[Wanted], bool]) -> None:
-        """Those that were begun for one of these bring nothing that counts, and nobody waits for them."""
+        """Discards the results of operations that were begun for matching prompts, and ends all waits for them."""
         for running in self:
             if is_of(running.wanted):
                 running.counts, running.waits = False, []
@@ -114,22 +117,30 @@ class Lanes:
         running.waits.append(wanted)
 
     def is_awaited(self, wanted: Wanted) -> bool:
-        """Whether it waits for one of them."""
+        """Returns whether the request waits for a running operation."""
         return any(wanted in running.waits for running in self)
 
     def forget(self, wanted: Wanted) -> None:
-        """It waits for none of them any more."""
+        """Ends all waits of the request."""
         for running in self:
             running.waits = [other for other in running.waits if other is not wanted]
 
     def is_stuck(self, lane: str) -> bool:
-        """One of its operations is late."""
+        """Returns whether the lane has a late operation."""
         return any(running.late and running.place.lane == lane for running in self)
 
     def give_up_late(self, now: float, comes: Callable[[Wanted], bool]) -> list[Wanted]:
-        """Those who waited for an operation that is late, and for those behind it in its lane, and do not any more; it goes on.
-        Of each lane only the one that has its turn can be late. comes: whether somebody waits for what is before an operation,
-        and comes to it then."""
+        """Ends the waits for late operations, and for the operations that follow them in their lanes.
+
+        The operations continue. Only the first operation of a lane can be late, because the others have not had their turn.
+
+        Args:
+            now: present time.
+            comes: returns whether a request still waits for an earlier operation and will then need the operation in question.
+
+        Returns:
+            The requests and prefetches whose wait has ended.
+        """
         let_go: list[Wanted] = []
         lanes: dict[str, list[Running]] = {}
         for running in self:
@@ -146,9 +157,19 @@ class Lanes:
         return let_go
 
     def _over(self, running: Running, elapsed: float, comes: bool) -> list[Wanted]:
-        """Who does not wait for it any more. elapsed: since it had its turn. One that nobody waits for any more keeps others
-        waiting too. One whose request has yet to come to it, as it waits for one before it, is judged with what is behind it, as
-        when it has come."""
+        """Marks an operation as late if computing its pages would be faster than waiting, and ends such waits.
+
+        An operation that no request waits for can be late, too, because it delays the following ones. If its request still waits
+        for an earlier operation, it is judged together with the pages that follow, as if the request had reached it.
+
+        Args:
+            running: the first operation of a lane.
+            elapsed: seconds since its turn began.
+            comes: whether its request waits for an earlier operation.
+
+        Returns:
+            The requests and prefetches whose wait has ended.
+        """
         tier, lane, count, wanted = running.place.tier, running.place.lane, len(running.operation.keys), running.wanted
         if not running.waits:
             rest = wanted.limit - running.first - count if comes else 0

@@ -1,9 +1,9 @@
-"""Prompts whose first pages are read from a prefill worker while that computes the rest. What has come is pinned for the request
-that will go on with the prompt. Single owner: Tiers.
+"""Prefetches: first pages of prompts that are read from a prefill worker while it computes the rest.
 
-Nothing depends on it: after a read that brought less than was asked for nothing more of that prompt is read ahead, and what is
-not there when the request comes is read or computed then. A prefetch ends when its request comes, with the word that it will not,
-with the front end that would say so, and hold_s after the last news of it.
+Arrived pages are pinned for the request that will continue with the prompt. Nothing depends on a prefetch: if a read brings fewer
+pages than requested, no more pages of the prompt are prefetched, and the request reads or computes the missing ones. A prefetch
+ends when its request arrives, when its request is cancelled, when its gateway stream ends, and `hold_s` after its last message.
+Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from services.worker.core.kv.other_tiers import Asker, Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.tiers.imports import Imports
 
-MOST_PREFETCHES = 1024  # further ones are passed over: their pages are read when their requests come
+MOST_PREFETCHES = 1024  # prefetches at a time; requests beyond this limit read their pages when they arrive
 
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
+    """The prefetch of one expected request."""
+
     wanted: Wanted
-    until: float = 0.0
+    until: float = 0.0  # time at which it expires
 
 
 class Prefetches:
-    """next_look: when expire() has something to do."""
+    """The prefetches by (peer, handle) of their requests."""
 
     def __init__(self, imports: Imports, hold_s: float) -> None:
         self._imports, self._hold_s = imports, hold_s
         self._prefetches: dict[Asker, _Prefetch] = {}  # in the order in which they expire
+        # Time from which on expire() has something to do.
         self.next_look = inf
 
     def __len__(self) -> int:
@@ -42,13 +45,19 @@ class Prefetches:
         return {prefetch.wanted.seq for prefetch in self._prefetches.values()}
 
     def begin(self, asker: Asker, wanted: Wanted, memory: KVMemory, now: float) -> None:
-        """wanted: its source has the pages that can be read already; its limit is set here."""
+        """Begins a prefetch, unless there is one for this request or MOST_PREFETCHES are running.
+
+        The source of `wanted` names the pages that can be read already. begin() sets the limit of `wanted`.
+        """
         if asker not in self._prefetches and len(self._prefetches) < MOST_PREFETCHES:
             self._prefetches[asker] = prefetch = _Prefetch(wanted)
             self._look(asker, prefetch, memory, now)
 
     def more(self, asker: Asker, room: KvReservation, num_pages: int, memory: KVMemory, now: float) -> None:
-        """So many pages of the room can be read by now. Of another room than its own, or of no prefetch, it says nothing."""
+        """Reads further pages, because `num_pages` pages of the reservation can be read now.
+
+        Ignored if the request has no prefetch from this reservation.
+        """
         prefetch = self._prefetches.get(asker)
         source = None if prefetch is None else prefetch.wanted.source
         if prefetch is not None and isinstance(source, KvSource) and source.room == room:
@@ -56,7 +65,11 @@ class Prefetches:
             self._look(asker, prefetch, memory, now)
 
     def take(self, asker: Asker, seq: int) -> Counter[str]:
-        """The request has come, by this number: what is kept for it is its own. Returns the pages that came, by tier."""
+        """Ends the prefetch of a request that has arrived as `seq`. The request gets its pins.
+
+        Returns:
+            The number of arrived pages by tier.
+        """
         prefetch = self._prefetches.pop(asker, None)
         if prefetch is None:
             return Counter()
@@ -64,7 +77,7 @@ class Prefetches:
         return prefetch.wanted.arrived
 
     def leave(self, asker: Asker) -> None:
-        """No request will come."""
+        """Ends the prefetch of a request that will not arrive."""
         if (prefetch := self._prefetches.pop(asker, None)) is not None:
             self._imports.leave(prefetch.wanted.seq)
 
@@ -82,7 +95,10 @@ class Prefetches:
             self.leave(asker)
 
     def _look(self, asker: Asker, prefetch: _Prefetch, memory: KVMemory, now: float) -> None:
-        """After its pages have become more. One that waits for a read finds them when that has ended."""
+        """Reads the pages that have become readable, and postpones the expiry of the prefetch.
+
+        If a read is running, the following pages are read when it has ended.
+        """
         wanted, source = prefetch.wanted, prefetch.wanted.source
         assert source is not None, "a prefetch reads from a worker"
         num_tokens = len(wanted.tokens) // TOKEN_BYTES

@@ -1,50 +1,65 @@
-"""Whether KV is sooner here by being read or by being computed, by what both have taken lately. All times in seconds."""
+"""Estimates whether reading KV or computing it is faster, by recent measurements. All times are in seconds."""
 
 from __future__ import annotations
 
 from services.worker.core.contracts.transfers import Tier
 
-FADES = 0.7  # of a measured rate, with each further measurement
-FORGIVES = 1.05  # of a rate, each time that it was too low
-LARGE_TOKENS = 128  # of a step of extends alone: what a step takes beside them does not count for much then
-FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e10}  # taken for true until something was read
+FADES = 0.7  # weight of the earlier average when a new measurement arrives
+FORGIVES = 1.05  # factor by which a rate rises when it was too low for a request to read
+LARGE_TOKENS = 128  # least extended tokens of a step that is measured; in smaller steps, other work dominates
+FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e10}  # assumed rates in bytes/s until a read was measured
+# Time of a read that does not depend on its size, including the operation's way through the loop's turns.
 LATENCY_S = {
     Tier.HOST: 1e-3,
     Tier.STORAGE: 5e-3,
     Tier.PEER: 5e-3,
-}  # of the first of some operations, its way through the loop's turns with it
-MOST_LANES = 64  # other workers whose rates are known
-UNKNOWN_S = 1.0  # that reading may take while nobody knows what computing takes
+}
+MOST_LANES = 64  # remote workers whose rates are stored
+UNKNOWN_S = 1.0  # assumed time of computing any number of pages until a step was measured
 
 
 class Rates:
-    """page_bytes: of one page's KV. lane: the address of the other worker that is read, "" for the tiers of this one. What one
-    worker has taken says nothing of the others."""
+    """The measured rates of reading KV, by tier or remote worker, and of computing it.
+
+    A lane is the address of a remote worker, or "" for the tiers of this worker. Each remote worker has a separate rate.
+    """
 
     def __init__(self, page_bytes: int, page_size: int) -> None:
         self._page_bytes, self._page_size = page_bytes, page_size
         self._bytes_s = dict(FIRST_BYTES_S)
-        self._lanes: dict[str, float] = {}  # bytes/s by lane, in the order in which they were measured
+        # Bytes/s by remote worker, in the order of the last measurements.
+        self._lanes: dict[str, float] = {}
+        # Time to compute one token; unset until a step was measured.
         self._token_s: float | None = None
 
     def computed(self, extended: int, rows: int, seconds: float) -> None:
-        """A step has computed so many tokens of extends, and so many rows of others. Small steps, and those that do something
-        else, say little of what a token costs."""
+        """Records the time of a step.
+
+        Only large steps without decode rows are used, because other work has too much influence on the time of other steps.
+
+        Args:
+            extended: number of extended tokens.
+            rows: number of decode rows.
+            seconds: time of the step; 0 if unknown.
+        """
         if extended >= LARGE_TOKENS and not rows and seconds > 0:
             self._token_s = _faded(self._token_s, seconds / extended)
 
     def moved(self, source: Tier, pages: int, seconds: float, lane: str = "") -> None:
-        """An operation has read so many pages; what it failed at is not in them."""
+        """Records the time of an operation that has read `pages` pages. Pages that it failed to read do not count."""
         if pages and seconds > 0:
             self._measured(source, lane, _faded(self.bytes_s(source, lane), pages * self._page_bytes / seconds))
 
     def given_up(self, source: Tier, pages: int, seconds: float, lane: str = "") -> None:
-        """An operation has run for so long and is not done: it is no faster than that."""
+        """Lowers the rate after an operation has run for `seconds` without an end.
+
+        The new rate is at most `pages` pages in `seconds`.
+        """
         if seconds > 0:
             self._measured(source, lane, min(self.bytes_s(source, lane), pages * self._page_bytes / seconds))
 
     def bytes_s(self, source: Tier, lane: str = "") -> float:
-        """Without a lane: of other workers that of the fastest."""
+        """Returns the rate in bytes/s. For remote workers without a lane, it is the rate of the fastest one."""
         if source is not Tier.PEER:
             return self._bytes_s[source]
         return self._lanes.get(lane, FIRST_BYTES_S[source]) if lane else max(self._lanes.values(), default=FIRST_BYTES_S[source])
@@ -56,33 +71,55 @@ class Rates:
         return UNKNOWN_S if self._token_s is None else pages * self._page_size * self._token_s
 
     def reading_pays(self, source: Tier, pages: int, lane: str = "", forgives: bool = True) -> bool:
-        """Each no that forgives makes the next yes likelier: what is never read is never measured again. forgives: once for a
-        request, not for each look."""
+        """Returns whether reading the pages is faster than computing them. True if the time of computing is unknown.
+
+        Args:
+            source: tier of the pages.
+            pages: number of pages.
+            lane: the remote worker, or "".
+            forgives: whether a negative result raises the rate a little. Otherwise, a source that is never read would never be
+                measured again. Callers set it once per request, not for each of several looks.
+        """
         pays = self._token_s is None or self.reading_s(source, pages, lane) < self.computing_s(pages)
         if not pays and forgives:
             self._measured(source, lane, self.bytes_s(source, lane) * FORGIVES)
         return pays
 
     def loses(self, source: Tier, pages: int) -> bool:
-        """Reading so many has been slower lately than computing them; of other workers, from each of them."""
+        """Returns whether reading the pages is slower than computing them. False if the time of computing is unknown.
+
+        For remote workers, this means the fastest one.
+        """
         return self._token_s is not None and self.reading_s(source, pages) >= self.computing_s(pages)
 
     def saves(self, source: Tier, pages: int) -> float | None:
-        """The share of the time to compute so many pages that reading them saves, 0 to 1. None: nobody knows what computing
-        takes."""
+        """Returns the share of the computing time that reading the pages saves, 0 to 1.
+
+        The result is None if the time of computing is unknown.
+        """
         if self._token_s is None:
             return None
         return max(0.0, 1.0 - self.reading_s(source, pages) / self.computing_s(pages))
 
     def is_over(self, source: Tier, pages: int, elapsed: float, rest: int, lane: str = "") -> bool:
-        """Of an operation that has run for so long and is not done: computing its pages and the `rest` behind them would be
-        sooner than reading all that. An operation that is late is taken to be late by as much again."""
+        """Returns whether computing would now be faster than waiting for an operation that has not ended.
+
+        The comparison is for the operation's pages and the `rest` pages after them. A late operation is expected to take as long
+        again as it has taken so far.
+
+        Args:
+            source: tier of the pages.
+            pages: pages of the operation.
+            elapsed: seconds since the operation's turn began.
+            rest: pages that the request still needs after those of the operation.
+            lane: the remote worker, or "".
+        """
         left = max(self.reading_s(source, pages, lane) - elapsed, 0.0) or elapsed
         behind = self.reading_s(source, rest, lane) if rest else 0.0
         return left + behind > self.computing_s(pages + rest)
 
     def _measured(self, source: Tier, lane: str, bytes_s: float) -> None:
-        """Lanes of long ago are forgotten."""
+        """Stores a rate. If there are more than MOST_LANES remote workers, forgets the one measured longest ago."""
         if source is not Tier.PEER:
             self._bytes_s[source] = bytes_s
             return

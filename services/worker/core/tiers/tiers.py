@@ -1,6 +1,6 @@
-"""The tiers of KV memory below the device's pages: what they hold, what is copied down to them, what is read back.
+"""The tiers of KV below the device: their content, copies to them, and imports from them.
 
-Plain data: ids, keys and counts; bytes are the executor's. A worker without tiers has none of this.
+They are plain data: ids, keys and counts. The executor has the bytes. A worker without tiers has no Tiers object.
 """
 
 from __future__ import annotations
@@ -25,40 +25,45 @@ from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.prefetches import Prefetches
 from services.worker.core.tiers.rates import Rates
 
-SELECTIVE_HITS = 2  # admissions on a path after which it is worth a copy
-LOOKED_AT_PAGES = 64  # of which it is told whether reading them pays, and what it saves
-OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is larger
-LOAD_BYTES = 1 << 30  # that one from the host does: the first layer of all its pages comes first
+SELECTIVE_HITS = 2  # admissions on a path after which `write_through_selective` copies it
+LOOKED_AT_PAGES = 64  # pages for which stats() reports whether reading pays, and the share of time that it saves
+OPERATION_BYTES = 16 << 20  # limit of one operation, unless a single page is larger
+LOAD_BYTES = 1 << 30  # limit of one load from the host, which copies the first layer of all its pages first
 
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """host_pages: of the host tier, 0 for none. has_storage: there is a tier below it. page_bytes: of one page's KV. policy: see
-    WritePolicy. salt_pages, stored_salt_pages: of the host tier, and of the tier below it, that one salt may have, 0 for no
-    limit. hold_s: that what was read ahead is kept after the last news of it."""
+    """The sizes and settings of the tiers."""
 
-    host_pages: int
-    has_storage: bool
-    page_bytes: int
-    page_size: int
-    policy: WritePolicy
-    salt_pages: int
-    stored_salt_pages: int
-    hold_s: float
+    host_pages: int  # size of the host tier; 0: none
+    has_storage: bool  # whether a storage tier is below the host tier
+    page_bytes: int  # bytes of KV of one page
+    page_size: int  # tokens of one page
+    policy: WritePolicy  # the pages that are copied to lower tiers
+    salt_pages: int  # host pages of one salt; 0: no limit
+    stored_salt_pages: int  # pages of one salt in the storage; 0: no limit
+    hold_s: float  # seconds for which prefetched pages stay pinned after the last message about them
 
 
 class Tiers:
-    """Implements OtherTiers. prefetches: written by the scheduler's calls, through it. events: told of blocks in tiers below the
-    device; None: nobody asks. revision: of the weights."""
+    """The tiers of one worker; implements OtherTiers. The scheduler calls `prefetches` directly."""
 
     def __init__(self, limits: TierLimits, keys: PageKeys, events: CacheEventLog | None = None, revision: str = "") -> None:
+        """Starts with empty tiers. Facts report the present content of a storage.
+
+        Args:
+            limits: sizes and settings.
+            keys: maker of page keys.
+            events: log of the blocks in lower tiers; None if no prefix index reads it.
+            revision: revision of the weights.
+        """
         self.queue = _queue_of(limits.policy) if limits.host_pages else BackupQueue(False, False, 0)
         self._keys, self._host = keys, HostIndex(limits.host_pages, limits.salt_pages)
-        self._stored: set[bytes] = set()
+        self._stored: set[bytes] = set()  # page keys in the storage
         stored = self._stored if limits.has_storage else None
         self.rates = Rates(limits.page_bytes, limits.page_size)
-        self._use = NO_USE
-        self._landed_at = -math.inf  # when the last load was there whose fact came early
+        self._use = NO_USE  # state of the storage in its last fact
+        self._landed_at = -math.inf  # time at which the last early load was complete
         ids = count(1)
         at_once, load_at_once = (max(1, size // max(limits.page_bytes, 1)) for size in (OPERATION_BYTES, LOAD_BYTES))
         self._lanes = Lanes(self.rates)
@@ -72,12 +77,12 @@ class Tiers:
 
     @property
     def num_running(self) -> int:
-        """Operations under way that read or write the device's pages: those to the storage do neither."""
+        """Number of operations that read or write device pages. Writes to the storage do neither."""
         return len(self._lanes) + self._backups.num_copying
 
     @property
     def num_storing(self) -> int:
-        """Pages of the host that are being stored, or wait for it."""
+        """Number of host pages that are written to the storage or wait for it."""
         return self._backups.num_storing
 
     @property
@@ -97,7 +102,7 @@ class Tiers:
         self._imports.leave(seq)
 
     def take_freed(self) -> bool:
-        """Whether pages may have become evictable since the last call, which were kept for somebody who has not begun."""
+        """Returns whether pins of waiting requests have been released since the last call, so that pages may be evictable."""
         return self._imports.take_freed()
 
     def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
@@ -107,13 +112,22 @@ class Tiers:
         return self._imports.let_go()
 
     def end_all(self) -> None:
-        """The device's pages are to be forgotten: nothing that reads or writes them counts any more, and nobody waits for it."""
+        """Discards the results of all operations on device pages and ends all waits, because the pages will be forgotten."""
         self._imports.end_all()
         self._backups.forget_copies(pages_too=True)
 
     def plan(self, memory: KVMemory, now: float, in_flight: bool, begins: bool) -> tuple[tuple[PageOperation, ...], list[int]]:
-        """Operations that begin now; and which requests need not wait any more, by seq. in_flight: a step is. begins: copies may
-        begin; they may not where somebody waits for the device's pages to be nobody's."""
+        """Begins operations.
+
+        Args:
+            memory: the owner of the device pages.
+            now: present time.
+            in_flight: whether a step is uncommitted.
+            begins: whether copies may begin. They may not while the loop waits until no operation uses device pages.
+
+        Returns:
+            The new operations, and the seqs of the requests that stop waiting for an import.
+        """
         if now >= self.prefetches.next_look:
             self.prefetches.expire(now)
         imports, moved = self._imports.plan(memory, now, in_flight)
@@ -123,16 +137,23 @@ class Tiers:
         return (*imports, *copies), ready
 
     def loads_since(self, then: float) -> bool:
-        """A step that was planned then may have waited for a load: what it took says little of what it computed."""
+        """Returns whether a load may have delayed a step that was planned at `then`.
+
+        The time of such a step says little about its computation.
+        """
         return self._lanes.num_landing > 0 or self._landed_at >= then
 
     def step_ended(self, extended: int, rows: int, seconds: float, now: float) -> None:
-        """It has computed so many tokens of extends, and so many rows of others."""
+        """Records the time of a step, see Rates.computed()."""
         self.rates.computed(extended, rows, seconds)
         self._lanes.step_ended(now)
 
     def ended(self, fact: Fact, now: float) -> bool:
-        """An operation has ended, or the storage has news. Whether pages of the device are somebody else's to take now."""
+        """Applies a fact: the end of an operation, or changes of the storage.
+
+        Returns:
+            Whether an operation on device pages has ended, so that pages may be available.
+        """
         if fact.use is not None:
             self._use = fact.use
         if fact.loaded is not None:
@@ -150,18 +171,19 @@ class Tiers:
         return self.num_running < before
 
     def replace_weights(self, revision: str) -> None:
-        """What is kept is of others. What a storage has of them grows old there."""
+        """Forgets the host pages of the old weights. Their pages in a storage are never found again and age there."""
         self.clear((Tier.HOST,))
         if self._blocks is not None:
             self._blocks.replace_weights(revision)
 
     def _name(self, fact: Fact) -> None:
+        """Records the blocks of pages that the storage has gained."""
         if self._blocks is not None:
             self._blocks.changed(fact.stored)
             self._blocks.named(fact.blocks)
 
     def clear(self, tiers: Sequence[Tier]) -> int:
-        """Forgets what they hold; returns the number of pages. What a storage keeps is the executor's to delete."""
+        """Forgets the content of the given tiers and returns the number of pages. The executor deletes the pages of a storage."""
         count = 0
         if Tier.HOST in tiers:
             self._backups.forget_waiting()
@@ -177,8 +199,10 @@ class Tiers:
         return count
 
     def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
-        """The same of what was computed with a salt, "" for none. Keys of the storage are held until the executor says that they
-        are deleted: nobody finds a page by one meanwhile."""
+        """Forgets the pages of one salt, or those without a salt if it is empty. Returns the number of host pages.
+
+        Keys in the storage stay until the executor reports their deletion. Until then, no read finds a page by such a key.
+        """
         count, tag = 0, self._keys.tag(salt)
         if Tier.HOST in tiers:
             self._backups.forget_copies(pages_too=False, tag=tag)
@@ -188,22 +212,22 @@ class Tiers:
         return count
 
     def tag(self, salt: str) -> bytes:
-        """By which the storage knows it."""
+        """Returns the tag by which the storage knows the pages of the salt."""
         return self._keys.tag(salt)
 
     def retired(self, names: Collection[str]) -> None:
-        """Trees whose salt was deleted, by the names that they had: nothing that is under way for them counts any more."""
+        """Ends the imports of trees whose salt was deleted. `names` are the trees' former names."""
         self._imports.end_trees(names)
 
     def forget_tree(self) -> None:
-        """The device's pages are given up. Only while no operation runs."""
+        """Forgets everything about the device pages, which are reset. No operation on them may run."""
         assert not self.num_running, "an operation reads or writes the pages"
         self.prefetches.clear()
         self._imports.end_all()
         self._backups.clear()
 
     def violations(self) -> list[str]:
-        """For checks."""
+        """Returns one sentence per broken invariant, for checks."""
         out = []
         if not self.num_running and self._host.num_writing:
             out.append("host pages are written by nobody")
