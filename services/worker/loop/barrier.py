@@ -1,4 +1,4 @@
-"""What the control service asks of the worker's loop, and what must hold when the loop does it."""
+"""The commands of the control service to the worker's loop, and the conditions under which the loop runs them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,26 @@ from services.worker.exec.contracts.protocol import Executor
 
 
 class Barrier(enum.Enum):
-    """The point of the loop at which an operation runs. Each one holds at the points of those below it."""
+    """The condition for running a command. Each barrier includes the conditions of the barriers above it."""
 
-    NONE = "none"  # between two steps, as the loop takes its messages; a step may be in flight
-    DRAINED = "drained"  # no step in flight: the loop commits the one in flight first
-    IDLE = "idle"  # no request here either, and no operation on pages; the loop waits until the deadline, and serves meanwhile
+    NONE = "none"  # between two steps, when the loop reads its messages; a step may be in flight
+    DRAINED = "drained"  # no step is in flight; the loop commits the one in flight first
+    IDLE = "idle"  # no request and no page operation either; the loop serves until then, or until the deadline
 
 
 @dataclass(slots=True)
 class Pace:
-    """How fast the loop turns. Made and read by the loop; changed by commands, on the loop's thread.
+    """The speed of the loop. Commands change it on the loop's thread."""
 
-    step_delay_s: seconds that the loop waits on its inbox between two steps; 0 for none.
-    """
-
-    step_delay_s: float = 0.0
+    step_delay_s: float = 0.0  # least seconds between the launches of two steps; 0: no limit
 
 
 class NotIdle(RuntimeError):
-    """An IDLE command's deadline has passed, and requests still run; the message says how many."""
+    """A command has reached its deadline before its barrier held. The message has the reason, for example the open requests."""
 
 
 class LoopEnded(RuntimeError):
-    """The loop ends, or has ended: the command has not run and never will."""
+    """The loop has ended or is ending. The command has not run and will not run."""
 
 
 Action = Callable[[SchedulerControl, Executor, Pace], Any]
@@ -43,14 +40,13 @@ Action = Callable[[SchedulerControl, Executor, Pace], Any]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """An inbox message. The loop runs the action on its own thread once the barrier holds, and gives the future what came of
-    it: the action's result, what the action raised, NotIdle, or LoopEnded.
+    """A message that makes the loop run an action on its thread when the barrier holds.
 
-    deadline: on the loop's clock (time.monotonic). A command that is past it does not run. The loop calls
-    future.set_running_or_notify_cancel() first, and drops a command whose caller has left.
+    The future gets the action's result or its exception, NotIdle or LoopEnded. Before it runs the action, the loop calls
+    future.set_running_or_notify_cancel(), and it drops a command that its caller has cancelled.
     """
 
     barrier: Barrier
     action: Action
     future: concurrent.futures.Future[Any]
-    deadline: float
+    deadline: float  # on the loop's clock (time.monotonic); the command does not run later

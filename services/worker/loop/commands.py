@@ -1,6 +1,6 @@
-"""Operators' commands on their way through the loop: each runs once its barrier holds, or fails at its deadline.
+"""Operators' commands that wait for their barriers. Each command runs when its barrier holds, or fails at its deadline.
 
-Single owner: the loop, on its thread. A command's future is settled exactly once, unless its caller has cancelled it.
+The loop is the owner, on its thread. The future of a command is settled exactly once, unless its caller has cancelled it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class PendingCommands:
     def __init__(
         self, core: Scheduler, control: SchedulerControl, executor: Executor, pace: Pace, begins: Callable[[float | None], None]
     ) -> None:
-        """begins: told of a command's deadline when it is about to run, and None when it has."""
+        """Starts without commands. `begins` is called with a command's deadline before it runs, and with None after it."""
         self._core, self._control = core, control
         self._executor, self._pace = executor, pace
         self._begins = begins
@@ -28,25 +28,25 @@ class PendingCommands:
 
     @property
     def wants_drained(self) -> bool:
-        """Some command runs as soon as no step is in flight."""
+        """Whether a command can run as soon as no step is in flight."""
         if self._core.idle and self._core.settled:
             return bool(self._waiting)
         return any(command.barrier is not Barrier.IDLE for command in self._waiting)
 
     @property
     def waits_for_settling(self) -> bool:
-        """Some command runs as soon as no operation on pages is under way."""
+        """Whether a command can run as soon as no operation on device pages is running."""
         return self._core.idle and any(command.barrier is Barrier.IDLE for command in self._waiting)
 
     def add(self, command: Command, now: float) -> None:
-        """Runs it at once if it asks for no barrier."""
+        """Runs a command without a barrier at once, and queues any other command."""
         if command.barrier is Barrier.NONE:
             self._run(command, now)
         else:
             self._waiting.append(command)
 
     def run_drained(self, now: float) -> None:
-        """No step is in flight: runs, in order, what needs no more than that, and what needs idleness if there is."""
+        """Runs the queued commands whose barrier holds, in order. Called while no step is in flight."""
         waiting, self._waiting = self._waiting, []
         for command in waiting:
             if command.barrier is Barrier.DRAINED or (self._core.idle and self._core.settled):
@@ -55,7 +55,7 @@ class PendingCommands:
                 self._waiting.append(command)
 
     def sweep(self, now: float) -> None:
-        """Drops those whose caller has left, and tells those whose time is over."""
+        """Drops cancelled commands, and fails commands that have reached their deadline."""
         for command in list(self._waiting):
             if command.future.cancelled():
                 self._waiting.remove(command)
@@ -64,7 +64,7 @@ class PendingCommands:
                 _refuse(command, NotIdle(self._why_not_idle()))
 
     def end(self) -> None:
-        """The loop ends."""
+        """Fails all queued commands, because the loop ends."""
         for command in self._waiting:
             _refuse(command, LoopEnded("the worker is stopping"))
         self._waiting.clear()
@@ -83,7 +83,7 @@ class PendingCommands:
         self._begins(command.deadline)
         try:
             result = command.action(self._control, self._executor, self._pace)
-        except Exception as error:  # the operator's, whatever it is; the loop goes on
+        except Exception as error:  # any error belongs to the operator; the loop continues
             command.future.set_exception(error)
         else:
             command.future.set_result(result)

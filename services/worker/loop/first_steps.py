@@ -1,6 +1,7 @@
-"""The executor's first steps, on the loop's own thread before anybody is served: what a step takes is known from the start.
+"""Runs an executor's first steps before the worker serves requests, so that the time of a step is known from the start.
 
-They are planned by a scheduler of their own, whose memory is forgotten with it: what they leave on the device is nobody's.
+They run on the loop's thread and are planned by a separate scheduler. Its memory is dropped with it, so that no later request
+finds what these steps have left on the device.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from services.worker.exec.contracts.protocol import Executor, ExecutorError
 
 logger = logging.getLogger(__name__)
 
-SHORT_TOKENS, LONG_TOKENS = 32, 256  # of the prompts
-SLOW_S = 0.5  # for a short prompt: a long one would keep those waiting who come first
+SHORT_TOKENS, LONG_TOKENS = 32, 256  # prompt lengths
+SLOW_S = 0.5  # seconds for the first prompt above which the second one is short, because clients wait for it
 MAX_NEW_TOKENS = 2
 Took = Callable[[BatchPlan, float], None]
 
@@ -36,9 +37,19 @@ def run_first_steps(
     took: Took,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Two prompts, one after the other, the second one long where the first was quick; `took` hears of the second one's steps,
-    with their seconds: what the first one waits for is loaded or compiled once. A step that fails is logged, and then no more
-    is measured."""
+    """Runs two prompts, one after the other, and reports the steps of the second one.
+
+    The first prompt loads and compiles code. The second prompt is long if the first one was quick. A failed step is logged and
+    ends the measurement.
+
+    Args:
+        executor: the executor to measure.
+        config: configuration of the worker's scheduler.
+        rules: text functions for stop rules.
+        generates: whether the model generates tokens; otherwise the prompts are embedded.
+        took: called with each step of the second prompt and its seconds.
+        clock: time in seconds.
+    """
     most = min(config.context_len - MAX_NEW_TOKENS, config.num_pages * config.page_size // 4)
     embedding = None if generates else EmbeddingParams()
     params = SamplingParams(MAX_NEW_TOKENS if generates else 1, temperature=0.0, ignore_eos=True, embedding=embedding)

@@ -1,5 +1,7 @@
-"""What front ends, signals, operators and the grammar compiler ask of the loop, in order. Written by any thread, read by the
-loop's thread alone."""
+"""Messages from gateways, signals, operators and the grammar compiler to the loop, in order.
+
+Any thread may write them; only the loop's thread reads them.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +23,36 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """A request that the front end's stream was told the end of without the core. source: that it was to read."""
+    """A request that was refused on its gateway stream and has not reached the core."""
 
     peer: int
     handle: int
-    source: KvSource | None
+    source: KvSource | None  # reservation that the request was to read
 
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """A front end's stream has ended: everything that came over it is aborted."""
+    """A gateway stream has ended. All of its requests are aborted."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """capacity in tokens, ttl_s: 0 for the configured default. refusal: set to why not, "" if it is open."""
+    """Opens a session."""
 
     session_id: str
-    capacity: int
-    ttl_s: float
-    refusal: concurrent.futures.Future[str]
+    capacity: int  # tokens; 0 for the configured capacity
+    ttl_s: float  # seconds; 0 for the configured lifetime
+    refusal: concurrent.futures.Future[str]  # gets the reason if the session was not opened, or an empty text
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """closed: set to whether there was one."""
+    """Closes a session."""
 
     session_id: str
-    closed: concurrent.futures.Future[bool]
+    closed: concurrent.futures.Future[bool]  # gets whether the session was open
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +62,21 @@ class GrammarReady:
 
 @dataclass(frozen=True, slots=True)
 class GrammarFailed:
-    """reason: for the clients that asked for it. busy: not the grammar's fault; it may be asked for again."""
+    """A grammar was not compiled."""
 
     spec: GrammarSpec
-    reason: str
-    busy: bool = False
+    reason: str  # message to the clients that wait for the grammar
+    busy: bool = False  # the compiler was full; the grammar may be submitted again
 
 
 @dataclass(frozen=True, slots=True)
 class FactsReady:
-    """The executor has facts of operations on pages: a loop that rests wakes up."""
+    """The executor has facts of page operations. The message wakes a waiting loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchMore:
-    """Of a prompt that a Prefetch of this peer has told of."""
+    """Further readable pages of a prompt that an earlier Prefetch of this gateway stream has named."""
 
     peer: int
     ready: PagesReady
@@ -82,7 +84,7 @@ class PrefetchMore:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the loop; what still runs ends with UNAVAILABLE."""
+    """Ends the loop. Requests that have not ended get UNAVAILABLE."""
 
 
 Message = (
@@ -111,7 +113,7 @@ class Inbox:
         self._queue.put(message)
 
     def drain(self, wait_s: float) -> list[Message]:
-        """Everything that is there; if nothing is, waits up to wait_s seconds for one message."""
+        """Returns all present messages. Without any, waits up to `wait_s` seconds for one message."""
         messages: list[Message] = []
         try:
             messages.append(self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get_nowait())

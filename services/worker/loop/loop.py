@@ -1,7 +1,7 @@
-"""The worker's loop: the order of calls between inbox, core, executor and outbox. It decides nothing.
+"""The worker's loop. It calls inbox, core, executor and outbox in order, and decides nothing.
 
-Runs on a thread of its own, the only one that touches the core and the executor. With overlap, step N+1 is planned and
-launched before step N is committed; without, the same loop commits first.
+The loop runs on its own thread, the only thread that uses the core and the executor. With overlap, step N+1 is planned and
+launched before step N is committed. Without overlap, the same loop commits first.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ from services.worker.loop.inbox import (
 
 logger = logging.getLogger(__name__)
 
-IDLE_CHECK_S = 1.0  # idle for so long: check the invariants once
-STUCK_WAIT_S = 0.001  # nothing can run just now; what changes that may not be a message
-PAUSED_WAIT_S = 0.05
+IDLE_CHECK_S = 1.0  # idle seconds after which the invariants are checked once
+STUCK_WAIT_S = 0.001  # seconds to wait if nothing can run; the event that changes this may not be a message
+PAUSED_WAIT_S = 0.05  # the same wait while the scheduler is paused
 STOPPING = "the worker is stopping"
 
 
 class Outbox(Protocol):
-    """Takes outputs off the loop's thread; returns at once."""
+    """Takes outputs from the loop's thread. send() returns at once."""
 
     def send(self, output: StepOutput) -> None: ...
 
 
 class MaskFiller(Protocol):
-    """Fills grammar masks on the loop's thread, while the step they are for computes. The result is read until that step's
-    wait() has returned."""
+    """Fills grammar masks on the loop's thread while their step computes.
+
+    The executor may read the masks until wait() of that step has returned.
+    """
 
     def fill(self, matchers: Sequence[tuple[int, Matcher]]) -> Masks: ...
 
@@ -65,22 +67,30 @@ class MaskFiller(Protocol):
 
 
 class Observer(Protocol):
-    """Sees what the loop does, for metrics, the watchdog and front ends. Called on the loop's thread; returns at once."""
+    """Observes the loop for metrics, the watchdog and load reports. Called on the loop's thread; each call returns at once."""
 
     def rests(self) -> None:
-        """Nothing is in flight; the loop waits for messages, for a bounded time."""
+        """Called before the loop waits for messages for a bounded time. No step is in flight."""
 
     def wakes(self) -> None: ...
 
     def commanded(self, deadline: float | None) -> None:
-        """An operator's command begins, on this thread. deadline: when it should have ended, on the loop's clock; None: it
-        has."""
+        """Called before an operator's command runs on this thread, and again after it.
+
+        Args:
+            deadline: time on the loop's clock at which the command should have ended, or None after the command.
+        """
 
     def planned(self, plan: BatchPlan) -> None:
-        """The step is about to be launched."""
+        """Called before a step is launched."""
 
     def ended(self, plan: BatchPlan, seconds: float) -> None:
-        """A step has its result. seconds: since its launch, or since the end of the one before it, if that came later."""
+        """Called when a step has its result.
+
+        Args:
+            plan: the step.
+            seconds: time since its launch, or since the end of the previous step if that is later.
+        """
 
     def turned(self, stats: StepStats, busy: bool) -> None: ...
 
@@ -88,7 +98,7 @@ class Observer(Protocol):
 
 
 class Spans(Protocol):
-    """Notes when things happen to requests. Called on the loop's thread; returns at once."""
+    """Records the times of request events. Called on the loop's thread; each call returns at once."""
 
     def launched(self, step_id: int, extends: Sequence[Extend], at: float) -> None: ...
 
@@ -101,18 +111,16 @@ class Spans(Protocol):
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step; `error` in place of a run where launching it failed."""
+    """A launched step."""
 
     plan: BatchPlan
-    run: Run | None
+    run: Run | None  # unset if the launch failed
     launched_at: float
-    error: str = ""
+    error: str = ""  # reason if the launch failed
 
 
 class Loop:
-    """overlap: plan step N+1 before step N is committed. consecutive_prefill_overlap: also where both are extends; without
-    it the first token of step N goes out before step N+1 is launched, for the sake of its latency (SGLang's
-    is_disable_overlap_for_batch)."""
+    """The loop over one core and one executor."""
 
     def __init__(
         self,
@@ -127,6 +135,21 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         spans: Spans | None = None,
     ) -> None:
+        """Prepares the loop; run() starts it.
+
+        Args:
+            core: the scheduler.
+            executor: computes the steps.
+            inbox: messages to the loop.
+            outbox: takes outputs.
+            observer: is called at each stage of a turn.
+            masks: fills grammar masks.
+            overlap: whether step N+1 is planned and launched before step N is committed.
+            consecutive_prefill_overlap: whether this also applies if both steps are extend steps. Otherwise, the first token of
+                step N is sent before step N+1 is launched, which lowers its latency (SGLang's is_disable_overlap_for_batch).
+            clock: time in seconds.
+            spans: records times for traces; None without tracing.
+        """
         self._core = core
         self._control = SchedulerControl(core)
         self._executor = executor
@@ -142,12 +165,14 @@ class Loop:
         self._ended_at = 0.0
         self._clock = clock
         self._spans = spans
-        self._num_traced = 0  # of the core's trace events
+        self._num_traced = 0  # number of the core's trace events that `spans` has received
         self._checked = False
 
     def run(self) -> None:
-        """Until a Stop message: then what is in flight still counts, and the rest ends. Raises nothing: a failing step ends its
-        own requests, a failing message its own request."""
+        """Runs until a Stop message. It then commits the step in flight, and ends all requests.
+
+        Raises nothing: a failed step ends only its own requests, and an invalid submit is logged.
+        """
         prev: _Flight | None = None
         stuck = False
         while self._drain(prev is None, stuck):
@@ -181,7 +206,10 @@ class Loop:
         self._tell(busy=False)
 
     def _sample(self, plan: BatchPlan, run: Run) -> None:
-        """What is guessed behind a row's next token has become known by the time that token's mask is filled."""
+        """Fills the masks of a launched step and samples it.
+
+        The draft tokens of a row are already known, so that the masks after them can be filled, too.
+        """
         matchers = self._core.matchers()
         masks = self._masks.fill(matchers) if matchers else NO_MASKS
         behind = NO_MASKS
@@ -190,7 +218,11 @@ class Loop:
         self._executor.sample(run, masks, behind)
 
     def _tell_rooms(self) -> None:
-        """Before a step that may write what was in them, and before front ends hear of them."""
+        """Passes changes of KV reservations to the executor.
+
+        This precedes any step that may write the pages of a closed reservation, and any output by which a gateway learns of an
+        open one.
+        """
         events = self._core.take_reservation_events()
         if events is not None:
             self._executor.rooms(events)
@@ -211,7 +243,7 @@ class Loop:
         self._commands.sweep(now)
 
     def _drain(self, may_block: bool, stuck: bool) -> bool:
-        """Applies messages; blocks for one while there is nothing to do. False: a Stop was among them."""
+        """Applies messages, and waits for one if there is nothing to do. Returns False after a Stop message."""
         idle = may_block and self._core.idle and not len(self._commands)
         messages = self._rest(self._wait_s(idle, stuck)) if may_block else self._inbox.drain(0.0)
         self._take_facts()
@@ -220,12 +252,14 @@ class Loop:
         return not [message for message in messages if not self._apply(message)]
 
     def _rest(self, wait_s: float) -> list[Message]:
+        """Waits up to `wait_s` seconds for messages and returns them."""
         self._observer.rests()
         messages = self._inbox.drain(wait_s)
         self._observer.wakes()
         return messages
 
     def _wait_s(self, idle: bool, stuck: bool) -> float:
+        """Returns the seconds that the loop may wait for messages while no step is in flight."""
         if idle:
             return 0.0 if self._core.has_cache_events else IDLE_CHECK_S
         slowed = max(self._slowed_s(), 0.0)
@@ -234,7 +268,7 @@ class Loop:
         return max(slowed, PAUSED_WAIT_S if self._core.paused else STUCK_WAIT_S)
 
     def _slowed_s(self) -> float:
-        """Seconds that the operator's pace keeps the next step back."""
+        """Returns the seconds by which the operator's pace delays the next step."""
         return self._launched_at + self._pace.step_delay_s - self._clock() if self._pace.step_delay_s else 0.0
 
     def _apply(self, message: Message) -> bool:
@@ -259,7 +293,7 @@ class Loop:
             case GrammarFailed(spec, reason, busy):
                 core.grammar_failed(spec, reason, now, busy)
             case OpenSession(session_id, capacity, ttl_s, refusal):
-                if refusal.set_running_or_notify_cancel():  # else its caller has left
+                if refusal.set_running_or_notify_cancel():  # False if the caller has cancelled the call
                     refusal.set_result(core.closed or core.open_session(session_id, capacity, ttl_s, now))
             case CloseSession(session_id, closed):
                 if closed.set_running_or_notify_cancel():
@@ -267,7 +301,7 @@ class Loop:
             case Command():
                 self._commands.add(message, now)
             case FactsReady():
-                pass  # they are taken with every turn
+                pass  # each turn takes the facts
             case ReservationReleased():
                 core.release_reservation(message)
             case Stop():
@@ -299,6 +333,7 @@ class Loop:
             self._spans.committed(flight.plan.step_id)
 
     def _take_in(self, flight: _Flight) -> None:
+        """Waits for the result of a step and commits it. A failed step ends its requests."""
         error = flight.error
         if flight.run is not None:
             try:
@@ -315,7 +350,10 @@ class Loop:
         self._core.fail(flight.plan.step_id, "the step that computed this request failed", self._clock())
 
     def _tell(self, busy: bool) -> None:
-        """The observer first: who hears that the last request has ended finds what is still kept of it."""
+        """Reports a turn to the observer, and then sends its outputs.
+
+        A drain that sees the end of the last request therefore finds the present number of KV reservations.
+        """
         self._tell_rooms()
         output = self._core.take_output()
         self._observer.turned(self._core.stats(), busy)
@@ -334,7 +372,10 @@ class Loop:
             spans.told(output)
 
     def _check_idle(self) -> None:
-        """Once per idle spell. What is found is logged and mended: an idle worker's memory can always start over."""
+        """Checks the invariants once per idle period.
+
+        Violations are logged, and the scheduler resets its memory, because an idle worker needs none of its content.
+        """
         if self._checked:
             return
         self._checked = True

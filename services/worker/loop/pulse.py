@@ -1,6 +1,6 @@
-"""Whether the loop gets on: the one figure by which the watchdog and the front ends judge it.
+"""The loop's signs of life, by which the watchdog and the gateways judge its progress.
 
-Written on the loop's thread, one plain attribute at a time; read by any other.
+The loop's thread writes them, one plain attribute at a time; other threads read them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Pulse:
-    """clock: in seconds."""
+    """The time of the loop's last sign of life."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -18,17 +18,17 @@ class Pulse:
         self._until = 0.0
 
     def beat(self) -> None:
-        """The loop has begun or ended a step, or a turn."""
+        """Records the beginning or the end of a step or a turn."""
         self._since = self._clock()
         self._until = 0.0
 
     def works(self, until: float) -> None:
-        """The loop has begun what may take until then: an operator has given it so long. Until the next beat."""
+        """Records the beginning of an operator's command, which may take until `until`. Applies until the next beat."""
         self._since = self._clock()
         self._until = until
 
     def rest(self) -> None:
-        """The loop waits for messages, for a bounded time: for want of work, or because an operator slows it down."""
+        """Records that the loop waits for messages for a bounded time, because it has no work or an operator slows it down."""
         self._since = None
 
     @property
@@ -39,6 +39,6 @@ class Pulse:
 
     @property
     def silent_s(self) -> float:
-        """The same, but for what it has been given the time for."""
+        """Seconds since the last beat without the time that the present command may take; 0 while the loop rests."""
         since = self._since
         return 0.0 if since is None else max(0.0, self._clock() - max(since, self._until))

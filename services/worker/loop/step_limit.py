@@ -1,7 +1,7 @@
-"""How long one step may take on this worker, so that a long one is told from one that hangs.
+"""The time limit of one step on this worker, by which a long step is told from a hung one.
 
-The longest step that the settings allow, at the pace of the largest ones that were measured. Written on the loop's thread, one
-plain attribute at a time; read by any other.
+The limit is the estimated time of the longest step that the settings allow, at the pace of the largest steps that were measured.
+The loop's thread writes it, one plain attribute at a time; other threads read it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.exec.contracts.model_info import LoadedInfo
 
-FLOOR_S = 10.0  # no limit is shorter: a machine may be busy with something else for as long
-SLACK = 3.0  # what a step may take beyond its estimate
-FADES = 0.99  # of the worst pace, with each further step of that size: one stall is not remembered for ever
-QUERY_HEADS = 4.0  # that share a KV head, as a rule
+FLOOR_S = 10.0  # seconds; the limit is never shorter, because other work may block the machine for this long
+SLACK = 3.0  # factor of the estimated time
+FADES = 0.99  # factor of the worst pace at each further step of that size, so that one stall is forgotten
+QUERY_HEADS = 4.0  # typical number of query heads that share a KV head
 
 
 def attention_span(info: LoadedInfo) -> float:
-    """Positions whose attention costs a token about as much as all weights do; infinite where nothing is known.
+    """Returns the number of positions whose attention costs a token as much as all weights; infinite if unknown.
 
-    A token takes two operations per weight, and per position two for each element of all layers' keys and values, for each
-    of the query heads that share them.
+    A token takes two operations per weight. For each position, it takes two operations for each element of all layers' keys and
+    values and for each of the query heads that share them.
     """
     if not info.weight_bytes or not info.kv_bytes_per_token:
         return float("inf")
@@ -30,33 +30,40 @@ def attention_span(info: LoadedInfo) -> float:
 
 
 def work_of(plan: BatchPlan, span: float) -> float:
-    """Of a step, in tokens: a token at position `span` counts twice."""
+    """Returns the work of a step in tokens. A token at position `span` counts twice."""
     attended = float((plan.num_tokens * (plan.starts + 0.5 * plan.num_tokens)).sum())
     return float(plan.num_tokens.sum()) + attended / span
 
 
 def largest_work(config: SchedulerConfig, span: float) -> float:
-    """Of any step that the settings allow, at most: a prefill step's budget at the end of the context."""
+    """Returns the largest work of a step under these settings: a prefill budget at the end of the context."""
     budget, chunk = max(config.max_prefill_tokens, config.page_size), config.chunked_prefill_size
     tokens = min(budget, chunk) if chunk else max(budget, config.context_len)
     rows = config.max_running_requests
-    if config.enable_mixed_chunk:  # decode rows take from the budget, but for a page
+    if config.enable_mixed_chunk:  # decode rows take from the budget, which keeps one page
         tokens = max(tokens, rows + config.page_size)
     return max(tokens, rows) * (1.0 + config.context_len / span)
 
 
 class StepLimit:
-    """config: the scheduler's as it is. cap_s: the longest limit, and the limit while nothing has been measured."""
+    """The present time limit of a step, by the times of earlier steps."""
 
     def __init__(self, config: Callable[[], SchedulerConfig], span: float, cap_s: float) -> None:
+        """Starts with the limit `cap_s`.
+
+        Args:
+            config: returns the scheduler's present configuration.
+            span: see attention_span().
+            cap_s: largest limit in seconds, which applies until a step was measured.
+        """
         self._config = config
         self._span = span
         self._cap_s = cap_s
-        self._size = 0  # of the steps that count: bits of their work
-        self._pace = 0.0  # the worst of them lately, in seconds per token of work
+        self._size = 0  # bit length of the work of the largest steps
+        self._pace = 0.0  # worst recent pace of these steps, in seconds per token of work
 
     def took(self, plan: BatchPlan, seconds: float) -> None:
-        """A step has ended. The largest ones tell most of what the largest could take: smaller ones do not count."""
+        """Records the time of a step. Only the largest steps count, because they say most about the longest possible one."""
         work = work_of(plan, self._span)
         size = int(work).bit_length()
         if size < self._size:
@@ -66,6 +73,7 @@ class StepLimit:
 
     @property
     def seconds(self) -> float:
+        """Largest number of seconds that a step may take."""
         if not self._size:
             return self._cap_s
         estimate = self._pace * largest_work(self._config(), self._span)

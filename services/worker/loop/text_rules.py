@@ -1,4 +1,4 @@
-"""What the core's stop rules know of text, over the model's own tokenizer and RE2."""
+"""The text functions of the core's stop rules, with the model's tokenizer and RE2."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from services.worker.text.patterns import compile_pattern
 from services.worker.text.step_meter import StepMeter
 
 MAX_PATTERNS = 256
-SEARCH_MS, BURST_MS = 0.3, 30.0  # CPU time of one pattern's searches on the loop's thread, see StepMeter
+SEARCH_MS, BURST_MS = 0.3, 30.0  # limits of a pattern's CPU time on the loop's thread, see StepMeter
 
 
 class PatternTooExpensive(StopRuleTooExpensive):
-    """A stop pattern has cost more CPU time than it may. It is not searched again while it is remembered."""
+    """A stop pattern has exceeded its CPU time. It is refused as long as it is in the table of patterns."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Metered:
-    """pattern: compiled by RE2."""
+    """A stop pattern and the meter of its CPU time."""
 
-    pattern: Any
+    pattern: Any  # compiled by RE2
     meter: StepMeter
 
 
 class ModelText:
-    """Implements core.finish.TextRules. Used on the loop's thread alone.
+    """Implements TextRules. Only the loop's thread uses it.
 
-    Tokenizers that write a space into the next word's token drop it at the start of a text: an anchor token stands before
-    the tail, and its text is cut off again.
+    Some tokenizers write the space before a word into the word's token and drop it at the start of a text. An anchor token
+    therefore precedes the tail, and its text is cut off again.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -46,7 +46,13 @@ class ModelText:
         return self._tokenizer.decode([*self._anchor, *ids], skip_special_tokens)[self._anchor_chars :]
 
     def search(self, pattern: str, text: str) -> bool:
-        """Raises PatternTooExpensive. Requests with equal patterns share a meter, as they share what RE2 has learnt of it."""
+        """Returns whether the pattern matches anywhere in the text.
+
+        Requests with equal patterns share the compiled pattern and its meter.
+
+        Raises:
+            PatternTooExpensive: earlier searches of the pattern have taken too long.
+        """
         known = self._patterns.get(pattern)
         if known is None:
             known = self._patterns[pattern] = _Metered(compile_pattern(pattern), StepMeter(SEARCH_MS, BURST_MS))

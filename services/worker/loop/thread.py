@@ -1,4 +1,4 @@
-"""The thread that the loop runs on: the only one that touches core, executor and grammars' matchers."""
+"""The thread of the loop, the only thread that uses core, executor and grammar matchers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from services.worker.loop.loop import Loop
 
 logger = logging.getLogger(__name__)
 
-EXIT_STATUS = 70  # the loop has died or hangs; a restart is the cure
+EXIT_STATUS = 70  # the loop has died or hangs; a restart is the remedy
 
 
 class SchedulerThread:
-    """prepare: what the thread does before the loop."""
+    """The thread of one loop."""
 
     def __init__(self, loop: Loop, inbox: Inbox, prepare: Callable[[], None] = lambda: None) -> None:
+        """Prepares the thread; start() starts it. `prepare` runs on the thread before the loop."""
         self._loop = loop
         self._inbox = inbox
         self._prepare = prepare
@@ -33,20 +34,20 @@ class SchedulerThread:
         return not self._thread.is_alive()
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends the loop, and what is left in it. Waits so long for the steps that it has in flight."""
+        """Ends the loop and its requests. Waits up to `timeout_s` seconds for the step in flight."""
         self._inbox.put(Stop())
         await asyncio.to_thread(self._thread.join, timeout_s)
         if not self.ended:
             logger.critical("the scheduler's loop has not ended in %.1f s", timeout_s)
 
     def leave_if_alive(self) -> None:
-        """Ends the process if the loop has not ended: nothing that it uses can be closed."""
+        """Ends the process if the loop has not ended, because the loop's resources cannot be closed."""
         if not self.ended:
             logging.shutdown()
             os._exit(EXIT_STATUS)
 
     def _run(self) -> None:
-        """The loop raises nothing it knows; anything else is a bug."""
+        """Runs the loop. The loop raises nothing, so that any exception is a bug and ends the process."""
         try:
             self._prepare()
             self._loop.run()

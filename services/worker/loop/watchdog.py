@@ -1,4 +1,4 @@
-"""Notices that the loop's pulse has stopped: dumps every thread's stack and turns liveness off."""
+"""The watchdog: it detects that the loop makes no progress, logs the stack of every thread and turns liveness off."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """on_hang: once per hang, from the watchdog's thread; on_recover after it."""
+    """A thread that watches the pulse of one loop."""
 
     def __init__(self, pulse: Pulse, timeout_s: float, on_hang: Callable[[], None], on_recover: Callable[[], None]) -> None:
+        """Prepares the watchdog; start() starts its thread.
+
+        Args:
+            pulse: the loop's signs of life.
+            timeout_s: silence in seconds after which the loop counts as hung.
+            on_hang: called once per hang, on the watchdog's thread.
+            on_recover: called when the loop turns again, on the same thread.
+        """
         self._pulse = pulse
         self._timeout_s = timeout_s
         self._on_hang, self._on_recover = on_hang, on_recover
@@ -30,7 +38,7 @@ class Watchdog:
         self._stopped.set()
 
     def look(self) -> None:
-        """One look at the loop's last sign of life."""
+        """Compares the loop's silence with the limit once."""
         silent = self._pulse.silent_s
         if silent > self._timeout_s and not self._hung:
             self._hung = True
