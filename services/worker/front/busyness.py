@@ -1,6 +1,6 @@
-"""How busy the worker is, told to every front end: when it has changed, and once a second in any case.
+"""Load reports to the gateways: after each change, and at least once per second.
 
-Runs on the asyncio loop, so that front ends hear of a worker whose step takes long, and for how long it has taken. `turned` is
+They run on the asyncio loop, so that gateways also learn of a step that takes long, and for how long it has run. Only turned() is
 called on the scheduler's thread.
 """
 
@@ -18,12 +18,12 @@ from services.worker.front.outbox import PeerStream, StreamOutbox
 from services.worker.loop.pulse import Pulse
 from services.worker.loop.step_limit import StepLimit
 
-GAP_S = 0.1
-BEAT_S = 1.0
+GAP_S = 0.1  # least seconds between two reports, except for urgent changes
+BEAT_S = 1.0  # largest seconds between two reports
 
 
 class IndexState(Protocol):
-    """What the prefix index knows of this worker. Read on the asyncio loop."""
+    """The state of this worker in the prefix index. Read on the asyncio loop."""
 
     @property
     def lease_held(self) -> bool: ...
@@ -33,13 +33,13 @@ class IndexState(Protocol):
 
     @property
     def seq(self) -> int:
-        """Of the last batch of that generation that Redis has; 0: none."""
+        """Number of the last batch of this generation that Redis has; 0 for no batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NoIndex:
-    """Of a worker without Redis."""
+    """The index state of a worker without Redis."""
 
     generation: int
     lease_held: bool = False
@@ -47,10 +47,9 @@ class NoIndex:
 
 
 class LoadReport:
-    """Sends each gateway stream the load: when it has changed, at most every gap_s seconds, and at least every beat_s seconds.
+    """Sends the load to each gateway stream: after a change, but at most every gap_s seconds, and at least every beat_s seconds.
 
-    A change of `paused` or `refuses_new` is sent at once. `stats` are the scheduler's latest, None before its first turn.
-    `page_size` is in tokens.
+    A change of `paused` or `refuses_new` is sent at once.
     """
 
     def __init__(
@@ -63,6 +62,17 @@ class LoadReport:
         gap_s: float = GAP_S,
         beat_s: float = BEAT_S,
     ) -> None:
+        """Prepares the reports; keep() sends them.
+
+        Args:
+            outbox: the gateway streams.
+            page_size: tokens of a page.
+            index: state of this worker in the prefix index.
+            pulse: the loop's signs of life.
+            limit: time limit of a step.
+            gap_s: least seconds between two reports.
+            beat_s: largest seconds between two reports.
+        """
         self._outbox = outbox
         self._page_size = page_size
         self._index = index
@@ -71,20 +81,20 @@ class LoadReport:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._signalled = False
-        self.stats: StepStats | None = None
+        self.stats: StepStats | None = None  # stats of the scheduler's latest turn; unset before the first one
 
     @property
     def num_requests(self) -> int:
-        """Running and waiting, as of the scheduler's latest turn. From any thread."""
+        """Number of running and waiting requests at the scheduler's latest turn. Readable from any thread."""
         return 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
 
     @property
     def num_rooms(self) -> int:
-        """That others may still read, as of the same turn. From any thread."""
+        """Number of open KV reservations at the scheduler's latest turn. Readable from any thread."""
         return 0 if self.stats is None else self.stats.num_rooms
 
     def turned(self, stats: StepStats) -> None:
-        """On the scheduler's thread. Wakes the asyncio loop once for all turns between two tellings."""
+        """Takes the stats of a turn on the scheduler's thread. Wakes the asyncio loop once for all turns between two reports."""
         before = (False, False) if self.stats is None else (self.stats.paused, self.stats.refuses_new)
         self.stats = stats
         if (stats.paused, stats.refuses_new) != before:
@@ -94,15 +104,19 @@ class LoadReport:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def changed(self) -> None:
-        """Something other than the stats may have changed."""
+        """Records that a part of the load other than the stats may have changed."""
         self._changed.set()
 
     def greet(self, stream: PeerStream) -> None:
-        """A new stream's first load."""
+        """Sends the first load on a new stream."""
         self._put(stream, self._unaged(stream), self._loop.time())
 
     def tell(self) -> float:
-        """Tells every stream whose load has changed or is a beat old. Returns seconds until the next is that old."""
+        """Sends the load on each stream whose load has changed or is as old as a beat.
+
+        Returns:
+            The seconds until the next load is as old as a beat.
+        """
         self._changed.clear()
         self._signalled = False  # before stats are read, so that no later ones are missed
         now, due_s = self._loop.time(), self._beat_s
@@ -114,7 +128,7 @@ class LoadReport:
         return due_s
 
     async def keep(self) -> None:
-        """For ever."""
+        """Sends reports until it is cancelled."""
         while True:
             due_s = self.tell()
             await asyncio.sleep(self._gap_s)
@@ -123,7 +137,7 @@ class LoadReport:
                     await self._changed.wait()
 
     def _put(self, stream: PeerStream, load: worker_pb2.WorkerLoad, now: float) -> None:
-        """With the figures that change by themselves, or with every step: they are no news."""
+        """Sends the load with the figures that change in every step, which do not count as changes."""
         aged = worker_pb2.WorkerLoad()
         aged.CopyFrom(load)
         aged.step_age_ms, aged.step_limit_ms = math.ceil(self._pulse.age_s * 1e3), math.ceil(self._limit.seconds * 1e3)
@@ -139,6 +153,7 @@ class LoadReport:
         stream.put_load(aged, load, now)
 
     def _unaged(self, stream: PeerStream) -> worker_pb2.WorkerLoad:
+        """Returns the part of the load whose changes are reported."""
         index = self._index
         load = worker_pb2.WorkerLoad(
             num_open=self._outbox.num_open,

@@ -1,4 +1,4 @@
-"""How the worker goes away: nothing new is taken, what runs may end, the rest is handed back with all that was sampled."""
+"""The drain of a worker: it refuses new requests, lets running ones end, and returns the rest with all sampled tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from services.worker.front.outbox import StreamOutbox
 from services.worker.loop.loop import STOPPING
 from services.worker.loop.thread import SchedulerThread
 
-LOOK_S = 0.05  # between two looks at whether rooms are left
-STEP_S = 1.0  # for the steps in flight when the grace period is over
+LOOK_S = 0.05  # seconds between two checks for open KV reservations
+STEP_S = 1.0  # seconds for the step in flight after the grace period
 
 logger = logging.getLogger(__name__)
 
 
 async def drain(outbox: StreamOutbox, load: LoadReport, scheduler: SchedulerThread, grace_s: float) -> None:
-    """On return every request that was here has its terminal output, and streams end when that is taken; what was kept for others
-    has been read, or its time was over. A further signal ends the wait; one after that kills the process."""
+    """Drains the worker for at most `grace_s` seconds.
+
+    On return, every request has its terminal output, and each stream ends when its gateway has taken it. Within the grace period,
+    KV reservations have been read or have expired. A further signal ends the wait; the signal after that kills the process.
+    """
     outbox.closed = STOPPING
     load.tell()
     empty = asyncio.create_task(_nobody_is_left(outbox, load))

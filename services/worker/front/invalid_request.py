@@ -1,4 +1,4 @@
-"""A submit that can never run here, by the field that is at fault."""
+"""The error for a request that can never run on this worker."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from services.shared.field_refusal import worded
 
 
 class InvalidRequest(ValueError):
-    """field: as in rootstock.v1.Finish. why: for the client, without the field's name; nothing of the prompt. element: which
-    value of a repeated field."""
+    """A field of a request is invalid. The client gets the message."""
 
     def __init__(self, field: str, why: str, element: int | None = None) -> None:
+        """Builds the message for the client.
+
+        Args:
+            field: the invalid field, as in rootstock.v1.Finish.
+            why: reason for the client, without the field's name and without text of the prompt.
+            element: index of the invalid value if the field is repeated.
+        """
         super().__init__(worded(field, element, why))
         self.field = field
         self.why = why

@@ -1,6 +1,6 @@
-"""Messages on their way to front ends, one stream for each.
+"""The messages that wait to be sent to gateways, by stream.
 
-Lives on the asyncio loop; the scheduler's loop hands outputs over with `StreamOutbox.send`, from its own thread.
+All of this runs on the asyncio loop. The scheduler's loop passes outputs to StreamOutbox.send() from its own thread.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ from services.worker.front.wire import output_to_pb
 
 logger = logging.getLogger(__name__)
 
-MERGED_BYTES = 1 << 20  # of outputs that become one message: behind a slow front end they gather, and a message has its limit
+# Limit of outputs that are merged into one message. They accumulate if a gateway is slow, and gRPC limits a message.
+MERGED_BYTES = 1 << 20
 
 
 class ProtocolError(Exception):
-    """A front end broke the contract; its stream ends, and with it all that came over it."""
+    """A gateway has broken the protocol. Its stream ends with all of its requests."""
 
 
 class PeerStream:
-    """What one front end is to be told. While it is slow its outputs merge, up to MERGED_BYTES, and its loads replace one
-    another, so that memory follows requests, not steps. told: the last load's news, told_at: when, on the asyncio loop's
-    clock."""
+    """The messages that wait for one gateway.
+
+    While the gateway is slow, outputs are merged up to MERGED_BYTES, and a new load replaces an old one. Memory therefore depends
+    on the number of requests and not on the number of steps.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[worker_pb2.StepOutput] = deque()
-        self._last_bytes = 0  # of the last of them, if it has been asked for
+        self._last_bytes = 0  # size of the last pending message; 0 if it is not known
         self._load: worker_pb2.WorkerLoad | None = None
         self._hello: worker_pb2.WorkerInfo | None = None
         self._ends = False
         self._ready = asyncio.Event()
-        self.open: set[int] = set()
-        self.told: worker_pb2.WorkerLoad | None = None
-        self.told_at = 0.0
+        self.open: set[int] = set()  # handles of requests without a terminal output
+        self.told: worker_pb2.WorkerLoad | None = None  # reported part of the last load
+        self.told_at = 0.0  # time of the last load on the asyncio loop's clock
 
     def opened(self, handle: int) -> None:
-        """A request has come; it is open until its terminal output. Raises ProtocolError if the handle is open already."""
+        """Records a new request, which is open until its terminal output. Raises ProtocolError if its handle is open already."""
         if handle in self.open:
             raise ProtocolError(f"handle {handle} is in use")
         self.open.add(handle)
@@ -56,22 +59,28 @@ class PeerStream:
         self._ready.set()
 
     def put_hello(self, info: worker_pb2.WorkerInfo) -> None:
-        """It overtakes what is here: a request's revision is that of its submit, whenever its tokens are read."""
+        """Queues a hello, which overtakes the pending messages.
+
+        This is safe because the revision of a request is that of its submit, whenever its tokens are read.
+        """
         self._hello = info
         self._ready.set()
 
     def put_load(self, load: worker_pb2.WorkerLoad, news: worker_pb2.WorkerLoad, now: float) -> None:
-        """news: of the load, what is worth telling when it has changed."""
+        """Queues a load. `news` is the part of it whose changes are reported."""
         self._load, self.told, self.told_at = load, news, now
         self._ready.set()
 
     def end(self) -> None:
-        """Nothing follows what is here."""
+        """Ends the stream after the pending messages."""
         self._ends = True
         self._ready.set()
 
     async def take(self) -> worker_pb2.GenerateResponse | None:
-        """The next message, None at the end. Hellos and loads come first: there are few, and steps may never cease."""
+        """Waits for the next message and returns it, or None at the end of the stream.
+
+        Hellos and loads come first, because there are few of them and outputs may never cease.
+        """
         while True:
             await self._ready.wait()
             if self._hello is not None:
@@ -88,17 +97,14 @@ class PeerStream:
 
 
 class StreamOutbox:
-    """The loop's way out. Outputs for a front end that has gone are dropped: nobody is there to hear them.
-
-    closed: why new requests are turned away, "" while they are welcome.
-    """
+    """The outbox of the scheduler's loop. Outputs for a stream that has ended are dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._streams: dict[int, PeerStream] = {}
         self._left = asyncio.Event()
         self._abandoned = False
-        self.closed = ""
+        self.closed = ""  # reason for refusing new requests; empty if they are accepted
 
     @property
     def streams(self) -> list[PeerStream]:
@@ -106,11 +112,11 @@ class StreamOutbox:
 
     @property
     def num_open(self) -> int:
-        """Requests whose terminal output is still to come, over all front ends."""
+        """Number of requests without a terminal output, over all streams."""
         return sum(len(stream.open) for stream in self._streams.values())
 
     async def wait_empty(self) -> None:
-        """Returns when no request's terminal output is still to come."""
+        """Waits until every request has its terminal output."""
         while self.num_open:
             self._left.clear()
             await self._left.wait()
@@ -124,8 +130,10 @@ class StreamOutbox:
         self._left.set()
 
     def end(self) -> None:
-        """Every stream ends once its front end has taken what is here. Requests that are still open end as unavailable: the
-        scheduler's loop, which owns them, is not heard any more."""
+        """Ends every stream after its pending messages.
+
+        Open requests end as unavailable, because outputs of the scheduler's loop, which owns them, are not accepted any longer.
+        """
         self._abandoned = True
         for stream in self._streams.values():
             if stream.open:
@@ -135,7 +143,7 @@ class StreamOutbox:
         self._left.set()
 
     def send(self, output: StepOutput) -> None:
-        """From the loop's thread."""
+        """Passes outputs to the asyncio loop. Called on the thread of the scheduler's loop."""
         self._loop.call_soon_threadsafe(self._deliver, output.peers)
 
     def _deliver(self, peers: tuple[PeerOutput, ...]) -> None:
@@ -150,14 +158,14 @@ class StreamOutbox:
 
 
 def _log_faults(output: PeerOutput) -> None:
-    """What has gone wrong says why without saying whose request it was; this says whose."""
+    """Logs internal errors with their request ids, because earlier log lines of such errors do not have them."""
     for finish in output.finishes:
         if finish.error is ErrorCode.INTERNAL:
             logger.error("request failed: %s", finish.message, extra=fields(request_id=finish.request_id))
 
 
 def unavailable(handle: int, message: str) -> worker_pb2.Finish:
-    """For a front end that may take its request elsewhere."""
+    """Returns the finish of a request that its gateway may send to another worker."""
     return worker_pb2.Finish(
         handle=handle, reason=common_pb2.FINISH_REASON_ABORT, error=common_pb2.ERROR_CODE_UNAVAILABLE, message=message
     )

@@ -1,4 +1,4 @@
-"""One request's sampling parameters off the wire: every default resolved, every limit checked.
+"""Conversion of a request's sampling parameters from the wire. It resolves every default and checks every limit.
 
 Limits and defaults are those of services/shared/sampling_parameters.py and services/shared/limits.py.
 """
@@ -32,29 +32,35 @@ DEFAULT_DRY_BREAKERS = ("\n", ":", '"', "*")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are checked against. embedding_size: numbers in the model's vectors, 0 if it gives none.
-
-    encode_breaker: text → token ids, none of them special; None where there is no tokenizer: DRY is then refused.
-    defaults, stream_interval: of requests that do not say; a gateway's say. reads_predictions: somebody guesses by them.
-    """
+    """The limits and the defaults of the model for its requests."""
 
     context_len: int
     vocab_size: int
-    allow_auto_truncate: bool
-    generates: bool = True
-    embedding_size: int = 0
+    allow_auto_truncate: bool  # whether a prompt that is too long is cut; otherwise it is refused
+    generates: bool = True  # whether the model generates tokens
+    embedding_size: int = 0  # numbers in the model's vectors; 0 if it computes none
+    # Returns the token ids of a text, without special tokens. Without a tokenizer it is unset, and DRY is refused.
     encode_breaker: Callable[[str], Sequence[int]] | None = None
-    defaults: SamplingDefaults = API_DEFAULTS
-    stream_interval: int = DEFAULT_STREAM_INTERVAL
-    reads_predictions: bool = False
+    defaults: SamplingDefaults = API_DEFAULTS  # for parameters that a request leaves out
+    stream_interval: int = DEFAULT_STREAM_INTERVAL  # for requests that leave it out
+    reads_predictions: bool = False  # whether the drafter uses predictions
 
 
 def sampling_from_pb(
     message: pb.SamplingParams, prompt_len: int, in_session: bool, model: ModelLimits, random_seed: int
 ) -> SamplingParams:
-    """prompt_len: tokens of the prompt; in a session only what the turn adds, so that the core clips max_new_tokens again.
+    """Returns a request's checked sampling parameters.
 
-    Raises InvalidRequest.
+    Args:
+        message: the parameters on the wire.
+        prompt_len: tokens of the prompt. In a session, these are only the tokens that the turn adds, and the core limits
+            max_new_tokens again.
+        in_session: whether the request is a turn of a session.
+        model: the model's limits.
+        random_seed: seed for a request without one.
+
+    Raises:
+        InvalidRequest: a parameter is invalid.
     """
     embedding = _embedding(message, in_session, model)
     if embedding is None and not model.generates:
@@ -88,9 +94,9 @@ def sampling_from_pb(
 
 
 def _scalars(message: pb.SamplingParams, model: ModelLimits) -> dict[str, Any]:
-    """Returns the table's scalars by the core's names, which are the wire's.
+    """Returns the table's scalars by the core's names, which are those of the wire.
 
-    A nucleus of share 0 is the likeliest token. The core knows this as temperature 0, so that no sampler meets such a share.
+    A top_p of 0 means the most likely token. The core gets it as temperature 0, so that no sampler has to handle such a top_p.
     """
     by_model: dict[str, Any] = {**model.defaults.as_dict(), "stream_interval": model.stream_interval}
     found = {row.wire: _scalar(message, row.wire, row, by_model.get(row.wire, row.default)) for row in table.SCALARS}
@@ -107,7 +113,7 @@ def _scalar(message: pb.SamplingParams | pb.Dry, field: str, row: SamplingParame
 
 
 def within(count: int, limit: int, field: str) -> None:
-    """Raises InvalidRequest."""
+    """Checks that a count is within its limit. Raises InvalidRequest if it is not."""
     if count > limit:
         raise InvalidRequest(field, f"{count} is more than the {limit} that are allowed")
 
@@ -159,7 +165,7 @@ def _stop_regex(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_pattern(pattern: str, element: int) -> None:
-    """One that matches nothing at all would end every answer before it begins."""
+    """Checks that a pattern compiles and does not match the empty string, which would end every output at once."""
     try:
         compiled = compile_pattern(pattern)
     except InvalidPattern as error:
@@ -217,7 +223,7 @@ def _dry(message: pb.SamplingParams, model: ModelLimits) -> DryParams | None:
 
 
 def _breaker_ids(texts: Sequence[str], model: ModelLimits) -> tuple[int, ...]:
-    """A text's last token stands for it: the one that a repeat would have to run across."""
+    """Returns the last token of each text, because a repeat that contains the text must contain this token."""
     if model.encode_breaker is None:
         raise InvalidRequest("dry_multiplier", "this worker has no tokenizer")
     encoded = [model.encode_breaker(text) for text in texts]

@@ -1,7 +1,7 @@
-"""The Worker service: one long-lived stream per front end, one StepOutput per scheduler step on it.
+"""The Worker service: one long-lived stream per gateway, with one StepOutput per scheduler step.
 
-Runs on the asyncio loop. When a stream ends, however it ends, PeerGone goes to the inbox and the scheduler frees everything
-that came over it.
+It runs on the asyncio loop. When a stream ends for any reason, PeerGone goes to the inbox, and the scheduler frees the memory of
+its requests.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """on_arrival(peer, handle) is called for each request before the scheduler can see it. keys: of prompts' pages, which are
-    made here and not on the scheduler's thread; None where nobody keeps pages by them."""
+    """Serves the gateway streams and the calls for sessions."""
 
     def __init__(
         self,
@@ -59,6 +58,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         spans: RequestSpans | None = None,
         keys: PageKeys | None = None,
     ) -> None:
+        """Starts without streams.
+
+        Args:
+            inbox: messages to the scheduler's loop.
+            outbox: the gateway streams.
+            info: the hello of this worker.
+            model: limits for requests.
+            on_arrival: called with peer and handle of each request before the scheduler can see it.
+            load: load reports.
+            spans: traced requests; None without tracing.
+            keys: maker of page keys, which are made here to keep that work off the scheduler's thread; None without other tiers.
+        """
         self._on_arrival = on_arrival
         self._load = load
         self._spans = spans
@@ -71,11 +82,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._loop = asyncio.get_running_loop()
 
     def weights_replaced(self, identity: ModelIdentity, defaults: SamplingDefaults) -> None:
-        """On the scheduler's thread: its outputs come after this."""
+        """Announces new weights. Called on the scheduler's thread before any output of these weights."""
         self._loop.call_soon_threadsafe(self._announce, identity.revision, defaults)
 
     def _announce(self, revision: str, defaults: SamplingDefaults) -> None:
-        """To all streams, those that are open too."""
+        """Sends the new hello on all open streams. Later streams begin with it."""
         info = worker_pb2.WorkerInfo()
         info.CopyFrom(self._info)
         info.revision = revision
@@ -147,7 +158,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._load.changed()
 
     def _read_ahead(self, request: worker_pb2.GenerateRequest, peer: int) -> None:
-        """Hints: of one that says nothing, it and those behind it are passed over."""
+        """Passes hints about coming requests to the scheduler.
+
+        An invalid hint is dropped, together with the hints after it in the message.
+        """
         try:
             for message in request.prefetches:
                 prefetch = prefetch_from_pb(message, peer, self._model)
@@ -176,13 +190,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._inbox.put(self._with_keys(submit))
 
     def _turn_away(self, peer: int, stream: PeerStream, message: worker_pb2.Submit, finish: worker_pb2.Finish) -> None:
-        """The core never hears of the request; what has been read ahead for it, or is kept for it elsewhere, need not be."""
+        """Refuses a request that does not reach the core. The core releases its prefetched pages and its KV source."""
         stream.open.discard(message.handle)
         stream.put(worker_pb2.StepOutput(finishes=[finish]))
         try:
             source = source_from_pb(message)
         except InvalidRequest:
-            source = None  # none that anybody could leave
+            source = None  # an invalid source cannot be released
         self._inbox.put(TurnedAway(peer, message.handle, source))
 
     def _new_room(self, message: worker_pb2.Submit) -> KvReservation | None:
@@ -191,7 +205,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return KvReservation(secrets.randbits(63), self._info.generation, secrets.token_bytes(RESERVATION_SECRET_BYTES))
 
     def _with_keys(self, submit: Submit) -> Submit:
-        """A session's turn has a prompt that only the core knows."""
+        """Adds page keys to a submit, but not to a turn of a session, whose whole prompt only the core has."""
         return submit if submit.session is not None else replace(submit, page_keys=self._page_keys(submit))
 
     def _page_keys(self, prompt: Submit | Prefetch) -> PromptKeys | None:
@@ -203,5 +217,5 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 
 def _who(message: worker_pb2.Submit) -> dict[str, str]:
-    """For log lines."""
+    """Returns log fields that identify a request."""
     return {"request_id": message.request_id[:MAX_REQUEST_ID_CHARS], **trace_fields(message.traceparent)}

@@ -1,7 +1,8 @@
-"""Spans of traced requests, made when they have ended from times that were noted on their way.
+"""Trace spans of requests. They are made when a request has ended, from times that were recorded before.
 
-`arrived` is called on the asyncio loop, before the scheduler can see the request; all else on the scheduler's thread, which
-only notes times: spans are made on the asyncio loop. The core knows nothing of this; what it tells is what it tells operators.
+arrived() is called on the asyncio loop before the scheduler can see the request. All other calls come from the scheduler's
+thread, which only records times; spans are made on the asyncio loop. The core does not know of spans; its trace events serve
+operators, too.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from services.worker.core.planning.step_rows import Extend
 if TYPE_CHECKING:
     from services.shared.observe.spans import Span, Tracing
 
-MAX_TRACED = 16384  # requests at once
-MAX_CHUNKS = 256  # spans of one request; later chunks are counted in its own span
-MAX_EVENTS = 64  # of one request
+MAX_TRACED = 16384  # traced requests at a time
+MAX_CHUNKS = 256  # chunk spans of one request; the request's own span counts all chunks
+MAX_EVENTS = 64  # events of one request
 _EVENTS = (
     TraceKind.GATED,
     TraceKind.UNGATED,
@@ -31,34 +32,33 @@ _EVENTS = (
     TraceKind.RETRACTED,
     TraceKind.PREEMPTED,
 )
-_ASKED_FOR = (ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT)  # not the worker's failures
+_ASKED_FOR = (ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT)  # errors that are not failures of the worker
 _REFILLS = (TraceKind.RETRACTED, TraceKind.PREEMPTED)
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Of a prefill: tokens from position `start` on. cached: tokens that a prefix hit gave with it. ended: 0 until its step is
-    committed."""
+    """A chunk of a prefill."""
 
-    launched: float
-    start: int
+    launched: float  # time at which its step was launched
+    start: int  # position of its first token
     tokens: int
-    cached: int
-    ended: float = 0.0
+    cached: int  # tokens that the prefix hit before this chunk covered; 0 if the chunk follows another one
+    ended: float = 0.0  # time at which its step was committed; 0 before
 
 
 @dataclass(slots=True)
 class TracedRequest:
-    """Times are the loop's, in seconds; wall_ns is added to them for Unix nanoseconds. first_token: 0 until there is one."""
+    """The recorded times of one request, in seconds on the loop's clock."""
 
     request_id: str
     traceparent: str
     resumed_tokens: int
     arrived: float
-    wall_ns: int
+    wall_ns: int  # nanoseconds to add for Unix time
     first_step: float = 0.0
-    first_token: float = 0.0
-    refills: bool = True  # the next chunk is the first since it was admitted
+    first_token: float = 0.0  # 0 before the first token
+    refills: bool = True  # the next chunk is the first one since an admission
     num_chunks: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     events: list[TraceEvent] = field(default_factory=list)
@@ -68,23 +68,30 @@ class TracedRequest:
 
 
 class RequestSpans:
-    """clock: the loop's."""
+    """The traced requests that have not ended."""
 
     def __init__(self, tracing: Tracing, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
+        """Starts without requests.
+
+        Args:
+            tracing: makes spans.
+            loop: the asyncio loop, on which spans are made.
+            clock: the clock of the scheduler's loop.
+        """
         self._tracing = tracing
         self._loop = loop
         self._clock = clock
         self._open: dict[tuple[int, int], TracedRequest] = {}
-        self._named: dict[str, list[TracedRequest]] = {}  # the same, by request_id, which a replay or a hedge may share
-        self._naming = threading.Lock()  # of who changes it
-        self._flights: dict[int, list[Chunk]] = {}  # chunks of steps that are not committed
+        self._named: dict[str, list[TracedRequest]] = {}  # the same requests by request_id, which a replay or a hedge may share
+        self._naming = threading.Lock()  # held while _named changes
+        self._flights: dict[int, list[Chunk]] = {}  # chunks of uncommitted steps, by step
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
     def arrived(self, peer: int, handle: int, request_id: str, traceparent: str, resumed_tokens: int) -> None:
-        """traceparent: "" for a request that is not traced."""
+        """Starts recording a request if its traceparent is sampled. The traceparent is empty for untraced requests."""
         if traceparent and traceparent[-1] in "13579bdf" and len(self._open) < MAX_TRACED:
             now = self._clock()
             wall_ns = time.time_ns() - int(now * 1e9)
@@ -94,7 +101,7 @@ class RequestSpans:
             self._open[peer, handle] = request
 
     def launched(self, step_id: int, extends: Sequence[Extend], at: float) -> None:
-        """A step, with its rows that compute known tokens."""
+        """Records the extend rows of a launched step."""
         chunks = [self._chunk(self._open[key], extend, at) for extend in extends if (key := extend.key) in self._open]
         if chunks:
             self._flights[step_id] = chunks
@@ -110,7 +117,7 @@ class RequestSpans:
         return chunk
 
     def committed(self, step_id: int) -> None:
-        """Or failed."""
+        """Records the end of a step, which was committed or failed."""
         chunks = self._flights.pop(step_id, ())
         if chunks:
             now = self._clock()
@@ -118,7 +125,7 @@ class RequestSpans:
                 chunk.ended = now
 
     def happened(self, events: Sequence[TraceEvent]) -> None:
-        """Of all requests, in order, each once."""
+        """Records trace events. The caller passes the events of all requests in order, each once."""
         for event in events:
             if event.kind in _EVENTS:
                 for request in self._named.get(event.request_id, ()):
@@ -128,7 +135,7 @@ class RequestSpans:
                             request.events.append(event)
 
     def told(self, output: StepOutput) -> None:
-        """What front ends hear of a turn; all of a request's events have been told before its end."""
+        """Records the outputs of a turn. The caller has passed all events of a request before its finish."""
         if not self._open:
             return
         now = self._clock()

@@ -1,4 +1,4 @@
-"""pb ↔ core types, and the worker's own look at every limit: it may have other front ends than the gateway."""
+"""Conversion between protobuf and core types. Every limit is checked, because clients other than the gateway may connect."""
 
 from __future__ import annotations
 
@@ -31,10 +31,17 @@ __all__ = [
 def submit_from_pb(
     message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int, room: KvReservation | None = None
 ) -> Submit:
-    """A checked Submit with every default resolved. random_seed: 64 bits, for a request without a seed. room: for its pages, if
-    it is to be handed over; None: this worker keeps none for others.
+    """Returns a checked Submit with every default resolved.
 
-    Raises InvalidRequest.
+    Args:
+        message: the request on the wire.
+        peer: number of the gateway stream.
+        model: the model's limits.
+        random_seed: 64 bits, for a request without a seed.
+        room: reservation for a request that is to be handed over; None if this worker has no KV port.
+
+    Raises:
+        InvalidRequest: a field is invalid.
     """
     within(len(message.request_id), limits.MAX_REQUEST_ID_CHARS, "request_id")
     within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
@@ -70,7 +77,7 @@ def submit_from_pb(
 
 
 def prefetch_from_pb(message: worker_pb2.Prefetch, peer: int, model: ModelLimits) -> Prefetch:
-    """Raises InvalidRequest."""
+    """Returns a checked Prefetch. Raises InvalidRequest if a field is invalid."""
     within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
     within(len(message.revision), limits.MAX_REVISION_CHARS, "revision")
     if not message.HasField("source"):
@@ -82,7 +89,7 @@ def prefetch_from_pb(message: worker_pb2.Prefetch, peer: int, model: ModelLimits
 
 
 def ready_from_pb(message: worker_pb2.PagesReady) -> PagesReady:
-    """Raises InvalidRequest."""
+    """Returns checked PagesReady. Raises InvalidRequest if a field is invalid."""
     return PagesReady(message.handle, _room_from_pb(message.room, "room"), message.room.pages)
 
 
@@ -103,7 +110,7 @@ def _source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
 
 
 def source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
-    """Of a submit of which nothing else need be right. Raises InvalidRequest."""
+    """Returns the KV source of a submit whose other fields may be invalid. Raises InvalidRequest if the source is invalid."""
     return _kv_source_from_pb(message.source) if message.HasField("source") else None
 
 
@@ -121,7 +128,7 @@ def _room_from_pb(room: worker_pb2.KvRoom, field: str) -> KvReservation:
 
 
 def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLimits) -> tuple[int, ...]:
-    """Output that was sampled elsewhere."""
+    """Returns the checked output that another worker has sampled."""
     output = tuple(message.output_ids)
     if not output:
         return ()
@@ -137,7 +144,7 @@ def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLim
 
 
 def _prediction_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
-    """Empty where nobody guesses by it."""
+    """Returns the checked prediction; empty if the drafter does not use predictions."""
     within(len(message.prediction_ids), limits.MAX_PREDICTION_TOKENS, "prediction_ids")
     prediction = np.array(message.prediction_ids, dtype=np.uint32)
     if len(prediction) and int(prediction.max()) >= model.vocab_size:
@@ -146,8 +153,11 @@ def _prediction_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArr
 
 
 def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
-    """int32[n], n >= 1. Cut to leave room for what is to be made where the model's limits say so; never in a session, whose
-    context only the core knows."""
+    """Returns the checked prompt as int32[n], n >= 1.
+
+    If the model's limits allow it, a prompt outside of a session is cut, so that the context has space for one output token. In a
+    session, only the core has the whole context.
+    """
     prompt = _ids_from_pb(message.prompt_ids, model)
     if model.allow_auto_truncate and not message.HasField("session"):
         prompt = prompt[: model.context_len - (0 if _is_measured(message) else 1)]
@@ -160,7 +170,7 @@ def _is_measured(message: worker_pb2.Submit) -> bool:
 
 
 def _ids_from_pb(ids: Sequence[int], model: ModelLimits) -> NDArray[np.int32]:
-    """int32[n], n >= 1."""
+    """Returns checked token ids as int32[n], n >= 1."""
     prompt = np.array(ids, dtype=np.uint32)
     if not len(prompt):
         raise InvalidRequest("prompt_ids", "the prompt is empty")
