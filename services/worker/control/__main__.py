@@ -22,7 +22,7 @@ PROG = "rootstock control"  # begins each line on stderr
 
 
 class ControlSettings(TlsSettings):
-    """One operation of one worker's control service."""
+    """The settings of one call to a worker's control service."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 

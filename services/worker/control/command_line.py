@@ -1,4 +1,4 @@
-"""One operation from a shell: words in, a request out; a response in, JSON out."""
+"""The shell form of a control operation: its arguments become a request, and its response becomes JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.worker.control.flush import OF_SALT
 
 
 class WrongWords(ValueError):
-    """The words after the operation do not fit it."""
+    """The arguments do not fit the operation."""
 
 
 def _none(build: Callable[[], Message]) -> Callable[[Sequence[str]], Message]:
@@ -48,7 +48,7 @@ def _changes(words: Sequence[str]) -> Message:
 
 
 def _scalar(word: str) -> Scalar:
-    """A JSON number or boolean, else the word itself."""
+    """Returns the number or boolean of a JSON word, or the word itself."""
     try:
         value = orjson.loads(word)
     except orjson.JSONDecodeError:
@@ -73,7 +73,7 @@ def _tags(words: Sequence[str]) -> list[Any]:
 
 
 def _flush(words: Sequence[str]) -> Message:
-    """SALT may be any text, also none: what has no salt."""
+    """Parses the tiers and the selection of a flush. An empty SALT selects KV without a salt."""
     request = pb.FlushCacheRequest()
     for word in words:
         name, equals, value = word.partition("=")
@@ -115,7 +115,7 @@ PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
 
 
 async def call(dialer: Dialer, address: str, token: str, operation: str, request: Message, timeout_s: float) -> bytes:
-    """The response as indented JSON. Raises grpc.aio.AioRpcError."""
+    """Calls an operation and returns its response as indented JSON. Raises grpc.aio.AioRpcError if the call fails."""
     metadata = ((METADATA_KEY, authorization(token)),) if token else ()
     async with dialer.channel(address, Role.WORKER) as channel:
         stub = control_pb2_grpc.ControlStub(channel)

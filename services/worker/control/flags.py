@@ -1,4 +1,4 @@
-"""The words of `rootstock control`. Standard library only: the client adds them to its parser wherever it runs."""
+"""The arguments of `rootstock control`. Imports only the standard library, because the client always adds them to its parser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ operations:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags without a value stay None: the environment's ROOTSTOCK_ variables and the settings' defaults come next."""
+    """Adds the arguments to a parser.
+
+    A flag without a value stays None, so that the ROOTSTOCK_ variables of the environment and then the settings' defaults apply.
+    """
     parser.add_argument("operation", metavar="OPERATION", help="operation of the worker's control service")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs="*", help="arguments of the operation, as listed below")
     parser.add_argument("--address", metavar="HOST:PORT", help="the worker's control address; default 127.0.0.1:9203")

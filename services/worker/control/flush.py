@@ -1,4 +1,4 @@
-"""Forgetting cached prefixes: by the tier that keeps them, by their salt, by their age."""
+"""Operators' deletions of cached KV, by tier, by salt or by age."""
 
 from __future__ import annotations
 
@@ -14,31 +14,41 @@ from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.operations import DeleteStored
 from services.worker.exec.contracts.protocol import Executor
 
-USUAL = (Tier.DEVICE, Tier.HOST)  # a prefix that was forgotten must not come back; what a storage keeps is there to outlive this
+# A prefix of the device must not return from the host. A storage is made to outlive a flush of both.
+USUAL = (Tier.DEVICE, Tier.HOST)
 OF_SALT = (*USUAL, Tier.STORAGE)
-OF_AGE = (Tier.STORAGE,)  # that knows it
+OF_AGE = (Tier.STORAGE,)  # only the storage has ages
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """What is to be forgotten. salt: "" for what has none; None: any."""
+    """A selection of cached pages."""
 
     tiers: tuple[Tier, ...]
-    salt: str | None = None
-    older_than_s: float | None = None
+    salt: str | None = None  # cache salt; empty for pages without a salt, unset for every page
+    older_than_s: float | None = None  # least age in seconds, or unset for every age
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """pages: that were forgotten. stored: what becomes of the storage's, None where none was meant; counted: pages has them."""
+    """The result of a flush."""
 
-    pages: int
-    stored: Future[Deleted] | None
-    counted: bool
+    pages: int  # number of pages that were forgotten
+    stored: Future[Deleted] | None  # result of the deletion in the storage; unset if it was not selected
+    counted: bool  # whether `pages` includes the pages of the storage
 
 
 def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) -> Flush:
-    """names: of tiers, and SELECTED; none: the usual ones. Raises ValueError naming the field."""
+    """Returns the selection of a request.
+
+    Args:
+        names: names of tiers, and SELECTED. Without names, the usual tiers are selected.
+        salt: cache salt; None for every page.
+        older_than_s: least age in seconds; None for every age.
+
+    Raises:
+        ValueError: names the invalid field.
+    """
     selects = salt is not None or older_than_s is not None
     names = [name for name in names if not (selects and name == SELECTED)]
     unknown = [name for name in names if name not in set(Tier) - {Tier.PEER}]
@@ -57,7 +67,7 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
 
 
 def flush(control: SchedulerControl, executor: Executor, what: Flush) -> Flushed:
-    """On the loop's thread, and without waiting for the storage."""
+    """Forgets the selected pages on the loop's thread. It does not wait for the storage."""
     pages = 0
     if what.salt is not None and what.older_than_s is None:
         pages = control.forget_salt(what.salt, what.tiers)

@@ -1,4 +1,4 @@
-"""What an operator can look at, and change, of a running scheduler."""
+"""The state of a running scheduler that operators can read and change."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ MAX_STEP_DELAY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class InternalState:
+    """A copy of the state, which belongs to its receiver."""
+
     tunables: Mapping[str, Scalar]
-    stats: Mapping[str, Scalar]
+    stats: Mapping[str, Scalar]  # the scalar fields of StepStats
     paused: bool
-    step_delay_s: float
-    released: tuple[MemoryPart, ...]
-    profile: Path | None
+    step_delay_s: float  # see Pace
+    released: tuple[MemoryPart, ...]  # parts of the memory that are released
+    profile: Path | None  # file of the running profile, if there is one
 
 
 def snapshot(control: SchedulerControl, pace: Pace, occupation: Occupation, profiles: Profiles) -> InternalState:
-    """On the loop's thread; what it returns may go to any other."""
+    """Copies the present state on the loop's thread. Any thread may use the result."""
     figures = dataclasses.asdict(control.stats())
     return InternalState(
         tunables=dict(control.tunables()),
@@ -41,13 +43,17 @@ def snapshot(control: SchedulerControl, pace: Pace, occupation: Occupation, prof
 
 
 def retune(control: SchedulerControl, changes: Mapping[str, Scalar]) -> None:
-    """Changes all tunables that are named, or none. Raises ValueError naming one that is unknown or cannot have its value."""
+    """Changes tunables. Either all of them change, or no tunable does.
+
+    Raises:
+        ValueError: names a tunable that is unknown or cannot have its value.
+    """
     known = control.tunables()
     control.retune({name: _fitted(name, value, known) for name, value in changes.items()})
 
 
 def _fitted(name: str, value: Scalar, known: Mapping[str, Scalar]) -> Scalar:
-    """The value in the tunable's own type: JSON and command lines write 1 where 1.0 is meant."""
+    """Returns the value in the tunable's type, because JSON and command lines may have 1 for 1.0."""
     if name not in known:
         raise ValueError(f"{name}: no such tunable; there are {', '.join(sorted(known))}")
     wanted = type(known[name])
@@ -61,7 +67,7 @@ def _fitted(name: str, value: Scalar, known: Mapping[str, Scalar]) -> Scalar:
 
 
 def slow_down(pace: Pace, step_delay_s: float) -> None:
-    """Raises ValueError outside of 0 to MAX_STEP_DELAY_S."""
+    """Sets the delay between steps. Raises ValueError if it is not within 0 and MAX_STEP_DELAY_S."""
     if not 0 <= step_delay_s <= MAX_STEP_DELAY_S:  # false for NaN
         raise ValueError(f"step_delay_s: is not within 0 and {MAX_STEP_DELAY_S:g}")
     pace.step_delay_s = step_delay_s

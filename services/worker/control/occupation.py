@@ -1,6 +1,6 @@
-"""Which parts of the worker's memory are given back to the system, and the pause that this needs.
+"""The parts of the worker's memory that are released to the system, and the pause that this requires.
 
-Read and written by commands, on the loop's thread.
+Commands read and write this state on the loop's thread.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ class MemoryPart(enum.Enum):
 
 
 class Occupation:
-    """While a part is released the scheduler is paused and turns new requests away, so that front ends go elsewhere. clock: the
-    loop's, in seconds. weights: told which ones have come back; None where they have no name."""
+    """The released parts of one worker's memory.
+
+    While a part is released, the scheduler is paused and refuses requests, so that gateways use other workers.
+    """
 
     def __init__(self, clock: Callable[[], float], weights: ServedWeights | None = None) -> None:
+        """Starts with all memory in use.
+
+        Args:
+            clock: the loop's clock, in seconds.
+            weights: is informed about new weights, or None if the model has no revision.
+        """
         self._clock = clock
         self._weights = weights
         self._released: list[MemoryPart] = []
@@ -36,9 +44,15 @@ class Occupation:
         return tuple(part for part in MemoryPart if part in self._released)
 
     def release(self, control: SchedulerControl, executor: Executor, parts: Sequence[MemoryPart]) -> None:
-        """Only while no request is here. Forgets all cached prefixes and sessions. parts: none for all.
+        """Releases parts of the memory, and forgets all cached prefixes and sessions. No request may be present.
 
-        Raises OperationRefused, and then nothing has changed.
+        Args:
+            control: the scheduler's control.
+            executor: the owner of the memory.
+            parts: the parts; all of them if empty.
+
+        Raises:
+            OperationRefused: nothing has changed.
         """
         wanted = [part for part in MemoryPart if part in parts or not parts]
         for part in wanted:
@@ -50,10 +64,19 @@ class Occupation:
         if not control.paused:
             control.pause(PauseMode.ABORT, self._clock())
             self._paused_here = True
-        control.reset_memory()  # also for the weights: others may stand in the folder when they come back
+        control.reset_memory()  # for the weights, too: the folder may have other weights when they are loaded again
 
     def resume(self, control: SchedulerControl, executor: Executor, parts: Sequence[MemoryPart]) -> None:
-        """parts: none for all that is released. Raises OperationRefused, and then nothing has changed."""
+        """Allocates released parts again. When all parts are back, the scheduler accepts requests.
+
+        Args:
+            control: the scheduler's control.
+            executor: the owner of the memory.
+            parts: the parts; all released ones if empty.
+
+        Raises:
+            OperationRefused: nothing has changed.
+        """
         wanted = [part for part in MemoryPart if part in (parts or self._released)]
         if not wanted:
             raise OperationRefused("nothing is released")
@@ -76,12 +99,12 @@ class Occupation:
             self._paused_here = False
 
     def pause(self, control: SchedulerControl, mode: PauseMode) -> None:
-        """An operator's pause; it outlasts the one that released memory needs."""
+        """Pauses the scheduler for an operator. This pause continues after all memory is back."""
         control.pause(mode, self._clock())
         self._paused_here = False
 
     def unpause(self, control: SchedulerControl) -> None:
-        """Raises OperationRefused while there is memory missing to run with."""
+        """Ends a pause. Raises OperationRefused while memory is released."""
         if self._released:
             parts = " and ".join(part.value for part in self.released)
             raise OperationRefused(f"{parts} must be resumed first: released memory cannot serve requests")
@@ -89,8 +112,13 @@ class Occupation:
 
 
 def _resume_weights(control: SchedulerControl, executor: Executor, operation: ResumeMemory, weights: ServedWeights) -> None:
-    """Names them while they are loaded. Where that fails, nobody could say which weights these are: they go again. Raises
-    OperationRefused, and then nothing has changed."""
+    """Loads the weights again and computes their revision.
+
+    If the revision cannot be computed, the weights are released again, because their name would be unknown.
+
+    Raises:
+        OperationRefused: nothing has changed.
+    """
     with weights.reading() as reading:
         executor.apply(operation)
         try:

@@ -1,4 +1,4 @@
-"""Lists the operations of the control service by RPC name, each with its barrier (table in docs/reference/control.md)."""
+"""The operations of the control service by RPC name, with the barrier of each one (table in docs/reference/control.md)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from services.worker.loop.barrier import Barrier
 
 BARRIERS: Mapping[str, Barrier] = MappingProxyType(
     {
-        "FlushCache": Barrier.NONE,  # pages freed under a step in flight are reusable at once: one stream orders all steps
+        # Pages that a step in flight reads may be reused at once, because one stream orders all steps.
+        "FlushCache": Barrier.NONE,
         "GetInternalState": Barrier.NONE,
         "SetInternalState": Barrier.NONE,
         "SlowDown": Barrier.NONE,
-        "Pause": Barrier.DRAINED,  # the answer says that the device rests
+        "Pause": Barrier.DRAINED,  # the response means that the device is idle
         "Continue": Barrier.NONE,
         "StartProfile": Barrier.DRAINED,
         "StopProfile": Barrier.DRAINED,
         "FreezeGc": Barrier.NONE,
-        "ReleaseMemory": Barrier.IDLE,  # what requests hold lies in that memory
+        "ReleaseMemory": Barrier.IDLE,  # the memory of requests is part of it
         "ResumeMemory": Barrier.DRAINED,
         "SetLogLevel": Barrier.NONE,
         "TraceRequest": Barrier.NONE,

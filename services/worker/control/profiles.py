@@ -1,4 +1,4 @@
-"""The profile that runs, if one does, and where its file goes. Read and written by commands, on the loop's thread."""
+"""The running profile and the path of its file. Commands read and write them on the loop's thread."""
 
 from __future__ import annotations
 
@@ -14,19 +14,35 @@ _ODD = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class Profiles:
-    """folder: made when the first profile starts. worker_id: part of every file's name, for several workers share a folder."""
+    """Starts and stops profiles of one worker."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:
+        """Starts without a profile.
+
+        Args:
+            folder: folder of the files, which is created with the first profile.
+            worker_id: part of each file's name, because several workers may share a folder.
+        """
         self._folder = folder
         self._suffix = _ODD.sub("_", worker_id)
         self._running: Path | None = None
 
     @property
     def running(self) -> Path | None:
+        """Path of the running profile, or None."""
         return self._running
 
     def start(self, executor: Executor, name: str) -> Path:
-        """name: "" for the time. Raises ValueError for an unusable name, OperationRefused where no profile can start."""
+        """Starts a profile and returns the path of its file.
+
+        Args:
+            executor: the executor to profile.
+            name: part of the file's name; the time if it is empty.
+
+        Raises:
+            ValueError: the name cannot be part of a file's name. OperationRefused: a profile is running, or its file cannot be
+            created.
+        """
         if name and not _NAME.fullmatch(name):
             raise ValueError("name: letters, digits, '.', '_' and '-' only, no '.' in front, at most 100 characters")
         if self._running is not None:
@@ -37,7 +53,11 @@ class Profiles:
         return path
 
     def stop(self, executor: Executor) -> Path:
-        """Raises OperationRefused if none runs, or its file cannot be written; the profile has ended in any case."""
+        """Stops the running profile and returns the path of its file.
+
+        Raises:
+            OperationRefused: no profile is running, or the file cannot be written. The profile has ended in both cases.
+        """
         path, self._running = self._running, None
         if path is None:
             raise OperationRefused("no profile is running")

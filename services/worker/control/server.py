@@ -1,4 +1,4 @@
-"""The control service's own port: who may call it, and its start."""
+"""The port of the control service: its start, and the check of its callers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ControlServer:
-    """A running control service on `port`. stop(): once the loop has ended, which ends what waits for it."""
+    """A running control service."""
 
     port: int
     server: grpc.aio.Server
 
     async def stop(self, grace_s: float) -> None:
+        """Stops the server. The loop must have ended, which ends the calls that wait for it."""
         await self.server.stop(grace_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlAddress:
-    """port: 0 for no control service. token, or the file that holds it: what callers bring. profile_dir: where profiles go."""
+    """The settings of the control port."""
 
     host: str
-    port: int
-    token: str
-    token_file: str
-    profile_dir: str
+    port: int  # 0: no control service
+    token: str  # token that callers present
+    token_file: str  # file with the token
+    profile_dir: str  # folder of profiles
 
 
 async def start_control(
@@ -53,10 +54,19 @@ async def start_control(
     guard: PortGuard | None = None,
     kv_peers: Callable[[], Sequence[PeerRate]] = tuple,
 ) -> ControlServer | None:
-    """None where it is switched off. put: the inbox's. weights: None where they have no name. guard: as start_server has it.
-    kv_peers: whose KV is read.
+    """Starts the control service. Returns None if the settings disable it.
 
-    Raises ValueError for settings that would let strangers in or a token that cannot be read, RuntimeError if the port is taken.
+    Args:
+        at: the settings.
+        put: passes a command to the loop.
+        worker_id: name of the worker.
+        model: name of the model.
+        weights: the served weights; None if the model has no revision.
+        guard: decides which callers may use the port; see start_guarded_server().
+        kv_peers: returns the remote workers whose KV this worker reads.
+
+    Raises:
+        ValueError: the settings would admit any caller, or the token cannot be read. RuntimeError: the port is in use.
     """
     if not at.port:
         return None

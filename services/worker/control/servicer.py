@@ -1,4 +1,4 @@
-"""The Control service: each call becomes a command to the worker's loop, and waits for what comes of it."""
+"""The Control service. Each call becomes a command to the worker's loop and waits for its result."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from services.worker.loop.barrier import Action, Command, LoopEnded, NotIdle, Pa
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 3600.0  # of a call without a deadline, too
-ANSWER_S = 0.5  # kept of a call's time, at most a tenth of it, for telling the caller that the barrier never held
+LONGEST_WAIT_S = 3600.0  # limit of a call; also applies without a deadline
+# Seconds of a call's time, at most a tenth of it, that remain for the response if the barrier does not hold in time.
+ANSWER_S = 0.5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """put: gives a command to the loop; thread-safe. clock: the loop's. weights: None where they have no name.
-    kv_peers: whose KV this worker reads."""
+    """Serves the operations of one worker."""
 
     def __init__(
         self,
@@ -52,6 +52,17 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         weights: ServedWeights | None = None,
         kv_peers: Callable[[], Sequence[PeerRate]] = tuple,
     ) -> None:
+        """Starts without commands.
+
+        Args:
+            put: passes a command to the loop, from any thread.
+            worker_id: name of the worker.
+            model: name of the model.
+            profiles: the running profile.
+            clock: the loop's clock.
+            weights: the served weights; None if the model has no revision.
+            kv_peers: returns the remote workers whose KV this worker reads.
+        """
         self._put = put
         self._worker_id, self._model = worker_id, model
         self._profiles = profiles
@@ -141,7 +152,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.TraceRequestResponse(events=rows)
 
     async def _run(self, operation: str, context: grpc.aio.ServicerContext, action: Action) -> Any:
-        """The action's result; ends the call with the status that fits whatever went wrong."""
+        """Runs an action on the loop's thread and returns its result.
+
+        An error ends the call with the fitting status.
+        """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._put(Command(BARRIERS[operation], action, future, self._deadline(context)))
         try:
@@ -159,7 +173,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return result
 
     async def _deleted(self, stored: concurrent.futures.Future[Deleted], context: grpc.aio.ServicerContext) -> Deleted:
-        """Once the storage has done it; ends the call if it has not."""
+        """Waits until the storage has deleted pages. A failure ends the call."""
         left = self._deadline(context) - self._clock()
         try:
             deleted = await asyncio.wait_for(asyncio.wrap_future(stored), max(left, 0.0))
@@ -199,7 +213,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
 
 def _word(enum: Any, number: int, field: str) -> str:
-    """The name of an enum's value, in lower case without prefix. Raises ValueError for one that is unset or unknown."""
+    """Returns the name of an enum's value, in lower case and without its prefix.
+
+    Raises:
+        ValueError: the value is unset or unknown.
+    """
     names: dict[int, str] = {value: name for name, value in enum.items()}
     if not number or number not in names:
         known = ", ".join(enum_word(names[0], name) for value, name in names.items() if value)
@@ -216,14 +234,14 @@ def _tags(parts: Iterable[MemoryPart]) -> list[pb.MemoryTag]:
 
 
 def _freeze_gc() -> int:
-    """Number of objects that later collections skip."""
+    """Freezes all present objects and returns their number. Later collections skip them."""
     gc.collect()
     gc.freeze()
     return gc.get_freeze_count()
 
 
 def _set_log_level(level: str) -> str:
-    """Of this process's root logger; returns the previous level. Raises ValueError for an unknown one."""
+    """Sets the level of the process's root logger and returns the previous level. Raises ValueError for an unknown level."""
     if level not in LOG_LEVELS:
         raise ValueError(f"level: must be one of {', '.join(LOG_LEVELS)}")
     root = logging.getLogger()
