@@ -1,4 +1,4 @@
-"""Cache events on their way from the loop's thread to the asyncio loop."""
+"""The way of cache events from the loop's thread to the asyncio loop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Callable
 
 from services.worker.core.kv.cache_events import CacheEvents
 
-BLOCKS_A_TURN = 4096  # of the asyncio loop: what else it has to do goes on in between
+BLOCKS_A_TURN = 4096  # limit per turn of the asyncio loop, so that its other work continues
 
 
 class CacheEventHandover:
-    """put() costs the loop's thread an append; the asyncio loop is woken once for all that has gathered, and takes it by so many
-    blocks a turn, in however many messages they come."""
+    """A queue between the two threads.
+
+    put() costs the loop's thread one append. The asyncio loop wakes up once for all queued events and takes at most about
+    BLOCKS_A_TURN blocks per turn.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[CacheEvents], None]) -> None:
         self._loop, self._deliver = loop, deliver
@@ -21,14 +24,14 @@ class CacheEventHandover:
         self._scheduled = False
 
     def put(self, events: CacheEvents) -> None:
-        """From one thread, in order."""
+        """Queues events. One thread calls it, in order."""
         self._queue.append(events)
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        self._scheduled = False  # first: what is appended from here on is either drained below or schedules another run
+        self._scheduled = False  # must come first: events queued later are taken below or schedule another run
         left = BLOCKS_A_TURN
         while self._queue and left > 0:
             events = self._queue.popleft()

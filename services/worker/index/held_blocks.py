@@ -1,4 +1,4 @@
-"""What this worker holds and what of it Redis has not been told. Pure; used on the asyncio loop alone."""
+"""The blocks of this worker, and their changes that Redis has not received. Only the asyncio loop uses this pure data."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from services.worker.core.kv.cache_events import CacheEvents
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """before: where Redis has the block; after: where it is. None: nowhere."""
+    """A change of a block's tier."""
 
     block: bytes
-    before: BlockTier | None
-    after: BlockTier | None
+    before: BlockTier | None  # tier in Redis; unset if Redis does not have the block
+    after: BlockTier | None  # present tier; unset if no tier has the block
 
 
 class HeldBlocks:
-    """Bounded by what cache and tiers hold, however long nothing can be published: changes that undo each other vanish. Tiers are
-    kept as plain ints: dicts of these are invisible to the garbage collector."""
+    """The blocks of one worker by tier.
+
+    Changes that cancel out are dropped, so that the size is bounded by the cache and the tiers, for however long Redis is away.
+    Tiers are stored as plain ints, because the garbage collector does not track dicts of these.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[bytes, int] = {}
-        self._pending: dict[bytes, int | None] = {}  # of blocks that have changed: where Redis has them
-        self._published: Counter[int] = Counter()
-        self._counts: Counter[int] = Counter()
+        self._held: dict[bytes, int] = {}  # tier by block
+        self._pending: dict[bytes, int | None] = {}  # changed blocks, with their tier in Redis
+        self._published: Counter[int] = Counter()  # number of blocks in Redis, by tier
+        self._counts: Counter[int] = Counter()  # number of blocks, by tier
 
     @property
     def num_held(self) -> int:
@@ -42,14 +45,14 @@ class HeldBlocks:
         return self._counts[tier]
 
     def num_published(self, tier: BlockTier) -> int:
-        """Blocks that the current generation has there in Redis, if everything that was taken got there."""
+        """Returns the blocks of the present generation in Redis, provided that every published change has arrived there."""
         return self._published[tier]
 
     def held(self, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
         return frozenset(block for block, where in self._held.items() if where == tier)
 
     def merge(self, events: CacheEvents) -> None:
-        """After `cleared` the generation must be another one: see restart()."""
+        """Applies cache events. After `cleared`, the caller must begin a new generation with restart()."""
         if events.cleared:
             self._held, self._pending = {}, {}
             self._published, self._counts = Counter(), Counter()
@@ -75,12 +78,12 @@ class HeldBlocks:
                 del self._pending[block]
 
     def restart(self) -> None:
-        """Under a new generation: nothing is published, everything is pending."""
+        """Marks all blocks as pending, because a new generation begins, which has no block in Redis."""
         self._pending = dict.fromkeys(self._held)
         self._published = Counter()
 
     def take(self, limit: int) -> list[BlockMove]:
-        """Up to `limit` pending changes, the oldest first; they count as published from here on."""
+        """Returns up to `limit` pending changes, oldest first, and counts them as published."""
         pending = islice(self._pending.items(), limit)
         moves = [BlockMove(block, _tier(before), _tier(self._held.get(block))) for block, before in pending]
         for move in moves:

@@ -1,4 +1,4 @@
-"""The prefix index's publisher as metrics."""
+"""The metrics of the prefix index's publisher."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Keeps this worker's lease and tells Redis which blocks it holds, off the step path (docs/design/fleet.md#the-index).
+"""Renews this worker's lease and publishes its blocks to Redis, outside of the step path (docs/design/fleet.md#the-index).
 
-One asyncio task owns all of it but the handover. While Redis is away, full or slow the worker serves on: changes gather, undo
-each other, and never exceed what the cache holds. Whatever leaves it open what Redis has (a write that failed, a restart, keys
-that went missing) is answered by a new generation, under which everything held is published again.
+One asyncio task owns everything except the handover. While Redis is away, full or slow, the worker continues to serve: changes
+accumulate, cancel out, and never exceed the content of the cache. If the content of Redis is uncertain, because a write failed,
+Redis was restarted or keys are missing, a new generation begins and all blocks are published again.
 """
 
 from __future__ import annotations
@@ -27,37 +27,51 @@ from services.worker.index.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = RENEW_S  # of a command
-PUBLISH_S = 0.1  # between two batches, unless BATCH_BLOCKS changes have gathered
-PUBLISH_S_PER_WORKER = 0.0005  # longer in a large fleet: its events share one stream, and each gateway reads them all
+TIMEOUT_S = RENEW_S  # limit of one command in seconds
+# Seconds between two batches, unless BATCH_BLOCKS changes are pending.
+PUBLISH_S = 0.1
+# Additional seconds per worker of the model, because the workers share one stream of events, and each gateway reads all of them.
+PUBLISH_S_PER_WORKER = 0.0005
 LONGEST_PUBLISH_S = 0.5
 BATCH_BLOCKS = 500
-BATCH_PAUSE_S = 0.01  # between batches in a row
-FIRST_PAUSE_S = 0.1  # after a failure, doubling
+BATCH_PAUSE_S = 0.01  # seconds between batches without a break
+FIRST_PAUSE_S = 0.1  # seconds after a failure; doubles with each failure in a row
 LONGEST_PAUSE_S = 2.0
 GIVE_UP_S = 1.0
 
 
 @dataclass(slots=True)
 class PublisherCounts:
-    """Since the start. republished: blocks published again under a new generation; dropped: changes given up by a failure."""
+    """Counters since the start."""
 
-    stored: int = 0
-    removed: int = 0
-    events: int = 0
-    generations: int = 0
-    republished: int = 0
-    dropped: int = 0
-    failures: int = 0
+    stored: int = 0  # blocks that Redis has recorded
+    removed: int = 0  # blocks that Redis has removed
+    events: int = 0  # published batches
+    generations: int = 0  # generations that were begun
+    republished: int = 0  # blocks that were published again under a new generation
+    dropped: int = 0  # changes whose publication failed
+    failures: int = 0  # failed turns
 
 
 class IndexPublisher:
-    """For the load report: `lease_held`, `generation` under which blocks are published, `seq` of its last event in Redis.
+    """Publishes the blocks of one worker.
 
-    Made on the event loop. Raises ValueError if the URL is none.
+    Load reports read `lease_held`, `generation` and `seq`, which is the number of the generation's last batch in Redis.
     """
 
     def __init__(self, url: str, model: str, worker: str, generation: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepares the publisher on the asyncio loop; keep() runs it.
+
+        Args:
+            url: address of Redis.
+            model: name of the model.
+            worker: name of the worker.
+            generation: name of the first generation.
+            clock: time in seconds.
+
+        Raises:
+            ValueError: the URL is invalid.
+        """
         self.generation = generation
         self.seq = 0
         self.counts = PublisherCounts()
@@ -69,8 +83,8 @@ class IndexPublisher:
         self._handover = CacheEventHandover(asyncio.get_running_loop(), self._merge)
         self._clock = clock
         self._news = asyncio.Event()
-        self._registered = False  # this generation's lease is written and nothing has failed since
-        self._held_until: float | None = None  # of the lease; None: there never was one
+        self._registered = False  # Redis has this generation's lease, and nothing has failed since
+        self._held_until: float | None = None  # end of the lease; unset before the first one
         self._run_id = ""
         self._renew_at = self._publish_at = self._resume_at = clock()
         self._publish_s = PUBLISH_S
@@ -79,6 +93,7 @@ class IndexPublisher:
 
     @property
     def lease_held(self) -> bool:
+        """Whether the lease has not expired."""
         return self._held_until is not None and self._clock() < self._held_until
 
     @property
@@ -86,11 +101,11 @@ class IndexPublisher:
         return self._sweeper.num_swept
 
     def cached(self, events: CacheEvents) -> None:
-        """From the loop's thread; returns at once."""
+        """Takes cache events from the loop's thread. Returns at once."""
         self._handover.put(events)
 
     async def keep(self) -> None:
-        """Until cancelled; then the lease is given up."""
+        """Publishes until it is cancelled, and then gives up the lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._sweeper.run())
@@ -115,7 +130,7 @@ class IndexPublisher:
                 await self._turn()
             except (RedisError, OSError) as error:
                 self._failed(error)
-            except Exception as error:  # of the client library's: without its lease nobody would use this worker
+            except Exception as error:  # an error of the client library; without its lease, the worker would get no requests
                 if not self._failing:
                     logger.exception("publishing the prefix index has failed, and is tried again")
                 self._registered = False
@@ -123,8 +138,11 @@ class IndexPublisher:
             await self._rest()
 
     async def _turn(self) -> None:
-        """The lease comes first: after a long sleep of this process its blocks may have been swept. After a failure connections
-        are made anew: the address may stand for another server by now, where the one that refuses used to be the primary."""
+        """Renews the lease or publishes a batch, if one of them is due.
+
+        The lease comes first, because the blocks may have been swept while this process was suspended. After a failure, all
+        connections are replaced, because the address may belong to another server after a failover.
+        """
         if self._failing:
             await self._client.connection_pool.disconnect(inuse_connections=False)
         if self._held_until is not None and self._clock() >= self._renew_at:
@@ -174,7 +192,7 @@ class IndexPublisher:
         self._registered = False
 
     async def _begin(self) -> None:
-        """A new generation, empty in Redis, with everything held to be published."""
+        """Begins a generation, which is empty in Redis. All blocks become pending."""
         generation = secrets.randbits(63) if self.counts.generations or self._failing else self.generation
         asked = self._clock()
         self._run_id = await self._records.register(generation, self.generation)
@@ -194,7 +212,7 @@ class IndexPublisher:
         try:
             await self._records.publish(generation, seq, moves)
         except (RedisError, OSError):
-            self._registered = False  # what Redis has is open
+            self._registered = False  # the content of Redis is uncertain
             self.counts.dropped += len(moves)
             raise
         self.seq = seq

@@ -1,7 +1,7 @@
-"""This worker's records in Redis (services.shared.index.prefix_index): its lease, its generations, its blocks, its events.
+"""This worker's records in Redis: its lease, generations, blocks and events (services.shared.index.prefix_index).
 
-Each method is one or a few round trips and raises RedisError or OSError when Redis is away, slow or refuses. Blocks are
-registered before they are written and forgotten after they are removed, so that a crash leaves nothing that a sweep cannot find.
+Each method takes one or a few round trips, and raises RedisError or OSError if Redis is away, slow or refuses. A block's name is
+recorded before the block is written and removed after it, so that a sweep finds everything after a crash.
 """
 
 from __future__ import annotations
@@ -28,21 +28,19 @@ from services.shared.index.prefix_index import (
 )
 from services.worker.index.held_blocks import BlockMove
 
-PIPELINE_BLOCKS = 250
+PIPELINE_BLOCKS = 250  # blocks per round trip
 BELOW = (BlockTier.HOST, BlockTier.STORAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What Redis has of this worker. lease: its value, None if it is gone. num_blocks: by BlockTier. listed: the worker and its
-    generation are where a sweep looks for them. num_workers: of the model. run_id: the server's, another one after its
-    restart."""
+    """The state in Redis that one lease renewal found for this worker."""
 
-    lease: bytes | None
-    num_blocks: tuple[int, ...]
-    listed: bool
-    num_workers: int
-    run_id: str
+    lease: bytes | None  # value of the lease key, or None if it has expired
+    num_blocks: tuple[int, ...]  # registered blocks by BlockTier
+    listed: bool  # the worker and its generation are in the sets that the sweeper reads
+    num_workers: int  # registered workers of this model
+    run_id: str  # run id of the Redis server; changes when the server restarts
 
 
 class WorkerRecords:
@@ -51,8 +49,13 @@ class WorkerRecords:
         self._model, self._worker = model, worker
 
     async def register(self, generation: int, before: int) -> str:
-        """The lease under a new generation: all entries of older ones are void. `before` is listed again, lest a sweep has
-        missed what was written under it lately. Returns the server's run id."""
+        """Writes the lease of a new generation, which makes all records of older generations void.
+
+        `before` is the previous generation. It is listed again, because a sweep may have missed its latest records.
+
+        Returns:
+            The run id of the Redis server.
+        """
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.set(lease_key(self._worker), generation, ex=LEASE_TTL_S)
             pipe.sadd(generations_key(self._worker), generation, before)
@@ -61,7 +64,10 @@ class WorkerRecords:
             return str((await pipe.execute())[-1]["run_id"])
 
     async def renew(self, generation: int) -> Renewal:
-        """Prolongs the lease, whosever it is: this also works where Redis is full and refuses writes."""
+        """Prolongs the lease and returns the worker's state.
+
+        It prolongs the lease of any generation, and works on a full Redis that refuses writes.
+        """
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.getex(lease_key(self._worker), ex=LEASE_TTL_S)
             for tier in BELOW:
@@ -76,8 +82,7 @@ class WorkerRecords:
         return Renewal(lease, tuple(num_blocks), bool(in_generations and in_workers), num_workers, info["run_id"])
 
     async def publish(self, generation: int, seq: int, moves: Sequence[BlockMove]) -> None:
-        """Blocks where they are, then those that are not any more where they were, a bounded number at a time, then the event
-        that tells of them."""
+        """Writes the blocks at their new tiers, removes them from their old ones, and then adds the event of the batch."""
         for at in range(0, len(moves), PIPELINE_BLOCKS):
             await self._store(generation, moves[at : at + PIPELINE_BLOCKS])
         for at in range(0, len(moves), PIPELINE_BLOCKS):
@@ -108,7 +113,7 @@ class WorkerRecords:
             await _executed(pipe)
 
     async def give_up(self, generation: int) -> None:
-        """Ends the lease if it is still this generation's."""
+        """Deletes the lease if it still belongs to this generation."""
         if await self._client.get(lease_key(self._worker)) == str(generation).encode():
             await self._client.delete(lease_key(self._worker))
 
@@ -131,6 +136,6 @@ def _by_tier(placed: Iterable[tuple[BlockTier | None, bytes]]) -> Iterator[tuple
 
 
 async def _executed(pipe: Pipeline) -> None:
-    """An empty one costs no round trip."""
+    """Executes a pipeline. An empty one takes no round trip."""
     if pipe.command_stack:
         await pipe.execute()

@@ -1,8 +1,8 @@
-"""Clears what dead generations left in Redis, a few blocks at a time, through their own: sets (docs/design/fleet.md#the-index).
+"""Removes the records of dead generations from Redis, a few blocks at a time (docs/design/fleet.md#the-index).
 
-Every worker looks after itself, after a few random others of its model, and after a few of another model, which may have no
-worker any more. A generation is dead when the worker's lease names
-another one; or when the lease is gone, and was gone some time before as well: a lease may be a moment late.
+The blocks of a generation are found through its own: sets. Each worker sweeps its own records, those of a few random workers of
+its model, and those of a few workers of one other model, which may have no worker left. A generation is dead if the worker's
+lease names another generation, or if the lease has been missing for LATE_S, because a lease may be renewed late.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 EVERY_S = 30.0
-LATE_S = 2.5 * LEASE_TTL_S  # how long a lease must have been seen gone
+LATE_S = 2.5 * LEASE_TTL_S  # time for which a lease must have been missing
 OTHERS = 8
 BATCH_BLOCKS = 250
 BATCH_PAUSE_S = 0.02
@@ -41,17 +41,17 @@ BELOW = (BlockTier.HOST, BlockTier.STORAGE)
 
 
 class Sweeper:
-    """Any number of them may sweep the same generation at once."""
+    """Sweeps records on behalf of one worker. Several sweepers may sweep the same generation at once."""
 
     def __init__(self, client: Redis, model: str, worker: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_swept = 0
         self._client = client
         self._model, self._worker = model, worker
         self._clock = clock
-        self._gone: dict[tuple[str, str], float] = {}  # model and worker → when its lease was first seen gone
+        self._gone: dict[tuple[str, str], float] = {}  # (model, worker) with the time at which its lease was first missing
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Sweeps until it is cancelled."""
         while True:
             try:
                 await self.sweep()
@@ -60,7 +60,7 @@ class Sweeper:
             await asyncio.sleep(EVERY_S)
 
     async def sweep(self) -> None:
-        """One round. Raises RedisError or OSError."""
+        """Sweeps one round. Raises RedisError or OSError."""
         await self._sweep_worker(self._model, self._worker)
         other = next((name for name in await self._random(MODELS_KEY, 2) if name != self._model), None)
         seen = set(self._gone)
@@ -71,7 +71,7 @@ class Sweeper:
             await self._sweep_worker(model, worker)
         if other is not None:
             await self._forget_model(other)
-        await self._client.sadd(MODELS_KEY, self._model)  # last: a full Redis refuses it
+        await self._client.sadd(MODELS_KEY, self._model)  # last, because a full Redis refuses it
 
     async def _sweep_worker(self, model: str, worker: str) -> None:
         lease, generations = await self._state(worker)
@@ -86,7 +86,7 @@ class Sweeper:
             await self._forget(model, worker)
 
     async def _state(self, worker: str) -> tuple[bytes | None, set[bytes]]:
-        """Lease and generations at one moment: one that is just being registered must not look dead."""
+        """Returns lease and generations of one moment, so that a generation that is being registered does not look dead."""
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.get(lease_key(worker))
             pipe.smembers(generations_key(worker))
@@ -94,7 +94,10 @@ class Sweeper:
         return lease, {generation for generation in generations if generation.isdigit()}
 
     async def _sweep_generation(self, model: str, worker: str, generation: int) -> None:
-        """Blocks first, then their names in the own: set: whatever stops this, the next sweep finds the rest."""
+        """Removes the records of one generation.
+
+        Blocks are removed before their names in the own: set, so that after an interruption the next sweep finds the rest.
+        """
         own, owner = own_key(worker, generation), owner_field(worker, generation)
         swept = 0
         while blocks := await self._random_blocks(own):
@@ -114,18 +117,18 @@ class Sweeper:
         return cast(list[bytes], await self._client.srandmember(key, BATCH_BLOCKS) or [])
 
     async def _random(self, key: str, count: int) -> list[str]:
-        """Of names."""
+        """Returns up to `count` random names of a set."""
         found = cast(list[bytes], await self._client.srandmember(key, count) or [])
         return [name.decode(errors="replace") for name in found]
 
     async def _forget(self, model: str, worker: str) -> None:
-        """A worker that is back lists itself again if it finds that it is not."""
+        """Removes a worker without lease and generations. A worker that returns lists itself again."""
         lease, generations = await self._state(worker)
         if lease is None and not generations:
             await self._client.srem(workers_key(model), worker)
 
     async def _forget_model(self, model: str) -> None:
-        """One that nobody serves any more. Its next worker names it again."""
+        """Removes a model without workers. Its next worker lists it again."""
         if not await self._client.exists(workers_key(model)):
             await self._client.unlink(events_key(model))
             await self._client.srem(MODELS_KEY, model)
