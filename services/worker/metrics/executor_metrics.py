@@ -1,4 +1,4 @@
-"""How the steps run on a device: replayed from graphs, launched kernel by kernel, or in pieces."""
+"""Metrics of steps on a device: replayed as graphs, launched kernel by kernel, or in pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _steps(stats: ExecutorStats) -> dict[tuple[str, ...], float]:
 
 
 class ExecutorMetrics(Readings[ExecutorStats]):
-    """The label: the name that clients use."""
+    """Metrics of one executor. The label is the served model name."""
 
     labels = ("model_name",)
     rows = (

@@ -1,4 +1,4 @@
-"""What compiling grammars takes, under SGLang's names where it has the metric."""
+"""Metrics of grammar compilation, under SGLang's names if it has the metric."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ SOURCE_BUCKETS = (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 1000
 
 
 class GrammarMetrics(Collector):
-    """The label: the name that clients use. timeouts: grammars that were refused for the time they take, so far. compiled() has
-    one caller at a time."""
+    """Metrics of one grammar book. The label is the served model name. At most one thread at a time calls compiled()."""
 
     def __init__(self, model_name: str, timeouts: Callable[[], int]) -> None:
+        """Starts without observations. `timeouts` returns the number of grammars that were refused for their compile time."""
         self._label_values = (model_name,)
         self._timeouts = timeouts
         self._seconds, self._chars = Histogram(COMPILE_BUCKETS), Histogram(SOURCE_BUCKETS)
 
     def compiled(self, seconds: float, chars: int) -> None:
-        """seconds: from its first asker to its being there. chars: of its source."""
+        """Records the compilation of a grammar.
+
+        Args:
+            seconds: time from the first request for the grammar until it was compiled.
+            chars: characters of its source.
+        """
         self._seconds.observe(seconds)
         self._chars.observe(chars)
 
     @classmethod
     def describe(cls) -> Iterator[Metric]:
-        """Every metric, without samples."""
+        """Yields every metric without samples."""
         yield from cls._families()
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""What loading the model took and what it holds: figures that are fixed once the engine is built."""
+"""Metrics of a model's loading and size, which are fixed when the engine is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _kv_pool_bytes(info: LoadedInfo) -> float:
 
 
 class LoadMetrics(Readings[LoadedInfo]):
-    """The label: the name that clients use. A model without weights and without a KV pool tells zeros."""
+    """Metrics of one model. The label is the served model name. A model without weights and KV pool reports zeros."""
 
     labels = ("model_name",)
     rows = (
@@ -46,7 +46,7 @@ def _reload_seconds(reload_s: Callable[[], float | None]) -> Value:
 
 
 class ReloadMetrics(Readings[Callable[[], float | None]]):
-    """Of weights that were released and loaded again. The label: the name that clients use."""
+    """Metrics of weights that were released and loaded again. The label is the served model name."""
 
     labels = ("model_name",)
     rows = (

@@ -1,4 +1,4 @@
-"""What the loop's turns add up to, as metrics read it. Written on the loop's thread; what is written is replaced whole."""
+"""Sums over the loop's turns, which metrics read. The loop's thread writes them and replaces each value as a whole."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.kv.cache_events import CacheEvents
 
-RATE_WINDOW_S = 10.0  # over which throughput and hit rate are taken
-SAMPLE_S = 1.0
+RATE_WINDOW_S = 10.0  # window of throughput, hit rate and acceptance
+SAMPLE_S = 1.0  # least seconds between two samples of this window
 
 
 class LoopCounts:
-    """page_size in tokens. stats: of the latest turn, None before the first. forward_s: seconds of steps by their mode. bubble_s:
-    seconds in which no step was in flight though requests ran; what a device idles while steps overlap does not show here.
-    idle_s: seconds in which the loop waited for messages."""
+    """The sums of one loop."""
 
     def __init__(self, page_size: int, num_pages: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.page_size, self.num_pages = page_size, num_pages
-        self.stats: StepStats | None = None
+        self.stats: StepStats | None = None  # stats of the latest turn; unset before the first one
         self.steps = 0
         self.prefill_tokens = self.decode_tokens = 0
         self.stored_blocks = self.removed_blocks = self.cleared = 0
+        # Seconds of steps, by mode.
         self.forward_s: dict[ForwardMode, float] = {mode: 0.0 for mode in ForwardMode if mode is not ForwardMode.IDLE}
+        # Seconds in which no step was in flight although requests ran, which leaves out idle times of a device between overlapped
+        # steps; seconds in which the loop waited for messages.
         self.bubble_s = self.idle_s = 0.0
         self._clock = clock
-        self._plan: BatchPlan | None = None  # the latest
+        self._plan: BatchPlan | None = None  # plan of the latest step
         self._ended_step, self._ended_at = -1, 0.0
         self._rests_since = 0.0
-        self._samples: deque[tuple[float, StepStats, float]] = deque()  # with forward_s of all modes
+        self._samples: deque[tuple[float, StepStats, float]] = deque()  # (time, stats, forward_s of all modes)
 
     def rests(self) -> None:
         self._rests_since = self._clock()
@@ -40,7 +41,7 @@ class LoopCounts:
         self.idle_s += self._clock() - self._rests_since
 
     def planned(self, plan: BatchPlan) -> None:
-        """A step is about to be launched."""
+        """Counts a step that is about to be launched."""
         if self._plan is not None and self._plan.step_id == self._ended_step and self._had_work:
             self.bubble_s += self._clock() - self._ended_at
         self._plan = plan
@@ -49,13 +50,13 @@ class LoopCounts:
         self.decode_tokens += plan.num_rows - plan.num_extend
 
     def ended(self, plan: BatchPlan, seconds: float) -> None:
-        """seconds: of the step."""
+        """Adds the time of a step."""
         self.forward_s[plan.mode] += seconds
         self._ended_step, self._ended_at = plan.step_id, self._clock()
 
     @property
     def _had_work(self) -> bool:
-        """At the latest turn."""
+        """Whether requests ran at the latest turn."""
         return self.stats is not None and self.stats.num_running > 0 and not self.stats.paused
 
     def turned(self, stats: StepStats) -> None:
@@ -75,12 +76,12 @@ class LoopCounts:
 
     @property
     def used_tokens(self) -> int:
-        """Of KV, by running requests."""
+        """Tokens of KV that running requests use."""
         return self.stats.pages_used * self.page_size if self.stats is not None else 0
 
     @property
     def decode_context_tokens(self) -> int:
-        """Of the rows that decode in the latest step, that step's token included."""
+        """Tokens of context of the decode rows in the latest step, including the tokens of that step."""
         plan = self._plan
         if plan is None or self.stats is None or not self.stats.num_running:
             return 0
@@ -88,40 +89,39 @@ class LoopCounts:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second, lately."""
+        """Output tokens per second in the window."""
         seconds, then, now, _ = self._lately()
         return (now.generated_tokens_total - then.generated_tokens_total) / seconds if then and now else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens admitted lately that were cached."""
+        """Share of the prompt tokens admitted in the window that were cached."""
         _, then, now, _ = self._lately()
         prompt = now.prompt_tokens_total - then.prompt_tokens_total if then and now else 0
         return (now.cached_tokens_total - then.cached_tokens_total) / prompt if then and now and prompt else 0.0
 
     @property
     def accept_length(self) -> float:
-        """Tokens that a row gave lately which verified guesses, the one beside them included; 0 where none did."""
+        """Tokens per row with draft tokens in the window, including the token that was not drafted; 0 without such rows."""
         _, then, now, _ = self._lately()
         rows = now.verified_rows_total - then.verified_rows_total if then and now else 0
         return 1 + (now.accepted_tokens_total - then.accepted_tokens_total) / rows if then and now and rows else 0.0
 
     @property
     def accept_rate(self) -> float:
-        """Share of the tokens guessed lately that were right."""
+        """Share of the draft tokens in the window that were accepted."""
         _, then, now, _ = self._lately()
         drafted = now.drafted_tokens_total - then.drafted_tokens_total if then and now else 0
         return (now.accepted_tokens_total - then.accepted_tokens_total) / drafted if then and now and drafted else 0.0
 
     @property
     def occupancy(self) -> float:
-        """Percentage of the time lately in which a step was computed."""
+        """Percentage of the window in which a step was computed."""
         seconds, _, _, forward_s = self._lately()
         return min(100.0 * forward_s / seconds, 100.0) if seconds else 0.0
 
     def _lately(self) -> tuple[float, StepStats | None, StepStats | None, float]:
-        """Seconds since the oldest sample that is no older than the window, that sample, the figures as they are, and seconds of
-        steps since."""
+        """Returns the window: its length in seconds, its first stats, the present stats, and the seconds of steps in it."""
         now = self._clock()
         for at, then, forward_s in list(self._samples):
             if now - at <= RATE_WINDOW_S and now > at:

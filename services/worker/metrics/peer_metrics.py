@@ -1,4 +1,4 @@
-"""KV that goes from worker to worker: what others have read here, and what this one has read there."""
+"""Metrics of KV transfers between workers: reads of this worker's pages, and this worker's reads from prefill workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _refused(server: RoomServer) -> Value:
 
 
 class PeerMetrics(Readings[RoomServer]):
-    """The label: the name that clients use."""
+    """Metrics of the KV port. The label is the served model name."""
 
     labels = ("model_name",)
     rows = (
@@ -47,7 +47,7 @@ def _slowest(reader: PeerReader) -> Value:
 
 
 class PeerReadMetrics(Readings[PeerReader]):
-    """The label: the name that clients use. transport: tcp, tls, nixl, or shm for shared memory."""
+    """Metrics of reads from prefill workers. The label `transport` is tcp, tls, nixl, or shm for shared memory."""
 
     labels = ("model_name",)
     rows = (

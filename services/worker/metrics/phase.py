@@ -1,6 +1,6 @@
-"""Where this worker is in its life, for metrics: from the moment that the process answers, long before the model is loaded.
+"""The phase of this worker for metrics, which are available long before the model is loaded.
 
-Written by the asyncio thread and the watchdog's, one plain attribute at a time; read by scrapes.
+The asyncio thread and the watchdog's thread write it, one plain attribute at a time; scrapes read it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class WorkerPhase(enum.StrEnum):
 
 
 class WorkerLife:
-    """cold_start_s: from this object's making to ready(), None until then. is_hung, hangs: now, and times so far."""
+    """The phase of one worker and its hangs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begun = clock()
-        self.cold_start_s: float | None = None
+        self.cold_start_s: float | None = None  # seconds from the creation of this object to ready(); unset before
         self.phase = WorkerPhase.LOADING
         self.is_hung = False
-        self.hangs = 0
+        self.hangs = 0  # number of hangs since the start
 
     def ready(self) -> None:
         self.phase = WorkerPhase.READY
@@ -52,7 +52,7 @@ def _phases(life: WorkerLife) -> dict[tuple[str, ...], float]:
 
 
 class LifeMetrics(Readings[WorkerLife]):
-    """The label: the name that clients use."""
+    """Metrics of one worker's phase. The label is the served model name."""
 
     labels = ("model_name",)
     rows = (

@@ -1,6 +1,6 @@
-"""What requests took and how long they were, as histograms under SGLang's names.
+"""Latencies and lengths of requests as histograms, under SGLang's names.
 
-`arrived` is called on the server's threads, `sent` on the loop's, `collect` by scrapes.
+The server's threads call arrived(), the loop's thread calls sent(), and scrapes call collect().
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ STAGES = ("prefill_waiting", "prefill_forward", "decode_forward")
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """stages: one histogram for each of them, told apart by the label `stage`."""
+    """The name and the buckets of one histogram metric."""
 
     name: str
     text: str
     buckets: tuple[float, ...]
-    stages: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()  # values of the label `stage`, with one histogram each; empty for a single histogram
 
     def described(self, labels: tuple[str, ...]) -> HistogramMetricFamily:
-        """Without samples."""
+        """Returns the metric without samples."""
         return HistogramMetricFamily(self.name, self.text, labels=(*labels, *(("stage",) if self.stages else ())))
 
 
@@ -54,7 +54,7 @@ DISTRIBUTIONS = (TTFT, ITL, E2E, QUEUE, STAGE, PROMPT, UNCACHED, OUTPUT)
 
 
 class RequestTimes:
-    """arrived() must be called for each submit, from any thread."""
+    """The histograms of one worker, and the times of open requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -64,10 +64,11 @@ class RequestTimes:
         self._of = {each: [Histogram(each.buckets) for _ in each.stages or ("",)] for each in DISTRIBUTIONS}
 
     def arrived(self, peer: int, handle: int) -> None:
+        """Records the arrival of a request. Called once per submit, from any thread."""
         self._arrivals[peer, handle] = self._clock()
 
     def sent(self, output: StepOutput) -> None:
-        """Latencies of the tokens and ends in one step's output."""
+        """Observes the tokens and finishes of one step's output."""
         now = self._clock()
         first: list[float] = []
         gaps: list[float] = []
@@ -104,14 +105,14 @@ class RequestTimes:
                 kept.pop((peer.peer, finish.handle), None)
 
     def _stages(self, peer: int, finish: Finish, now: float) -> tuple[list[float], ...]:
-        """Seconds of each stage that there was, in the order of STAGES."""
+        """Returns the seconds of each stage, in the order of STAGES. A list is empty if the request did not reach the stage."""
         key = (peer, finish.handle)
         arrived, first = self._arrivals.get(key, now), self._first.get(key)
         prefilled = max((now if first is None else first) - arrived - finish.queue_s, 0.0)
         return [finish.queue_s], [prefilled], [] if first is None else [now - first]
 
     def _observe(self, distribution: Distribution, *values: Sequence[float]) -> None:
-        """values: of each stage, where there are any."""
+        """Adds values to the histograms of a distribution: one list for each stage, or a single list."""
         for histogram, each in zip(self._of[distribution], values, strict=True):
             histogram.observe_all(each)
 

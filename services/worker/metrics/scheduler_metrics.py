@@ -1,7 +1,7 @@
-"""The worker's metrics under SGLang's names (docs/reference/metrics.md), from what the loop's turns add up to.
+"""The worker's metrics under SGLang's names (docs/reference/metrics.md), from the sums over the loop's turns.
 
-A figure of the scheduler's is a field of StepStats that says so; one of the loop's a field of LoopCounts and a row here.
-What requests took is in RequestTimes. `collect` is called by scrapes.
+A scheduler metric is an annotated field of StepStats. A loop metric is a field of LoopCounts with a row here. RequestTimes has
+the latencies of requests. Scrapes call collect().
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def _paused(counts: LoopCounts) -> Value:
     return counts.stats.num_running if counts.stats is not None and counts.stats.paused else 0
 
 
-KEY_BOUNDS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200)  # SGLang's, of requests of a routing key
+KEY_BOUNDS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200)  # SGLang's buckets of requests per routing key
 
 
 def _keys_by_requests(requests: Sequence[int]) -> Value:
-    """Number of routing keys by their requests: of each bucket alone, above `gt` and up to `le`."""
+    """Returns the number of routing keys by the number of their requests, for each bucket: above `gt` and up to `le`."""
     edges = [*map(str, KEY_BOUNDS), "+Inf"]
     keys = Tally(bisect_left(KEY_BOUNDS, each) for each in requests)
     return {(lower, upper): keys[at] for at, (lower, upper) in enumerate(pairwise(["0", *edges]))}
@@ -148,11 +148,19 @@ def _pool_shape() -> InfoMetricFamily:
 
 
 class WorkerMetrics(Collector):
-    """counts: what the loop's turns add up to. times: what requests took. engine_type: unified, prefill or decode."""
+    """The metrics of one worker."""
 
     def __init__(
         self, model_name: str, counts: LoopCounts, clock: Callable[[], float] = time.monotonic, engine_type: str = "unified"
     ) -> None:
+        """Starts without observations of requests.
+
+        Args:
+            model_name: served model name.
+            counts: sums over the loop's turns.
+            clock: time in seconds.
+            engine_type: unified, prefill or decode.
+        """
         self.counts = counts
         self.times = RequestTimes(clock)
         self._label_values = (model_name, engine_type, "0", "0")
@@ -161,7 +169,7 @@ class WorkerMetrics(Collector):
 
     @classmethod
     def describe(cls) -> Iterator[Metric]:
-        """Every metric, without samples."""
+        """Yields every metric without samples."""
         yield from (each.described(LABELS) for each in DISTRIBUTIONS)
         yield _pool_shape()
         yield from (row.described(LABELS) for row in ROWS)
