@@ -1,7 +1,7 @@
-"""Reads the end-of-sequence tokens of a model folder. Each token that any of its files names ends an answer.
+"""The end-of-sequence tokens of a model folder. Each token that any of its files names ends the output.
 
-Files disagree in published folders: a fine-tuned model often ends its turns with the tokenizer's `eos_token`, while config.json
-and generation_config.json still name the base model's.
+Files in published folders disagree: a fine-tuned model often ends its turns with the tokenizer's `eos_token`, while config.json
+and generation_config.json still name the base model's token.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from services.shared.hf_tokenizer import HfTokenizer
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-NESTED = ("text_config", "llm_config", "language_config")  # of the language model in a larger model's config.json
+NESTED = ("text_config", "llm_config", "language_config")  # keys of the language model in the config.json of a larger model
 
 
 def end_of_sequence(folder: str | Path, of_config: Sequence[int], tokenizer: HfTokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids that end an answer, once each.
+    """Returns the token ids that end the output, once each.
 
     Args:
-        of_config: what the loaded config says, its class's default included.
-        vocab_size: ids from here on are left out; they are never sampled.
+        folder: the model folder.
+        of_config: ids of the loaded config, including its class's default.
+        tokenizer: the model's tokenizer.
+        vocab_size: larger ids are left out, because they are never sampled.
 
     Raises:
-        ValueError: a file is no JSON object, or its `eos_token_id` is neither an id nor a list of ids.
+        ValueError: a file is not a JSON object, or its `eos_token_id` is neither an id nor a list of ids.
     """
     found = [*_named_ids(Path(folder)), *of_config, *_tokenizer_ids(Path(folder), tokenizer)]
     return tuple(token for token in dict.fromkeys(found) if token < vocab_size)
@@ -40,7 +42,7 @@ def _named_ids(folder: Path) -> Iterator[int]:
 
 
 def _tokenizer_ids(folder: Path, tokenizer: HfTokenizer) -> Iterator[int]:
-    """A token that the vocabulary lacks has no id."""
+    """Yields the ids of the tokenizer files' `eos_token`. A token outside of the vocabulary has no id."""
     for name in TOKENIZER_FILES:
         token = _object(folder / name).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
@@ -53,11 +55,11 @@ def _ids(value: Any, path: Path) -> list[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(each, bool) or not isinstance(each, int) or each < -1 for each in ids):
         raise ValueError(f"{path}: 'eos_token_id' is {json.dumps(value)}; it is a token id or a list of token ids.")
-    return [each for each in ids if each >= 0]  # -1: none, in some folders
+    return [each for each in ids if each >= 0]  # some folders use -1 for no token
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The file's content; empty if there is no file."""
+    """Returns the content of a JSON file; empty if the file is missing. Raises ValueError if it is not a JSON object."""
     if not path.is_file():
         return {}
     try:

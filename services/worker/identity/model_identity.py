@@ -1,7 +1,7 @@
-"""What makes equal tokens mean equal KV on two workers: the model's name, its weights, its tokenizer.
+"""The identity of a served model: name, weights and tokenizer. If it is equal on two workers, equal tokens have equal KV.
 
-ServedWeights is the one owner of a worker's identity. It is made when the model is loaded and replaced on the loop's thread
-when other weights are resumed; whoever keeps something by it is told there.
+ServedWeights is the only owner of a worker's identity. It is created when the model is loaded, and changes on the loop's thread
+when other weights are resumed; it then informs the users of the identity.
 """
 
 from __future__ import annotations
@@ -21,45 +21,63 @@ from services.worker.identity.weights_revision import WeightsReading
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """model: the name that clients use. revision, tokenizer: fingerprints, hex."""
+    """Name and fingerprints of a model."""
 
-    model: str
-    revision: str
-    tokenizer: str
+    model: str  # name that clients use
+    revision: str  # fingerprint of the weights, hexadecimal
+    tokenizer: str  # fingerprint of the tokenizer, hexadecimal
 
     def root_hash(self, namespace: str) -> bytes:
-        """What the first block of a prompt in this namespace (adapter and cache salt) is chained to."""
+        """Returns the hash that precedes the first block of a prompt in this namespace (adapter and cache salt)."""
         return root_hash(self.model, self.revision, self.tokenizer, namespace)
 
 
 class ServedWeights:
-    """identity: read by any thread. defaults: reads what comes with weights, of requests that leave parameters out; raises
-    ValueError, OSError. on_replaced: called on the loop's thread with both, before anything is computed with the new weights;
-    must not block. reload_s: seconds that loading them again took the last time, None where it has not happened."""
+    """The present weights of a worker."""
 
     def __init__(self, folder: str | Path, identity: ModelIdentity, defaults: Callable[[], SamplingDefaults]) -> None:
+        """Starts with the weights that were loaded first.
+
+        Args:
+            folder: the model folder.
+            identity: identity of these weights. Any thread may read the attribute.
+            defaults: reads the sampling defaults that come with the weights. It raises ValueError or OSError.
+        """
         self._folder = Path(folder)
         self.identity = identity
         self.defaults = defaults
+        # Called on the loop's thread before anything is computed with new weights. It must not block.
         self.on_replaced: Callable[[ModelIdentity, SamplingDefaults], None] = lambda identity, defaults: None
-        self.reload_s: float | None = None
+        self.reload_s: float | None = None  # seconds of the last reload; unset before the first one
 
     def reading(self) -> WeightsReading:
-        """Of the folder as it is; to be entered before it is loaded again."""
+        """Returns a reader of the folder, to be entered before the weights are loaded again."""
         return WeightsReading(self._folder)
 
     def replaced(self, revision: str, defaults: SamplingDefaults) -> None:
-        """The worker computes with these from here on. Name and tokenizer stay: both were read at the start."""
+        """Records new weights, with which the worker computes from now on.
+
+        Name and tokenizer do not change, because they are read only at the start.
+        """
         self.identity = replace(self.identity, revision=revision)
         self.on_replaced(self.identity, defaults)
 
     def tree_root(self, tree: str) -> bytes:
-        """What the first block in this tree of cached prefixes is chained to; a tree's name says which weights it is of."""
+        """Returns the hash that precedes the first block of a tree. The tree's name has the revision of its weights."""
         revision, namespace = parts_of(tree)
         return replace(self.identity, revision=revision).root_hash(namespace)
 
 
 def identify_model(folder: str | Path, given: str, revision: str) -> ModelIdentity:
-    """given: the name that clients use, "" for the folder's own. Raises OSError if tokenizer.json is not there."""
+    """Returns the identity of a model.
+
+    Args:
+        folder: the model folder.
+        given: name that clients use; the folder's name if it is empty.
+        revision: fingerprint of the weights.
+
+    Raises:
+        OSError: the folder has no tokenizer.json.
+    """
     tokenizer = xxhash.xxh3_64_hexdigest((Path(folder) / "tokenizer.json").read_bytes())
     return ModelIdentity(served_name(folder, given), revision, tokenizer)

@@ -1,7 +1,7 @@
-"""The sampling parameters of requests that do not set them: the operator's, else the model's, else the API's.
+"""The sampling defaults of a worker: the operator's values, else the model's, else the API's.
 
-The model's are those of generation_config.json in its folder. `do_sample: false` means temperature 0, whatever temperature the
-file has. `max_new_tokens` is not used: each API has a length of its own.
+The model's values are in generation_config.json. `do_sample: false` means temperature 0, whatever the file's temperature is.
+`max_new_tokens` is not used, because each API has a separate default for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ DO_SAMPLE = "do_sample"
 
 
 def sampling_defaults(folder: str | Path, from_model: bool, preferred: str) -> SamplingDefaults:
-    """from_model: the folder's file counts. preferred: see parse_preferences. Raises ValueError, also for a file that is no JSON
-    object."""
+    """Returns the values for parameters that a request leaves out.
+
+    Args:
+        folder: the model folder.
+        from_model: whether the folder's file is used.
+        preferred: the operator's values, see parse_preferences().
+
+    Raises:
+        ValueError: the operator's values are invalid, or the file is not a JSON object.
+    """
     of_model = _of_model(Path(folder) / FILE) if from_model else {}
     defaults = API_DEFAULTS.over(of_model).over(parse_preferences(preferred))
     logger.info("sampling defaults", extra=fields(**defaults.as_dict()))
@@ -31,7 +39,11 @@ def sampling_defaults(folder: str | Path, from_model: bool, preferred: str) -> S
 
 
 def parse_preferences(text: str) -> Mapping[str, Any]:
-    """The operator's values, as JSON text; "" for none. Raises ValueError with a sentence."""
+    """Returns the operator's values from JSON text; empty text means no values.
+
+    Raises:
+        ValueError: with a sentence for the operator.
+    """
     if not text:
         return {}
     try:
@@ -49,7 +61,7 @@ def parse_preferences(text: str) -> Mapping[str, Any]:
 
 
 def _of_model(path: Path) -> Mapping[str, Any]:
-    """What is out of range is a mistake of the file's and not a reason to serve nothing: it is logged and left out."""
+    """Returns the model's values. A value out of range is logged and left out, because the model can be served without it."""
     if not path.is_file():
         return {}
     try:

@@ -1,9 +1,8 @@
-"""The revision of a folder of weights: a digest of every byte that decides what its model computes.
+"""The revision of a folder of weights: a digest of every byte that determines what the model computes.
 
-It is of config.json, of model.safetensors.index.json where there is one, and of every *.safetensors file: names, sizes, all
-bytes. The folder's own name and the files' times are not in it. Files are hashed by a few threads in pieces of a fixed size,
-while somebody else loads them: xxh3 runs without the interpreter's lock, as fast as memory is read, and what one of the two
-has read from disk the other finds in memory.
+It covers config.json, model.safetensors.index.json if it exists, and every *.safetensors file: names, sizes and all bytes. It
+does not cover the folder's name and the files' times. A few threads hash the files in pieces of a fixed size while another thread
+loads them: xxh3 runs without the interpreter's lock at memory speed, and each file is read from disk only once.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
-VERSION = b"2"  # of what the digest is of
+VERSION = b"2"  # version of the digest's content
 PIECE_BYTES = 64 << 20
-BUFFER_BYTES = 1 << 20  # of each thread; fits a core's cache
+BUFFER_BYTES = 1 << 20  # per thread; fits a core's cache
 MOST_THREADS = 4
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
 class WeightsChanged(ValueError):
-    """The files changed while they were read: what was loaded may be of neither state."""
+    """The files changed while they were read, so that the loaded weights may be a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file as it was at one time. A changed content shows in one of these, unless someone sets them back."""
+    """The state of a file at one time. A change of its content changes at least one field, unless size and times are restored."""
 
     name: str
     size: int
@@ -42,12 +41,13 @@ class _File:
 
 
 class WeightsReading:
-    """Hashes from `with` on; whoever loads the folder does so inside. Leaving the block ends what still runs.
+    """A context manager that hashes a folder while its weights are loaded inside of it.
 
-    num_threads: 0 for one per core, at most MOST_THREADS. Memory: BUFFER_BYTES per thread.
+    Leaving the block ends hashing that is still running. Each thread uses BUFFER_BYTES of memory.
     """
 
     def __init__(self, folder: Path, num_threads: int = 0) -> None:
+        """Prepares the threads. `num_threads` 0 means one per core, at most MOST_THREADS."""
         threads = num_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._folder = folder
         self._pool = ThreadPoolExecutor(threads, "revision")
@@ -59,7 +59,7 @@ class WeightsReading:
         try:
             self._files = _files_of(self._folder)
         except OSError as error:
-            self._error = error  # whoever loads the folder may have more to say about it
+            self._error = error  # loading the folder may raise a better error
         for file in self._files:
             path, ends = self._folder / file.name, range(0, file.size, PIECE_BYTES)
             self._pieces.append([self._pool.submit(_digest, path, at, min(PIECE_BYTES, file.size - at)) for at in ends])
@@ -69,8 +69,13 @@ class WeightsReading:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def revision(self) -> str:
-        """Hexadecimal. Once the folder has been loaded: of what was loaded, for no file has changed since `with`. Raises OSError
-        if a file cannot be read, WeightsChanged."""
+        """Returns the revision in hexadecimal. Called when the weights are loaded.
+
+        No file has changed since the block was entered, so that the revision is that of the loaded weights.
+
+        Raises:
+            OSError: a file cannot be read. WeightsChanged: a file has changed.
+        """
         if self._error is not None:
             raise self._error
         loaded = time.monotonic()
@@ -89,16 +94,16 @@ class WeightsReading:
 
 
 def _files_of(folder: Path) -> list[_File]:
-    """Raises OSError, also where there is no config.json."""
+    """Returns the files of the revision. Raises OSError if one cannot be read or config.json is missing."""
     paths = [folder / CONFIG, *([folder / INDEX] if (folder / INDEX).exists() else []), *sorted(folder.glob("*.safetensors"))]
     found = [(path.name, path.stat()) for path in paths]
     return [_File(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found]
 
 
 def _digest(path: Path, begin: int, size: int) -> bytes:
-    """Of one piece. Raises OSError, WeightsChanged if the file ends within it."""
+    """Returns the digest of one piece of a file. Raises OSError, or WeightsChanged if the file ends within the piece."""
     chain, buffer, done = xxhash.xxh3_128(), memoryview(bytearray(min(BUFFER_BYTES, size))), 0
-    with path.open("rb", buffering=0) as file:  # one for each piece: the system reads ahead by open file
+    with path.open("rb", buffering=0) as file:  # opened for each piece, because the system reads ahead for each open file
         file.seek(begin)
         while done < size:
             count = file.readinto(buffer[: size - done])
