@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 async def drain(outbox: StreamOutbox, load: LoadReport, scheduler: SchedulerThread, grace_s: float) -> None:
     """Drains the worker for at most `grace_s` seconds.
 
-    On return, every request has its terminal output, and each stream ends when its gateway has taken it. Within the grace period,
-    KV reservations have been read or have expired. A further signal ends the wait; the signal after that kills the process.
+    The wait ends when every request has its terminal output and every KV reservation has been read or has expired. A further
+    signal ends the wait; the signal after that kills the process. Requests that are left then get their terminal output, and
+    each stream ends when its gateway has taken it.
     """
     outbox.closed = STOPPING
     load.tell()

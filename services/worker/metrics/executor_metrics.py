@@ -17,17 +17,23 @@ class ExecutorMetrics(Readings[ExecutorStats]):
 
     labels = ("model_name",)
     rows = (
-        Reading(Counter, "rootstock_worker_steps", "Steps by how they were run.", _steps, ("mode",)),
+        Reading(
+            Counter,
+            "rootstock_worker_steps",
+            "Steps by execution mode: replayed from a graph, or launched kernel by kernel (eager).",
+            _steps,
+            ("mode",),
+        ),
         Reading(
             Counter,
             "rootstock_worker_step_pieces",
-            "Passes of steps that were cut in pieces: larger than what was reserved for, or for want of memory.",
+            "Forward passes of steps that were cut into pieces, because they exceeded the reserved memory or memory ran out.",
             lambda stats: stats.pieces,
         ),
         Reading(
             Counter,
             "rootstock_worker_out_of_memory",
-            "Requests that ended because the device had no room.",
+            "Requests that ended because the device ran out of memory.",
             lambda stats: stats.given_up,
         ),
     )

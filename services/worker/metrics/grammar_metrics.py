@@ -47,9 +47,13 @@ class GrammarMetrics(Collector):
 
     @staticmethod
     def _families() -> tuple[HistogramMetricFamily, HistogramMetricFamily, CounterMetricFamily]:
-        text = "From a grammar's first asker to its being compiled, where it was compiled."
+        text = "Seconds from the first request for a grammar until it was compiled."
         return (
             HistogramMetricFamily("sglang:grammar_compilation_time_seconds", text, labels=LABELS),
-            HistogramMetricFamily("rootstock_worker_grammar_source_chars", "Characters of each grammar's source.", labels=LABELS),
-            CounterMetricFamily("sglang:num_grammar_timeout", "Grammars refused for the time they take.", labels=LABELS),
+            HistogramMetricFamily(
+                "rootstock_worker_grammar_source_chars", "Characters of the source of each compiled grammar.", labels=LABELS
+            ),
+            CounterMetricFamily(
+                "sglang:num_grammar_timeout", "Grammars refused because their compilation takes too long.", labels=LABELS
+            ),
         )

@@ -26,17 +26,28 @@ class LoadMetrics(Readings[LoadedInfo]):
         Reading(
             Gauge,
             "rootstock_worker_load_seconds",
-            "Time that each phase of loading took, and the total, in seconds.",
+            "Seconds of each phase of loading, and of all phases.",
             _seconds,
             ("phase",),
         ),
         Reading(
-            Gauge, "rootstock_worker_weight_bytes", "Resident weights, packed copies included.", lambda info: info.weight_bytes
+            Gauge,
+            "rootstock_worker_weight_bytes",
+            "Bytes of the resident weights, including packed copies.",
+            lambda info: info.weight_bytes,
         ),
         Reading(
-            Gauge, "sglang:context_len", "Most tokens of a request, prompt and output together.", lambda info: info.context_len
+            Gauge,
+            "sglang:context_len",
+            "Largest number of tokens of a request, prompt and output together.",
+            lambda info: info.context_len,
         ),
-        Reading(Gauge, "rootstock_worker_kv_pool_bytes", "Size of the KV pool, keys and values of all layers.", _kv_pool_bytes),
+        Reading(
+            Gauge,
+            "rootstock_worker_kv_pool_bytes",
+            "Bytes of the KV pool, with the keys and values of all layers.",
+            _kv_pool_bytes,
+        ),
     )
 
 
@@ -53,7 +64,7 @@ class ReloadMetrics(Readings[Callable[[], float | None]]):
         Reading(
             Gauge,
             "sglang:weight_load_duration_seconds",
-            "Time that loading weights again took, the last time that it was done.",
+            "Seconds of the last reload of released weights.",
             _reload_seconds,
             ("source",),
         ),

@@ -21,17 +21,22 @@ class PeerMetrics(Readings[RoomServer]):
         Reading(
             Counter,
             "rootstock_worker_kv_served_bytes",
-            "Bytes of KV that decode workers have read here.",
+            "Bytes of KV that decode workers have read from this worker.",
             lambda server: server.counts().served_bytes,
         ),
         Reading(
             Counter,
             "rootstock_worker_kv_refused_reads",
-            "What others have asked of the KV port and did not get, by why.",
+            "Refused reads at the KV port, by reason.",
             _refused,
             ("reason",),
         ),
-        Reading(Gauge, "rootstock_worker_kv_connections", "Open at the KV port.", lambda server: server.counts().num_connections),
+        Reading(
+            Gauge,
+            "rootstock_worker_kv_connections",
+            "Open connections at the KV port.",
+            lambda server: server.counts().num_connections,
+        ),
     )
 
 
@@ -54,14 +59,14 @@ class PeerReadMetrics(Readings[PeerReader]):
         Reading(
             Counter,
             "rootstock_worker_kv_read_bytes",
-            "Bytes of KV that were read from prefill workers.",
+            "Bytes of KV that this worker has read from prefill workers.",
             _read_bytes,
             ("transport",),
         ),
         Reading(
             Gauge,
             "rootstock_worker_kv_read_bytes_per_second",
-            "Of the slowest prefill worker, in its last read of 8 MiB or more; /server_info on the admin port tells each.",
+            "Bytes per second of the slowest prefill worker in its last read of at least 8 MiB; /server_info lists all.",
             _slowest,
             ("transport",),
         ),

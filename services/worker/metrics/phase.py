@@ -56,13 +56,15 @@ class LifeMetrics(Readings[WorkerLife]):
 
     labels = ("model_name",)
     rows = (
-        Reading(Gauge, "rootstock_worker_phase", "1 for the phase that the worker is in.", _phases, ("phase",)),
-        Reading(Gauge, "rootstock_worker_hung", "1 while the loop does not turn though it should.", lambda life: life.is_hung),
-        Reading(Counter, "rootstock_worker_hangs", "Times that the loop stopped turning.", lambda life: life.hangs),
+        Reading(
+            Gauge, "rootstock_worker_phase", "1 for the present phase of the worker, 0 for the other phases.", _phases, ("phase",)
+        ),
+        Reading(Gauge, "rootstock_worker_hung", "1 while the scheduler loop is hung.", lambda life: life.is_hung),
+        Reading(Counter, "rootstock_worker_hangs", "Hangs of the scheduler loop.", lambda life: life.hangs),
         Reading(
             Gauge,
             "rootstock_worker_cold_start_seconds",
-            "From the process's first answer to ready, in seconds.",
+            "Seconds from the first response of the process to ready.",
             lambda life: life.cold_start_s,
         ),
     )

@@ -37,19 +37,25 @@ class Distribution:
         return HistogramMetricFamily(self.name, self.text, labels=(*labels, *(("stage",) if self.stages else ())))
 
 
-TTFT = Distribution("sglang:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-ITL = Distribution("sglang:inter_token_latency_seconds", "Time between a request's tokens.", ITL_BUCKETS)
-E2E = Distribution("sglang:e2e_request_latency_seconds", "Arrival to end.", E2E_BUCKETS)
-QUEUE = Distribution("sglang:queue_time_seconds", "Arrival to first step.", QUEUE_BUCKETS)
+TTFT = Distribution(
+    "sglang:time_to_first_token_seconds", "Seconds from the arrival of a request to its first token.", TTFT_BUCKETS
+)
+ITL = Distribution("sglang:inter_token_latency_seconds", "Seconds between two output tokens of a request.", ITL_BUCKETS)
+E2E = Distribution("sglang:e2e_request_latency_seconds", "Seconds from the arrival of a request to its end.", E2E_BUCKETS)
+QUEUE = Distribution("sglang:queue_time_seconds", "Seconds from the arrival of a request to its first admission.", QUEUE_BUCKETS)
 STAGE = Distribution(
     "sglang:per_stage_req_latency_seconds",
-    "Of each answered request: until its first step, from there to its first token, from there to its end.",
+    "Seconds of each stage of a completed request: until its admission, then until its first token, then until its end.",
     STAGE_BUCKETS,
     STAGES,
 )
-PROMPT = Distribution("sglang:prompt_tokens_histogram", "Prompt tokens of each answered request.", TOKENS_BUCKETS)
-UNCACHED = Distribution("sglang:uncached_prompt_tokens_histogram", "Of these, tokens that no prefix hit gave.", TOKENS_BUCKETS)
-OUTPUT = Distribution("sglang:generation_tokens_histogram", "Output tokens of each answered request.", TOKENS_BUCKETS)
+PROMPT = Distribution("sglang:prompt_tokens_histogram", "Prompt tokens of each completed request.", TOKENS_BUCKETS)
+UNCACHED = Distribution(
+    "sglang:uncached_prompt_tokens_histogram",
+    "Prompt tokens of each completed request that no prefix hit covered.",
+    TOKENS_BUCKETS,
+)
+OUTPUT = Distribution("sglang:generation_tokens_histogram", "Output tokens of each completed request.", TOKENS_BUCKETS)
 DISTRIBUTIONS = (TTFT, ITL, E2E, QUEUE, STAGE, PROMPT, UNCACHED, OUTPUT)
 
 

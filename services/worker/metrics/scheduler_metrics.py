@@ -66,38 +66,38 @@ def _keys_by_requests(requests: Sequence[int]) -> Value:
 BLOCKS = "rootstock_worker_cache_blocks_"
 ROWS: tuple[Reading[LoopCounts], ...] = (
     *(_of_stats(field, mark) for field, mark in told().items()),
-    Reading(Gauge, "sglang:num_queue_reqs", "Requests that wait to run.", _waiting),
-    Reading(Gauge, "sglang:num_paused_reqs", "Requests that run and keep their memory over a pause.", _paused),
+    Reading(Gauge, "sglang:num_queue_reqs", "Requests that wait for admission.", _waiting),
+    Reading(Gauge, "sglang:num_paused_reqs", "Running requests that keep their memory during a pause.", _paused),
     Reading(
         Gauge,
         "sglang:num_unique_running_routing_keys",
-        "Routing keys with a request that runs.",
+        "Routing keys with a running request.",
         lambda c: len(c.stats.running_by_key) if c.stats is not None else None,
     ),
     Reading(
         Gauge,
         "sglang:routing_keys_active",
-        "Routing keys with a request here.",
+        "Routing keys with a request on this worker.",
         lambda c: len(c.stats.requests_by_key) if c.stats is not None else None,
     ),
     Reading(
         Gauge,
         "sglang:routing_key_running_req_count",
-        "Routing keys by their requests that run: above gt, up to le.",
+        "Routing keys by the number of their running requests: more than `gt`, at most `le`.",
         lambda c: _keys_by_requests(c.stats.running_by_key) if c.stats is not None else None,
         ("gt", "le"),
     ),
     Reading(
         Gauge,
         "sglang:routing_key_all_req_count",
-        "Routing keys by their requests that run or wait: above gt, up to le.",
+        "Routing keys by the number of their running and waiting requests: more than `gt`, at most `le`.",
         lambda c: _keys_by_requests(c.stats.requests_by_key) if c.stats is not None else None,
         ("gt", "le"),
     ),
     Reading(
         Gauge,
         "sglang:decode_sum_seq_lens",
-        "Tokens of context of all requests that decode in a step.",
+        "Tokens of context of all decode rows in the latest step.",
         lambda c: c.decode_context_tokens,
     ),
     Reading(Gauge, "sglang:num_used_tokens", "Tokens of KV that running requests use.", lambda c: c.used_tokens),
@@ -109,37 +109,59 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
         lambda c: c.used_tokens / (c.num_pages * c.page_size),
     ),
     Reading(Gauge, "sglang:max_total_num_tokens", "Size of the KV pool in tokens.", lambda c: c.num_pages * c.page_size),
-    Reading(Gauge, "sglang:page_size", "Tokens in a page of KV.", lambda c: c.page_size),
-    Reading(Gauge, "sglang:num_pages", "Pages of KV.", lambda c: c.num_pages),
-    Reading(Gauge, "sglang:gen_throughput", "Output tokens per second lately.", lambda c: c.throughput),
-    Reading(Gauge, "sglang:cache_hit_rate", "Share of admitted prompt tokens that were cached, lately.", lambda c: c.hit_rate),
-    Reading(Gauge, "sglang:spec_accept_length", "Tokens of a row that verified guesses, lately.", lambda c: c.accept_length),
-    Reading(Gauge, "sglang:spec_accept_rate", "Share of guessed tokens that were right, lately.", lambda c: c.accept_rate),
-    Reading(Counter, BLOCKS + "stored", "Blocks that became cached here, where events are on.", lambda c: c.stored_blocks),
-    Reading(Counter, BLOCKS + "removed", "Blocks that no tier has any more, where events are on.", lambda c: c.removed_blocks),
+    Reading(Gauge, "sglang:page_size", "Tokens of a page of KV.", lambda c: c.page_size),
+    Reading(Gauge, "sglang:num_pages", "Size of the KV pool in pages.", lambda c: c.num_pages),
+    Reading(Gauge, "sglang:gen_throughput", "Output tokens per second over the last 10 s.", lambda c: c.throughput),
+    Reading(
+        Gauge,
+        "sglang:cache_hit_rate",
+        "Share of admitted prompt tokens that were cached, over the last 10 s.",
+        lambda c: c.hit_rate,
+    ),
+    Reading(
+        Gauge,
+        "sglang:spec_accept_length",
+        "Tokens per decode row with draft tokens, over the last 10 s.",
+        lambda c: c.accept_length,
+    ),
+    Reading(
+        Gauge, "sglang:spec_accept_rate", "Share of draft tokens that were accepted, over the last 10 s.", lambda c: c.accept_rate
+    ),
+    Reading(
+        Counter, BLOCKS + "stored", "Blocks that became cached on this worker, if cache events are on.", lambda c: c.stored_blocks
+    ),
+    Reading(Counter, BLOCKS + "removed", "Blocks that left every tier, if cache events are on.", lambda c: c.removed_blocks),
     Reading(
         Counter,
         "rootstock_worker_cache_cleared",
-        "Times that all blocks went at once, where events are on.",
+        "Resets of all cached blocks, if cache events are on.",
         lambda c: c.cleared,
     ),
-    Reading(Counter, "rootstock_worker_forward_steps", "Steps that were launched.", lambda c: c.steps),
+    Reading(Counter, "rootstock_worker_forward_steps", "Launched steps.", lambda c: c.steps),
     Reading(
         Counter,
         "sglang:forward_execution_seconds",
-        "Time of steps, as the host sees it: from the launch, or from the end of the step before, to the result.",
+        "Seconds of steps as the host sees them: from the launch, or from the end of the previous step, to the result.",
         _seconds_by_mode,
         ("category",),
     ),
     Reading(
         Counter,
         "rootstock_worker_bubble_seconds",
-        "Time between steps in which nothing was in flight though requests ran, as the host sees it.",
+        "Seconds between steps in which no step was in flight although requests ran, as the host sees it.",
         lambda c: c.bubble_s,
     ),
-    Reading(Counter, "sglang:scheduler_idle_seconds", "Time in which the loop waited for messages.", lambda c: c.idle_s),
-    Reading(Gauge, "sglang:fwd_occupancy", "Percentage of the time lately in which a step was computed.", lambda c: c.occupancy),
-    Reading(Counter, "sglang:realtime_tokens", "Tokens as they are computed.", _tokens_by_mode, ("mode",)),
+    Reading(
+        Counter, "sglang:scheduler_idle_seconds", "Seconds in which the scheduler loop waited for messages.", lambda c: c.idle_s
+    ),
+    Reading(Gauge, "sglang:fwd_occupancy", "Percentage of the last 10 s in which a step was computed.", lambda c: c.occupancy),
+    Reading(
+        Counter,
+        "sglang:realtime_tokens",
+        "Tokens by mode: computed prompt tokens, cached prompt tokens, and decode tokens.",
+        _tokens_by_mode,
+        ("mode",),
+    ),
 )
 
 

@@ -52,59 +52,63 @@ class Told:
 class StepStats:
     """Present values of gauges, and counters since the start, whose names end in _total. Memory is in pages."""
 
-    num_running: Annotated[int, Told("sglang:num_running_reqs", "Requests that run.")]
-    max_running_requests: Annotated[int, Told("rootstock_worker_max_running_requests", "Requests that can run at once.")]
+    num_running: Annotated[int, Told("sglang:num_running_reqs", "Running requests.")]
+    max_running_requests: Annotated[int, Told("rootstock_worker_max_running_requests", "Largest number of running requests.")]
     num_waiting: int
-    num_gated: Annotated[int, Told("sglang:num_grammar_queue_reqs", "Requests whose grammar is being compiled.")]
-    num_retracted: Annotated[int, Told("sglang:num_retracted_reqs", "Requests that lost their memory and wait for it.")]
-    waiting_tokens: Annotated[int, Told("rootstock_worker_waiting_tokens", "Tokens of requests that wait to run.")]
+    num_gated: Annotated[int, Told("sglang:num_grammar_queue_reqs", "Requests that wait for their grammar.")]
+    num_retracted: Annotated[int, Told("sglang:num_retracted_reqs", "Retracted requests that wait for admission.")]
+    waiting_tokens: Annotated[int, Told("rootstock_worker_waiting_tokens", "Prompt and output tokens of waiting requests.")]
     pages_leased: int
     pages_cached: int
-    pages_evictable: Annotated[int, Told("sglang:kv_evictable_tokens", "Tokens of KV that are cached and unpinned.", True)]
-    pages_free: Annotated[int, Told("sglang:kv_available_tokens", "Tokens of KV that nothing holds.", True)]
-    new_token_ratio: Annotated[float, Told("sglang:new_token_ratio", "Share of remaining output that admission reserves.")]
+    pages_evictable: Annotated[int, Told("sglang:kv_evictable_tokens", "Tokens of cached KV that can be evicted.", True)]
+    pages_free: Annotated[int, Told("sglang:kv_available_tokens", "Tokens of free KV.", True)]
+    new_token_ratio: Annotated[float, Told("sglang:new_token_ratio", "Share of the remaining output that admission reserves.")]
     batch_is_full: bool
     paused: bool
     refuses_new: bool  # whether max_queued_requests is 0
     running_by_key: tuple[int, ...]  # number of running requests of each routing key that has any
     requests_by_key: tuple[int, ...]  # number of requests of each routing key that has any
-    num_sessions: Annotated[int, Told("rootstock_worker_sessions", "Sessions that are open.")]
-    session_tokens: Annotated[int, Told("rootstock_worker_session_tokens", "Tokens of context that sessions hold.")]
-    requests_total: Annotated[int, Told("sglang:num_requests", "Requests that have come.")]
-    aborts_total: Annotated[int, Told("sglang:num_aborted_requests", "Requests that ended without a whole answer.")]
+    num_sessions: Annotated[int, Told("rootstock_worker_sessions", "Open sessions.")]
+    session_tokens: Annotated[int, Told("rootstock_worker_session_tokens", "Tokens of context that sessions store.")]
+    requests_total: Annotated[int, Told("sglang:num_requests", "Received requests.")]
+    aborts_total: Annotated[int, Told("sglang:num_aborted_requests", "Requests that ended with an error or a cancellation.")]
     prompt_tokens_total: Annotated[int, Told("sglang:prompt_tokens", "Prompt tokens of admitted requests.")]
-    cached_tokens_total: Annotated[int, Told("sglang:cached_tokens", "Prompt tokens that a prefix hit gave.")]
+    cached_tokens_total: Annotated[int, Told("sglang:cached_tokens", "Prompt tokens that a prefix hit covered.")]
     generated_tokens_total: Annotated[int, Told("sglang:generation_tokens", "Output tokens.")]
-    retractions_total: Annotated[int, Told("sglang:num_retracted_requests", "Retractions.")]
+    retractions_total: Annotated[int, Told("sglang:num_retracted_requests", "Retractions of running requests.")]
     retracted_input_tokens_total: Annotated[
-        int, Told("sglang:num_retracted_input_tokens", "Prompt tokens of requests that were retracted.")
+        int, Told("sglang:num_retracted_input_tokens", "Prompt tokens of retracted requests.")
     ]
-    retracted_output_tokens_total: Annotated[int, Told("sglang:num_retracted_output_tokens", "Output tokens that they had.")]
+    retracted_output_tokens_total: Annotated[
+        int, Told("sglang:num_retracted_output_tokens", "Output tokens of retracted requests.")
+    ]
     grammars_total: Annotated[int, Told("sglang:num_grammar", "Requests with a grammar.")]
     grammar_hits_total: Annotated[
-        int, Told("sglang:num_grammar_cache_hit", "Of these, those whose grammar was compiled already.")
+        int, Told("sglang:num_grammar_cache_hit", "Requests whose grammar was compiled when they arrived.")
     ]
     grammar_aborts_total: Annotated[
         int,
         Told(
             "sglang:num_grammar_aborted",
-            "Requests with a grammar that ended without a whole answer, refused grammars among them.",
+            "Requests with a grammar that ended with an error or a cancellation, including refused grammars.",
         ),
     ]
     preemptions_total: Annotated[int, Told("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.")]
-    resumed_total: Annotated[int, Told("rootstock_worker_resumed_requests", "Requests that came with output from elsewhere.")]
-    verified_rows_total: Annotated[int, Told("sglang:spec_verify_calls", "Decode rows that verified guesses.")]
-    drafted_tokens_total: Annotated[int, Told("rootstock_worker_drafted_tokens", "Tokens that were guessed and verified.")]
-    accepted_tokens_total: Annotated[int, Told("rootstock_worker_accepted_tokens", "Of these, those that were right.")]
+    resumed_total: Annotated[
+        int, Told("rootstock_worker_resumed_requests", "Requests that arrived with output from another worker.")
+    ]
+    verified_rows_total: Annotated[int, Told("sglang:spec_verify_calls", "Decode rows with draft tokens.")]
+    drafted_tokens_total: Annotated[int, Told("rootstock_worker_drafted_tokens", "Draft tokens that were verified.")]
+    accepted_tokens_total: Annotated[int, Told("rootstock_worker_accepted_tokens", "Draft tokens that were accepted.")]
     evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
 
     # Rooms are KV reservations.
-    num_rooms: Annotated[int, Told("rootstock_worker_rooms", "Prompts whose KV is kept for decode workers.")]
-    rooms_total: Annotated[int, Told("rootstock_worker_rooms_opened", "Prompts whose KV was kept for decode workers.")]
-    expired_rooms_total: Annotated[int, Told("rootstock_worker_rooms_expired", "Of these, those that nobody came for in time.")]
+    num_rooms: Annotated[int, Told("rootstock_worker_rooms", "Open KV reservations for decode workers.")]
+    rooms_total: Annotated[int, Told("rootstock_worker_rooms_opened", "KV reservations that were opened for decode workers.")]
+    expired_rooms_total: Annotated[int, Told("rootstock_worker_rooms_expired", "KV reservations that reached their time limit.")]
 
     pages_quarantined: Annotated[
-        int, Told("rootstock_worker_quarantined_tokens", "Tokens of KV that copies from other tiers are writing.", True)
+        int, Told("rootstock_worker_quarantined_tokens", "Tokens of KV that imports from other tiers are writing.", True)
     ] = 0
     host_pages: Annotated[int, Told("sglang:hicache_host_total_tokens", "Size of the host tier in tokens.", True)] = 0
     host_pages_used: Annotated[int, Told("sglang:hicache_host_used_tokens", "Tokens of KV in the host tier.", True)] = 0
@@ -113,18 +117,20 @@ class StepStats:
         int,
         Told(
             "rootstock_worker_host_over_quota_tokens",
-            "Of the tokens evicted from the host tier, those of a cache salt that had all it may have.",
+            "Tokens of KV evicted from the host tier because their cache salt was at its quota.",
             True,
         ),
     ] = 0
     storage_pages: Annotated[int, Told("rootstock_worker_storage_tokens", "Tokens of KV in the storage tier.", True)] = 0
-    storage_bytes: Annotated[int, Told("rootstock_worker_storage_bytes", "Bytes of the storage tier, as far as known here.")] = 0
+    storage_bytes: Annotated[
+        int, Told("rootstock_worker_storage_bytes", "Bytes of the storage tier that this worker knows of.")
+    ] = 0
     storage_salts: Annotated[int, Told("rootstock_worker_storage_salts", "Cache salts with KV in the storage tier.")] = 0
     storage_over_quota_pages_total: Annotated[
         int,
         Told(
             "rootstock_worker_storage_over_quota_tokens",
-            "Tokens of KV that left the storage tier because their cache salt had all it may have.",
+            "Tokens of KV removed from the storage tier because their cache salt was at its quota.",
             True,
         ),
     ] = 0
@@ -137,11 +143,15 @@ class StepStats:
     backed_up_pages_total: Annotated[int, Told("sglang:hicache_backup_tokens", "Tokens of KV copied to the host tier.", True)] = 0
     stored_pages_total: Annotated[int, Told("sglang:backuped_tokens", "Tokens of KV written to the storage tier.", True)] = 0
     lost_pages_total: Annotated[
-        int, Told("rootstock_worker_lost_tokens", "Tokens of KV evicted before the host tier had them.", True)
+        int, Told("rootstock_worker_lost_tokens", "Tokens of KV evicted before their copy to the host tier.", True)
     ] = 0
     unstored_pages_total: Annotated[
         int,
-        Told("rootstock_worker_unstored_tokens", "Tokens of KV that the storage tier did not take, or was too slow for.", True),
+        Told(
+            "rootstock_worker_unstored_tokens",
+            "Tokens of KV not written to the storage tier, which failed or was too slow.",
+            True,
+        ),
     ] = 0
     loaded_pages_total: Annotated[int, Told("sglang:load_back_tokens", "Tokens of KV read from the host tier.", True)] = 0
     fetched_pages_total: Annotated[int, Told("sglang:prefetched_tokens", "Tokens of KV read from the storage tier.", True)] = 0
@@ -152,21 +162,23 @@ class StepStats:
         int,
         Told(
             "rootstock_worker_prefetched_tokens",
-            "Tokens of KV read from prefill workers that still computed the rest of their prompts.",
+            "Tokens of KV read from prefill workers that were still computing the rest of the prompt.",
             True,
         ),
     ] = 0
     refused_pulls_total: Annotated[
-        int, Told("rootstock_worker_refused_pulls", "Reads from prefill workers that brought nothing.")
+        int, Told("rootstock_worker_refused_pulls", "Reads from prefill workers without any page.")
     ] = 0
     load_bytes_s: Annotated[
-        float, Told("rootstock_worker_load_bytes_per_second", "At which the host tier was read lately; before that, a guess.")
+        float,
+        Told("rootstock_worker_load_bytes_per_second", "Rate of recent reads from the host tier, assumed before the first."),
     ] = 0.0
     fetch_bytes_s: Annotated[
-        float, Told("rootstock_worker_fetch_bytes_per_second", "At which the storage tier was read lately; before, a guess.")
+        float,
+        Told("rootstock_worker_fetch_bytes_per_second", "Rate of recent reads from the storage tier, assumed before the first."),
     ] = 0.0
     pull_bytes_s: Annotated[
-        float, Told("rootstock_worker_pull_bytes_per_second", "At which prefill workers were read lately; before, a guess.")
+        float, Told("rootstock_worker_pull_bytes_per_second", "Rate of recent reads from the fastest prefill worker.")
     ] = 0.0
     pulls_lose: bool = False  # reading LOOKED_AT_PAGES pages from the fastest remote worker is slower than computing them
     host_saves: float | None = None  # share of the computing time that reading from the host saves, or None if unknown
@@ -175,7 +187,7 @@ class StepStats:
         int,
         Told(
             "rootstock_worker_recomputed_tokens",
-            "Tokens of KV that another tier had when their request began, and that were computed all the same.",
+            "Tokens of KV that were computed although another tier had them when their request was admitted.",
             True,
         ),
     ] = 0
