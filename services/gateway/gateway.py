@@ -27,8 +27,8 @@ from services.gateway.admin.workers import WorkerDirectory
 from services.gateway.api.anthropic.routes import MessagesApi
 from services.gateway.api.batches.kept import Kept, Stores
 from services.gateway.api.batches.routes import BatchesApi
+from services.gateway.api.openai.chat import parameters_of
 from services.gateway.api.openai.preparation import Preparer
-from services.gateway.api.openai.tools import parameters_of
 from services.gateway.api.responses.background_answers import BackgroundAnswers
 from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.routes import ResponsesApi

@@ -1,43 +1,162 @@
-"""Who makes a chat of any API ready to be generated: api/openai does, for all of them."""
+"""Prepares chats: checks that need the model, then the tokenizer, then the checks that need its result.
+
+Cancelling a preparation leaves nothing behind. No worker is asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from services.gateway.request.generation import ModelInfo, Plan, Prompt
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import tokenizer_pb2
+from services.gateway.api import prompts
+from services.gateway.api.chat import ChatRequest, PreparedChat
+from services.gateway.api.room import UNBOUNDED, for_an_answer
+from services.gateway.api.sampling_fields import check_token_ids
+from services.gateway.api.session_fields import check_turn
+from services.gateway.api.strict_json import dump_json
+from services.gateway.api.tools import constrained
+from services.gateway.api.translation import generation_of
+from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request import budgets
+from services.gateway.request.caller import Caller
+from services.gateway.request.errors import bad_request
+from services.gateway.request.generation import Generation, ModelInfo, Models, Part, Plan
 from services.gateway.request.origin import Origin
-from services.shared.output_formats import OutputFormats
-from services.shared.sampling_defaults import SamplingDefaults
+from services.shared.output_formats import NONE, OutputFormats
+from services.shared.sampling_parameters import Api
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What a chat was prepared as, for whoever goes on with it, whatever the model's workers and tokenizers say there. formats,
-    reasoning_marks: by which its output is read, see Parsing. context_len: in tokens. formats is None where the prompt alone is
-    known."""
+class ChatPreparer:
+    """Prepares the chats of all APIs. One per process. Every method raises ApiError."""
 
-    prompt: Prompt
-    formats: OutputFormats | None
-    reasoning_marks: Sequence[int]
-    context_len: int
-    defaults: SamplingDefaults
+    def __init__(
+        self,
+        models: Models,
+        tokenizer: TokenizerClient,
+        make_parser: MakeParser,
+        dropped: Callable[[], None],
+        omits_hosted_tools: bool,
+    ) -> None:
+        """Takes what all requests share.
 
-    def of(self, model: ModelInfo) -> ModelInfo:
-        """As it was; where there is less room by now, with that."""
-        if self.formats is None:
-            return model
-        return replace(model, context_len=min(self.context_len, model.context_len), defaults=self.defaults)
+        Args:
+            dropped: Called for each call of a tool that the client does not see.
+            omits_hosted_tools: Chats are served without their hosted tools instead of refused.
+        """
+        self._models = models
+        self._tokenizer = tokenizer
+        self._make_parser = make_parser
+        self._dropped = dropped
+        self.omits_hosted_tools = omits_hosted_tools
+
+    async def plan(self, chat: ChatRequest, origin: Origin, prepared: PreparedChat | None = None) -> Plan:
+        """Returns the plan of a chat.
+
+        Args:
+            prepared: The stored part of a chat that was prepared earlier. The messages of `chat` are then not used.
+        """
+        call = _encode_call(chat, origin.request_id)
+        chat = replace(chat, messages=())  # they may be 64 MiB, and `call` has a copy
+        model = await self.generating_model(chat.model, origin.caller)
+        model = model if prepared is None else prepared.of(model)
+        budgets.check_sets(chat.sampling.allowed_token_ids, chat.sampling.banned_token_ids, chat.sampling.n or 1)
+        generation = _generation_of(chat, model)
+        if chat.session is not None:
+            check_turn(generation.n == 1, None)
+        call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(chat.cache_salt))
+        if prepared is None:
+            room = for_an_answer(model, chat.session is not None)
+            prompt = await prompts.of_chat(call, self._tokenizer, model, origin, room, chat.fields)
+        else:
+            prompt = prepared.prompt
+        if prepared is not None and prepared.formats is not None:
+            formats, marks = prepared.formats, prepared.reasoning_marks
+        else:
+            if prepared is not None:
+                await self._tokenizer.ready(model.source)  # no tokenizer was asked for this prompt here
+            formats = self._formats(chat, model).after(prompt.rendered_end)
+            marks = self._tokenizer.reasoning_marks(model.source)
+        generation = constrained(generation, chat.tool_use, formats, self._parsing(marks))
+        name = chat.name or (origin.request_id if chat.session is not None else "")  # a later turn of the session names this one
+        return Plan(model, [Part(prompt, generation, "", name, await self._prediction(chat, model, origin))])
+
+    async def count(self, chat: ChatRequest, origin: Origin) -> int:
+        """Returns the number of tokens of a chat's prompt, which may be longer than the context."""
+        call = _encode_call(chat, origin.request_id)
+        model = await self.generating_model(chat.model, origin.caller)
+        return len((await prompts.of_chat(call, self._tokenizer, model, origin, UNBOUNDED, chat.fields)).ids)
+
+    async def generating_model(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name, as model_of(), if it generates text."""
+        model = await self.model_of(name, caller)
+        if not model.generates:
+            raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
+        return model
+
+    async def model_of(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name, for None the only one that the caller may use."""
+        self._require(name, caller)
+        model = await self._models.wait_for(name, caller)
+        self._require(name, caller)
+        return model
+
+    def _require(self, name: str | None, caller: Caller) -> None:
+        """Raises ApiError without a name if the caller may use several models; some may appear while a request waits."""
+        if name is None and sum(map(caller.may_use, self._models.names())) > 1:
+            raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
+
+    def _formats(self, chat: ChatRequest, model: ModelInfo) -> OutputFormats:
+        known = self._tokenizer.formats(model.source)
+        return chat.tool_use.formats(known if chat.separates_reasoning else replace(known, reasoning=NONE))
+
+    def _parsing(self, marks: Sequence[int]) -> MakeParsing:
+        return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
+
+    async def _prediction(self, chat: ChatRequest, model: ModelInfo, origin: Origin) -> Sequence[int] | None:
+        """Returns the ids of the predicted text; none if no worker reads them, None if the client predicts nothing."""
+        if chat.prediction is None:
+            return None
+        if chat.sampling.speculative is False or not self._models.reads_predictions(model):
+            return ()
+        return await prompts.of_prediction(chat.prediction, self._tokenizer, model, origin)
 
 
-class ChatPreparer(Protocol):
-    """chat: a body of the chat completions API. Every method raises ApiError in the words of that API."""
+def _encode_call(chat: ChatRequest, request_id: str) -> tokenizer_pb2.EncodeChatRequest:
+    """Returns the call that has the tokenizer render and encode the chat. Raises ApiError."""
+    return tokenizer_pb2.EncodeChatRequest(
+        request_id=request_id,
+        messages_json=dump_json(chat.messages, chat.fields.of("messages")),
+        tools_json=dump_json(chat.tools, "tools") if chat.tools else b"",
+        template_kwargs_json=dump_json(chat.variables, "chat_template_kwargs") if chat.variables else b"",
+        add_generation_prompt=chat.generation_prompt,
+        continue_final_message=chat.continues,
+        read_variables=chat.read_variables,
+    )
 
-    omits_hosted_tools: bool  # a chat is served without its hosted tools, instead of refused
 
-    async def of_chat(self, chat: dict[str, Any], origin: Origin, settled: Settled | None = None) -> Plan:
-        """settled: of one that was prepared before, whose messages are of no account."""
-
-    async def count_of(self, chat: dict[str, Any], origin: Origin) -> int:
-        """Tokens of its prompt."""
+def _generation_of(chat: ChatRequest, model: ModelInfo) -> Generation:
+    """Returns the parameters of a chat. Raises ApiError."""
+    check_token_ids(chat.logprob_token_ids, model.vocab_size, "logprob_token_ids")
+    logprobs = None if chat.logprobs is None else pb.Logprobs(top=chat.logprobs, token_ids=chat.logprob_token_ids)
+    return generation_of(
+        chat.sampling,
+        Api.CHAT,
+        model.vocab_size,
+        chat.fields,
+        max_tokens=chat.max_tokens,
+        min_tokens=chat.min_tokens,
+        seed=chat.seed,
+        logprobs=logprobs,
+        constraint=chat.constraint,
+        stream=chat.stream,
+        include_usage=chat.include_usage,
+        include_stop=chat.include_stop,
+        answer=chat.answer,
+        cache_salt=chat.cache_salt,
+        priority=chat.priority,
+        routing_key=chat.routing_key,
+        session=chat.session,
+    )

@@ -39,32 +39,29 @@ def _of_field(field: str, value: Any) -> Named | None:
     if value is None:
         return None
     if field == "response_format":
-        return _response_format(value)
+        return response_format(value, field)
     if field == "structured_outputs":
         return _structured_outputs(value)
     return field, _MAKERS[field](value, field)
 
 
-def _response_format(value: Any) -> Named | None:
+def response_format(value: Any, where: str) -> Named | None:
+    """Returns the constraint of a format: `text`, `json_object`, `json_schema` or `structural_tag`. Raises ApiError."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
         schema = value.get("schema")
-        return "response_format", pb.Grammar(json_object=True) if schema is None else json_schema(
-            schema, "response_format.schema"
-        )
+        return where, pb.Grammar(json_object=True) if schema is None else json_schema(schema, f"{where}.schema")
     if kind == "json_schema":
-        return "response_format", _named_schema(value.get("json_schema"))
+        return where, named_schema(value.get("json_schema"), f"{where}.json_schema")
     if kind == "structural_tag":
-        return "response_format", structural_tag(value, "response_format")
-    raise bad_request(
-        "response_format.type", "'response_format.type' must be one of text, json_object, json_schema, structural_tag."
-    )
+        return where, structural_tag(value, where)
+    raise bad_request(f"{where}.type", f"'{where}.type' must be one of text, json_object, json_schema, structural_tag.")
 
 
-def _named_schema(value: Any) -> pb.Grammar:
-    where = "response_format.json_schema"
+def named_schema(value: Any, where: str) -> pb.Grammar:
+    """Returns the grammar of an object with `name` and `schema`. Raises ApiError."""
     if not isinstance(value, dict):
         raise bad_request(where, f"'{where}' must be an object with 'name' and 'schema'.")
     if not isinstance(value.get("name"), str) or not value["name"]:

@@ -15,23 +15,29 @@ from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import ApiError, bad_request, internal
+from services.gateway.request.field_names import FieldNames
 from services.gateway.request.generation import ModelInfo, Prompt
 from services.gateway.request.origin import Origin
 from services.shared import limits
 
 
 async def of_chat(
-    call: tokenizer_pb2.EncodeChatRequest, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin, room: Room
+    call: tokenizer_pb2.EncodeChatRequest,
+    tokenizer: TokenizerClient,
+    model: ModelInfo,
+    origin: Origin,
+    room: Room,
+    fields: FieldNames,
 ) -> Prompt:
-    """Raises ApiError."""
+    """Returns the prompt of a chat. Raises ApiError in the client's names of its fields."""
     room.bound(call)
     with origin.tokenizing(call):
-        response = await tokenizer.encode_chat(call, model.source)
+        response = await tokenizer.encode_chat(call, model.source, fields)
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of prompts.")
     found = response.prompts[0]
     prompt = Prompt(found.ids, None, found.block_hashes, at_least=found.at_least, rendered_end=response.rendered_end)
-    return room.fit(prompt, "messages")
+    return room.fit(prompt, fields.of("messages"))
 
 
 async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Sequence[int]:

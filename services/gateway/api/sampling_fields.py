@@ -12,19 +12,20 @@ from services.shared import sampling_parameters as table
 from services.shared.sampling_parameters import SamplingParameter, spelled
 
 
-def stop_strings(value: Any) -> list[str]:
-    return _texts(value, table.STOP)
+def stop_strings(value: Any, name: str = table.STOP.wire) -> list[str]:
+    """Returns the stop strings of a client's field with this name."""
+    return _texts(value, table.STOP, name)
 
 
 def stop_regexes(value: Any) -> list[str]:
-    """Whether they are patterns is the worker's to say."""
-    return _texts(value, table.STOP_REGEX)
+    """Returns the patterns. Workers check whether they are valid."""
+    return _texts(value, table.STOP_REGEX, table.STOP_REGEX.wire)
 
 
-def _texts(value: Any, row: SamplingParameter) -> list[str]:
+def _texts(value: Any, row: SamplingParameter, name: str) -> list[str]:
     if value is None:
         return []
-    name, texts = row.wire, [value] if isinstance(value, str) else value
+    texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and len(texts) > row.most:
         raise bad_request(name, f"'{name}' may have at most {row.most} strings.")
     if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):

@@ -1,119 +1,114 @@
-"""What a checked body of any API asks for → Generation, with the parameters as workers are told them. Pure; raises ApiError.
+"""Parameters of a request of any API → Generation, whose sampling parameters are the message that workers receive.
 
-Errors name the API's own field; their messages never repeat what the client sent.
+Pure; raises ApiError. Errors name the API's own field, and their messages never repeat a value that the client sent.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.api.constraints import Named
 from services.gateway.api.request_body import PlacedBody, SamplingBody
 from services.gateway.api.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
-from services.gateway.request import client_fields
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
-from services.gateway.request.client_fields import NO_FIELDS, ClientFields
 from services.gateway.request.errors import bad_request
+from services.gateway.request.field_names import SCORE, FieldNames
 from services.gateway.request.generation import Generation, one_step
 from services.shared.sampling_parameters import (
     ALLOWED_TOKEN_IDS,
     BANNED_TOKEN_IDS,
     SCALAR,
     SCALARS,
-    SEED,
     STOP_TOKEN_IDS,
     Api,
-    SamplingParameter,
 )
 
-_SCALAR_NAMES = {api: tuple((row.wire, row.names[api]) for row in SCALARS) for api in Api}
+_SAME_NAMES = tuple(row.wire for row in SCALARS if set(row.names.values()) == {row.wire})  # in every API
 _POSITIVE = tuple(row for row in SCALARS if row.excludes_low)
 
 
-@dataclass(frozen=True, slots=True)
-class Common:
-    """What all prompts of one call share."""
+def generation_of(
+    body: SamplingBody,
+    api: Api,
+    vocab_size: int,
+    fields: FieldNames,
+    *,
+    max_tokens: int | None,
+    min_tokens: int | None,
+    seed: int | None,
+    logprobs: pb.Logprobs | None,
+    constraint: Named | None,
+    stream: bool,
+    cache_salt: str,
+    priority: int | None,
+    routing_key: str,
+    session: worker_pb2.SessionTurn | None,
+    include_usage: bool = False,
+    include_stop: bool | None = None,
+    answer: AnswerBody = TEXT_ALONE,
+) -> Generation:
+    """Returns what is asked of each prompt of a request. Raises ApiError.
 
-    stream: bool
-    cache_salt: str
-    priority: int | None
-    routing_key: str
-    session: worker_pb2.SessionTurn | None
-
-    @classmethod
-    def of(cls, body: PlacedBody, cache_salt: str, stream: bool = False, session: worker_pb2.SessionTurn | None = None) -> Common:
-        return cls(stream, cache_salt, body.priority, body.routing_key or "", session)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The parameters that each API reads from a form of its own."""
-
-    max_tokens: int | None  # None: as many as the context leaves; 0: no token, which only some APIs take
-    logprobs: pb.Logprobs | None
-    constraint: Named | None  # the client's field, and the grammar of the output
-    include_usage: bool = False  # the last event of a stream has the usage
-    include_stop: bool | None = None  # the text ends with the stop string; None: as `no_stop_trim` says
-    answer: AnswerBody = TEXT_ALONE
-    fields: ClientFields = NO_FIELDS
-
-
-def generation_of(body: SamplingBody, api: Api, common: Common, wanted: Wanted, vocab_size: int) -> Generation:
-    """The rest of it is the API's to fill in."""
-    most, least = wanted.max_tokens, _given(body, api, SCALAR["min_new_tokens"])
-    if most is not None and (least or 0) > most:
+    Args:
+        api: Names the fields in errors, and the parameters that `body` has.
+        max_tokens: None: all that the context allows. 0, which only some APIs accept: no token.
+        constraint: The client's field, and the grammar of the output.
+        include_stop: The text ends with the stop string. None: as `no_stop_trim` says.
+    """
+    if max_tokens is not None and (min_tokens or 0) > max_tokens:
         name = SCALAR["min_new_tokens"].names[api]
         raise bad_request(name, f"'{name}' is greater than the most tokens that are allowed.")
     return Generation(
-        stream=common.stream,
-        include_usage=wanted.include_usage,
+        stream=stream,
+        include_usage=include_usage,
         n=body.n or 1,
-        seed=_given(body, api, SEED),
-        max_tokens=None if most is None else max(1, most),
-        sampling=_message_of(body, api, wanted, vocab_size),
+        seed=seed,
+        max_tokens=None if max_tokens is None else max(1, max_tokens),
+        sampling=_message_of(body, api, min_tokens, logprobs, constraint, vocab_size),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         skip_special_tokens=body.skip_special_tokens is not False,
-        include_stop=bool(body.no_stop_trim) if wanted.include_stop is None else wanted.include_stop,
-        cache_salt=common.cache_salt,
-        priority=common.priority,
-        routing_key=common.routing_key,
-        session=common.session,
-        fields=wanted.fields,
-        grammar_field=wanted.constraint[0] if wanted.constraint else None,
-        hidden=most == 0,
-        answer=wanted.answer,
+        include_stop=bool(body.no_stop_trim) if include_stop is None else include_stop,
+        cache_salt=cache_salt,
+        priority=priority,
+        routing_key=routing_key,
+        session=session,
+        fields=fields,
+        grammar_field=constraint[0] if constraint else None,
+        hidden=max_tokens == 0,
+        answer=answer,
     )
 
 
-def embedding_generation(common: Common, embedding: pb.Embedding, fields: ClientFields) -> Generation:
-    """A vector in place of text."""
-    return one_step(pb.SamplingParams(embedding=embedding), common.priority, common.cache_salt, common.routing_key, fields)
+def embedding_generation(body: PlacedBody, cache_salt: str, embedding: pb.Embedding, fields: FieldNames) -> Generation:
+    """Returns the generation of an embedding vector."""
+    return one_step(pb.SamplingParams(embedding=embedding), body.priority, cache_salt, body.routing_key or "", fields)
 
 
-def score_generation(common: Common, score: pb.Score) -> Generation:
-    """Log probabilities of labels behind the prompt in place of text."""
-    fields = client_fields.SCORE
-    return one_step(pb.SamplingParams(score=score), common.priority, common.cache_salt, common.routing_key, fields)
+def score_generation(body: PlacedBody, cache_salt: str, score: pb.Score) -> Generation:
+    """Returns the generation of the log probabilities of labels behind the prompt."""
+    return one_step(pb.SamplingParams(score=score), body.priority, cache_salt, body.routing_key or "", SCORE)
 
 
-def _given(body: SamplingBody, api: Api, row: SamplingParameter) -> Any:
-    return getattr(body, row.names[api])
-
-
-def _message_of(body: SamplingBody, api: Api, wanted: Wanted, vocab_size: int) -> pb.SamplingParams:
-    """Without max_new_tokens and seed, which differ by prompt and choice; what the client has not said is unset."""
+def _message_of(
+    body: SamplingBody,
+    api: Api,
+    min_tokens: int | None,
+    logprobs: pb.Logprobs | None,
+    constraint: Named | None,
+    vocab_size: int,
+) -> pb.SamplingParams:
+    """Returns the message without max_new_tokens and seed, which differ by prompt and choice. A parameter that the client has not
+    given is unset."""
     for row in (STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS):
-        check_token_ids(_given(body, api, row) or (), vocab_size, row.names[api])
+        check_token_ids(getattr(body, row.names[api]) or (), vocab_size, row.names[api])
     bias = logit_bias(body.logit_bias or {}, vocab_size)
-    scalars = {wire: getattr(body, name) for wire, name in _SCALAR_NAMES[api]}
+    scalars = {name: getattr(body, name) for name in _SAME_NAMES}
     for row in _POSITIVE:
         if scalars[row.wire] is not None:
             scalars[row.wire] = row.resolved(scalars[row.wire])
     return pb.SamplingParams(
         **scalars,
+        min_new_tokens=min_tokens,
         logit_bias_ids=bias.keys(),
         logit_bias_values=bias.values(),
         stop_token_ids=body.stop_token_ids,
@@ -122,6 +117,6 @@ def _message_of(body: SamplingBody, api: Api, wanted: Wanted, vocab_size: int) -
         allowed_token_ids=token_id_set(body.allowed_token_ids),
         banned_token_ids=token_id_set(body.banned_token_ids),
         dry=dry(body),
-        logprobs=wanted.logprobs,
-        grammar=wanted.constraint[1] if wanted.constraint else None,
+        logprobs=logprobs,
+        grammar=constraint[1] if constraint else None,
     )

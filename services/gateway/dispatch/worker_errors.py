@@ -15,12 +15,6 @@ GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
 
 def of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
     """Returns the client's error. `finish` has the reason ABORT, or no reason."""
-    error = _of_finish(finish, choice, retry_after_s)
-    reworded = choice.generation.reworded
-    return error if reworded is None else reworded(error)
-
-
-def _of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
     code, text, asked = finish.error, _why(finish), choice.generation
     if code == pb.ERROR_CODE_INVALID_ARGUMENT and finish.field == SESSION_ID:
         return ApiError(404, text or "There is no such session.", param=asked.fields.of(SESSION_ID), code="session_not_found")

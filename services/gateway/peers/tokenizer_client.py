@@ -22,6 +22,7 @@ from services.gateway.peers.encode_stream import EncodeFailed
 from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.tokenizer_replica import Replica
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.request.field_names import CHAT, NO_NAMES, FieldNames
 from services.gateway.request.trace import EncodeCall
 from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import trace_fields
@@ -35,7 +36,7 @@ LONGEST_PAUSE_S = 0.5
 # Parts of the time limit for the first attempts if another replica can be tried. The last attempt gets the rest.
 ATTEMPT_SHARES = (0.2, 0.3)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
-_MESSAGE = re.compile(r"messages\[\d+\][\w.\[\]]*(?=: )")
+_MESSAGE = re.compile(r"messages(\[\d+\][\w.\[\]]*)?(?=: )")
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -116,12 +117,14 @@ class TokenizerClient:
         return await self._call(request, param, model)
 
     async def encode_chat(
-        self, request: tokenizer_pb2.EncodeChatRequest, model: str = served_model.ANY
+        self, request: tokenizer_pb2.EncodeChatRequest, model: str = served_model.ANY, names: FieldNames = CHAT
     ) -> tokenizer_pb2.EncodeResponse:
-        """Renders and tokenizes a chat. Raises ApiError."""
-        return await self._call(request, "messages", model)
+        """Renders and tokenizes a chat. Raises ApiError, which names the client's field of a message by `names`."""
+        return await self._call(request, names.of("messages"), model, names)
 
-    async def _call(self, request: EncodeCall, param: str, model: str) -> tokenizer_pb2.EncodeResponse:
+    async def _call(
+        self, request: EncodeCall, param: str, model: str, names: FieldNames = NO_NAMES
+    ) -> tokenizer_pb2.EncodeResponse:
         clock = asyncio.get_running_loop().time
         left, patience = self._timeout_s, self._wait_s
         attempt, pause = 0, 0.0
@@ -142,7 +145,7 @@ class TokenizerClient:
             except EncodeFailed as error:
                 unanswered = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
                 if not unanswered and error.code not in _LOST:
-                    raise self._translate(error, request, param) from None
+                    raise self._translate(error, request, param, names) from None
                 if unanswered and limit >= left and await replica.answers():
                     raise timed_out("Tokenizing took longer than this server allows.") from None
                 if unanswered:
@@ -191,10 +194,10 @@ class TokenizerClient:
         others = any(one not in tried for one in self._usable(model))
         return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s
 
-    def _translate(self, error: EncodeFailed, request: EncodeCall, param: str) -> ApiError:
+    def _translate(self, error: EncodeFailed, request: EncodeCall, param: str, names: FieldNames) -> ApiError:
         code, details = error.code, error.details[:MAX_DETAIL_CHARS]
         if code in _REFUSED:
-            return _refused(request, param, details)
+            return _refused(request, param, details, names)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             own_words = "larger than max" not in details  # otherwise gRPC's text about the size of its message
             message = details if details and own_words else "The request is too large to be tokenized."
@@ -207,13 +210,14 @@ class TokenizerClient:
         return internal("The tokenizer failed.")
 
 
-def _refused(request: EncodeCall, param: str, details: str) -> ApiError:
+def _refused(request: EncodeCall, param: str, details: str, names: FieldNames) -> ApiError:
     """Returns the error for a refused request. It names the field at the beginning of the tokenizer's text, or else `param`."""
     if isinstance(request, tokenizer_pb2.EncodeChatRequest):
         name = details.partition(":")[0]
         if name in request.read_variables:
             message = f"'{name}' is not supported by this model: its chat template does not read it. Leave it out."
             return ApiError(400, message, param=name, code="unsupported_parameter")
-        found = _MESSAGE.match(details)
-        param = found[0] if found else param
+        if (found := _MESSAGE.match(details)) is not None:
+            param = names.of(found[0])
+            details = param + details[found.end() :]
     return bad_request(param, details or f"The tokenizer has refused '{param}'.")

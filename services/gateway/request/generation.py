@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -12,8 +12,7 @@ from rootstock.v1 import worker_pb2
 from services.gateway.parsers.output_parser import Parsing
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
 from services.gateway.request.caller import Caller
-from services.gateway.request.client_fields import ClientFields
-from services.gateway.request.errors import ApiError
+from services.gateway.request.field_names import FieldNames
 from services.shared.index.block_hash import root_hash
 from services.shared.index.cache_namespace import cache_namespace
 from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults
@@ -131,10 +130,9 @@ class Generation:
     priority: int | None
     routing_key: str = ""
     session: worker_pb2.SessionTurn | None = None
-    fields: ClientFields = field(default_factory=ClientFields)
+    fields: FieldNames = field(default_factory=FieldNames)
     grammar_field: str | None = None
     grammar_fields: Sequence[str] = ()  # the client's, of the grammar's parts in their order
-    reworded: Callable[[ApiError], ApiError] | None = None  # a worker's refusal in the words of the API that was asked
     vector_as_base64: bool = False
     hidden: bool = False
     answer: AnswerBody = TEXT_ALONE
@@ -191,7 +189,7 @@ def one_step(
     priority: int | None,
     cache_salt: str = "",
     routing_key: str = "",
-    fields: ClientFields | None = None,
+    fields: FieldNames | None = None,
 ) -> Generation:
     """One token, or the vector or the score that is made in its place."""
     return Generation(
@@ -207,7 +205,7 @@ def one_step(
         cache_salt=cache_salt,
         priority=priority,
         routing_key=routing_key,
-        fields=fields or ClientFields(),
+        fields=fields or FieldNames(),
     )
 
 

@@ -129,7 +129,7 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/api/sampling_fields.py",
-        ("return _texts(value, table.STOP_REGEX)", "return _texts(value, table.STOP)"),
+        ("_texts(value, table.STOP_REGEX,", "_texts(value, table.STOP,"),
         only="gateway/api/test_limits_walked",
     ),
     *of(
@@ -267,7 +267,11 @@ GATEWAY = (
         "services/gateway/api/openai/validation.py",
         ("if most == 0 and not request.echo:", "if most < 0 and not request.echo:"),
     ),
-    *of("gateway", "services/gateway/api/translation.py", ("(least or 0) > most:", "(least or 0) > most + 1:")),
+    *of(
+        "gateway",
+        "services/gateway/api/translation.py",
+        ("(min_tokens or 0) > max_tokens:", "(min_tokens or 0) > max_tokens + 1:"),
+    ),
     *of(
         "gateway",
         "services/gateway/api/sglang/types.py",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from services.gateway.api.anthropic.render import MessageRenderer
-from services.gateway.api.anthropic.translation import chat_of, own_words, parse, renamed, thinks
+from services.gateway.api.anthropic.translation import chat_request, parse, prompt_request, thinks
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
@@ -32,20 +31,13 @@ class MessagesCall:
         self._max_tokens = request.max_tokens
         if request.stream:
             origin.wants_stream()
-        chat = chat_of(request, omits)
-        try:
-            return own_words(await self._preparer.of_chat(chat, origin))
-        except ApiError as error:
-            raise renamed(error) from None
+        return await self._preparer.plan(chat_request(request, omits), origin)
 
     async def count(self, body: ReceivedBody, origin: Origin) -> int:
-        """Tokens that its prompt comes to. Raises ApiError."""
+        """Returns the number of tokens of the prompt. Raises ApiError."""
         omits = self._preparer.omits_hosted_tools
-        chat = chat_of(parse(CountTokensRequest, parse_json(body.take()), origin.omit if omits else None), omits)
-        try:
-            return await self._preparer.count_of(chat, origin)
-        except ApiError as error:
-            raise renamed(error) from None
+        request = parse(CountTokensRequest, parse_json(body.take()), origin.omit if omits else None)
+        return await self._preparer.count(prompt_request(request, omits), origin)
 
     def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> MessageRenderer:
         return MessageRenderer(request, model, self._shows, self._max_tokens)

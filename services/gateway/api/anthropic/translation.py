@@ -1,4 +1,4 @@
-"""A request of the Messages API → a body of the chat completions API. Pure; raises ApiError that names the exact element."""
+"""A body of the Messages API → ChatRequest. Pure; raises ApiError that names the exact element."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from pydantic import ValidationError
 from services.gateway.api import known_fields
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.body_errors import of_validation
+from services.gateway.api.cache_key import cache_key
+from services.gateway.api.chat import ChatRequest, Tool, check_size, template_variables
+from services.gateway.api.constraints import json_schema
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
+from services.gateway.api.request_body import SamplingBody
+from services.gateway.api.sampling_fields import stop_strings
 from services.gateway.api.strict_json import arguments_text
+from services.gateway.api.tools import ToolChoice, ToolUse, check_num_tools, tool_specs
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import Plan
+from services.gateway.request.field_names import MESSAGES
 from services.shared import limits
 
 Json = dict[str, Any]
@@ -52,21 +58,11 @@ KNOWN = KnownFields(
 )
 _THINKS = ("enabled", "adaptive")
 _FUNCTION = "custom"  # a tool's type
+_MODES = {"auto": "auto", "any": "required", "none": "none", "tool": ""}  # modes of ToolChoice by type of choice
 _HOSTED_CALLS = frozenset(("server_tool_use", "mcp_tool_use"))
 _HOSTED_RESULT = "_tool_result"  # the end of the type of a block that has what a hosted tool gave
 _NAME = re.compile("[a-z0-9_]{1,64}")
-# A chat's fields, where a message of ours may name them, as this API has them.
-_NAMES = (
-    (re.compile(r"response_format(\.json_schema)?"), "output_config.format"),
-    (re.compile(r"max_completion_tokens"), "max_tokens"),
-    (re.compile(r"reasoning_effort"), "output_config.effort"),
-    (re.compile(r"(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
-    (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
-    (re.compile(r"tool_choice\.function"), "tool_choice"),
-    (re.compile(r"messages\[\d+\](\.\w+|\[\d+\])*"), "messages"),
-    (re.compile(r"'stop'"), "'stop_sequences'"),
-    (re.compile(r"'stop\["), "'stop_sequences["),
-)
+_FORMAT = "output_config.format"
 
 
 def parse(model: type[B], body: Json, omit: Callable[[Sequence[str]], None] | None) -> B:
@@ -81,89 +77,99 @@ def parse(model: type[B], body: Json, omit: Callable[[Sequence[str]], None] | No
     return request
 
 
-def renamed(error: ApiError) -> ApiError:
-    """In the words of this API."""
-    said = error.message
-    for pattern, name in _NAMES:
-        said = pattern.sub(name, said)
-    return ApiError(error.status, said, param=error.param, code=error.code, retry_after_s=error.retry_after_s)
-
-
-def own_words(plan: Plan) -> Plan:
-    """The plan, whose refusals by workers are in the words of this API."""
-    parts = [replace(part, generation=replace(part.generation, reworded=renamed)) for part in plan.parts]
-    return Plan(plan.model, parts)
-
-
 def thinks(request: CountTokensRequest) -> bool:
     """Whether its answer is to show what the model thought."""
     return request.thinking is not None and request.thinking.type in _THINKS
 
 
-def chat_of(request: CountTokensRequest, omits_hosted: bool) -> Json:
-    """Returns the chat's body. omits_hosted: hosted tools stay in it, for the chat to leave them out; their calls do not."""
+def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
+    """Returns the chat that a message is made of.
+
+    Args:
+        omits_hosted: Hosted tools are left out instead of refused, and so are their calls.
+    """
+    wanted = _format(request)
+    prompt = prompt_request(request, omits_hosted)
+    stop = stop_strings(request.stop_sequences or None, "stop_sequences")
+    sampling = SamplingBody(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or None, stop=stop or None)
+    return replace(
+        prompt,
+        constraint=None if wanted is None else (_FORMAT, json_schema(_schema(wanted), f"{_FORMAT}.schema")),
+        sampling=sampling,
+        max_tokens=request.max_tokens,
+        stream=bool(request.stream),
+        include_stop=False,
+        cache_salt=cache_key(request.cache_salt, request.extra_key),
+        priority=request.priority,
+        routing_key=request.routing_key or "",
+    )
+
+
+def prompt_request(request: CountTokensRequest, omits_hosted: bool) -> ChatRequest:
+    """Returns the chat as far as its prompt depends on it."""
     messages = _messages(_without_hosted_calls(request.messages) if omits_hosted else request.messages)
     if request.system is not None:
-        text = _text(request.system, "system", _without_billing)
-        messages.insert(0, {"role": "system", "content": text})
+        messages.insert(0, {"role": "system", "content": _text(request.system, "system", _without_billing)})
+    use, tools = _tools(request, omits_hosted)
+    _format(request)
+    check_size(messages, MESSAGES)
     switch = thinks(request)
-    chat: Json = {
-        "model": request.model,
-        "messages": messages,
-        "tools": [_tool(tool, f"tools[{index}]", omits_hosted) for index, tool in enumerate(request.tools or ())] or None,
-        "chat_template_kwargs": {"enable_thinking": switch, "thinking": switch, **(request.chat_template_kwargs or {})},
-        "priority": request.priority,
-        "routing_key": request.routing_key,
-        "extra_key": request.extra_key,
-        "continue_final_message": _is_prefill(messages) or None,
-        **_choice(request.tool_choice),
-        **_output(request),
-        **(_sampling(request) if isinstance(request, MessagesRequest) else {}),
-    }
-    return {name: value for name, value in chat.items() if value is not None}
+    given = {"enable_thinking": switch, "thinking": switch, **(request.chat_template_kwargs or {})}
+    config, continues = request.output_config, _is_prefill(messages)
+    return ChatRequest(
+        fields=MESSAGES,
+        model=request.model,
+        messages=messages,
+        tools=tools,
+        variables=template_variables(MESSAGES, given, None if config is None else config.effort, {}),
+        generation_prompt=not continues,
+        continues=continues,
+        tool_use=use,
+    )
 
 
-def _sampling(request: MessagesRequest) -> Json:
-    return {
-        "max_completion_tokens": request.max_tokens,
-        "stop": request.stop_sequences or None,
-        "stream": request.stream,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k or None,
-        "cache_salt": request.cache_salt,
-    }
-
-
-def _output(request: CountTokensRequest) -> Json:
+def _format(request: CountTokensRequest) -> Mapping[str, Any] | None:
+    """Returns the format of the text that the client asks for; None if it asks for none."""
     config = request.output_config
-    wanted = (config and config.format) or request.output_format
-    found: Json = {"reasoning_effort": config and config.effort}
-    if wanted is not None:
-        if wanted.get("type") != "json_schema":
-            raise bad_request("output_config.format.type", "'output_config.format.type' must be json_schema.")
-        found["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.get("schema")}}
-    return found
+    wanted = (None if config is None else config.format) or request.output_format
+    if wanted is not None and wanted.get("type") != "json_schema":
+        raise bad_request(f"{_FORMAT}.type", f"'{_FORMAT}.type' must be json_schema.")
+    return wanted
 
 
-def _choice(given: Mapping[str, Any] | None) -> Json:
-    if given is None:
-        return {}
-    parallel = {"parallel_tool_calls": False} if given.get("disable_parallel_tool_use") is True else {}
-    kind = given.get("type")
-    if kind == "tool":
-        return {"tool_choice": {"type": "function", "function": {"name": given.get("name")}}, **parallel}
-    choice = {"auto": "auto", "any": "required", "none": "none"}.get(kind) if isinstance(kind, str) else None
-    if choice is None:
-        raise bad_request("tool_choice.type", "'tool_choice.type' must be auto, any, tool or none.")
-    return {"tool_choice": choice, **parallel}
+def _schema(wanted: Mapping[str, Any]) -> Any:
+    if wanted.get("schema") is None:
+        raise bad_request(f"{_FORMAT}.schema", f"'{_FORMAT}.schema' is required.")
+    return wanted["schema"]
 
 
-def _tool(tool: Mapping[str, Any], where: str, omits_hosted: bool) -> Json:
+def _tools(request: CountTokensRequest, omits_hosted: bool) -> tuple[ToolUse, list[Tool]]:
+    """Returns the calls that the output may have, and the tools that the template shows."""
+    tools = request.tools or []
+    shown = [_tool(tool, f"tools[{index}]", omits_hosted) for index, tool in enumerate(tools)]
+    choice, parallel = request.tool_choice, True
+    kind: Any = None
+    if choice is not None:
+        parallel = choice.get("disable_parallel_tool_use") is not True
+        kind = choice.get("type")
+        if not isinstance(kind, str) or kind not in _MODES:
+            raise bad_request("tool_choice.type", "'tool_choice.type' must be auto, any, tool or none.")
+    if not tools and kind in (None, "auto", "none"):
+        return ToolUse(parallel=parallel), []
+    check_num_tools(tools)
+    functions = ((f"tools[{index}]", tool) for index, tool in enumerate(tools) if shown[index] is not None)
+    hosted = [tool for tool, function in zip(tools, shown, strict=True) if function is None]
+    chooser = ToolChoice(tool_specs(functions, "input_schema"), hosted, parallel)
+    use = chooser.function(choice) if kind == "tool" else chooser.mode(None if kind is None else _MODES[kind])
+    return use, [] if kind == "none" else [function for function in shown if function is not None]
+
+
+def _tool(tool: Mapping[str, Any], where: str, omits_hosted: bool) -> Tool | None:
+    """Returns the tool as the template shows it; None for a hosted tool that is left out."""
     kind = tool.get("type")
     if kind not in (None, _FUNCTION):
         if omits_hosted and hosted_type(tool):
-            return dict(tool)  # it keeps its index, which errors name
+            return None
         named = f" '{kind}'" if isinstance(kind, str) and _NAME.fullmatch(kind) else ""
         message = f"'{where}.type'{named}: tools of Anthropic's own are not supported by this server, only custom ones."
         raise bad_request(f"{where}.type", message, "unsupported_parameter")

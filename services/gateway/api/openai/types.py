@@ -79,6 +79,11 @@ class NamedBody(PlacedBody):
         None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
     )
 
+    @property
+    def request_name(self) -> str | None:
+        """Client's name of the request."""
+        return self.request_id if self.rid is None else self.rid
+
 
 class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
     """What chat and plain completions have in common."""

@@ -1,6 +1,6 @@
-"""A request's body → Generation, or an ApiError that names the field. Pure: no I/O, nothing is allocated anywhere.
+"""Checks the bodies of OpenAI's endpoints, and makes the Generation of completions and embeddings. Pure; raises ApiError.
 
-Error messages never repeat what the client sent.
+Error messages never repeat a value that the client sent.
 """
 
 from __future__ import annotations
@@ -12,24 +12,15 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rootstock.v1 import common_pb2 as pb
-from services.gateway.api import known_fields
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.cache_key import cache_key
 from services.gateway.api.constraints import constraint_of
 from services.gateway.api.known_fields import KnownFields, refuse_unserved
-from services.gateway.api.openai.types import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    GenerationBody,
-    NamedBody,
-)
+from services.gateway.api.openai.types import CompletionRequest, EmbeddingRequest, GenerationBody, NamedBody
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.session_fields import session_turn
-from services.gateway.api.translation import Common, Wanted, generation_of
-from services.gateway.api.translation import embedding_generation as vector_of
-from services.gateway.request import client_fields
-from services.gateway.request.client_fields import ClientFields
+from services.gateway.api.translation import embedding_generation, generation_of
+from services.gateway.request import field_names
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation
 from services.gateway.request.origin import Origin
@@ -41,19 +32,8 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=NamedBody)
 
 
-def parse_chat(body: dict[str, Any], origin: Origin) -> ChatCompletionRequest:
-    return _parse(ChatCompletionRequest, body, known_fields.CHAT, origin)
-
-
-def parse_completion(body: dict[str, Any], origin: Origin) -> CompletionRequest:
-    return _parse(CompletionRequest, body, known_fields.COMPLETION, origin)
-
-
-def parse_embedding(body: dict[str, Any], origin: Origin) -> EmbeddingRequest:
-    return _parse(EmbeddingRequest, body, known_fields.EMBEDDING, origin)
-
-
-def _parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Origin) -> B:
+def parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Origin) -> B:
+    """Returns the checked body. Raises ApiError."""
     refuse_unserved(body, known)
     if logger.isEnabledFor(logging.DEBUG):
         unknown = body.keys() - model.model_fields.keys() - known.neutral.keys() - known.unused
@@ -69,16 +49,8 @@ def _parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Ori
     return request
 
 
-def chat_generation(request: ChatCompletionRequest, vocab_size: int) -> Generation:
-    if request.top_logprobs and not request.logprobs:
-        raise bad_request("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
-    logprobs = pb.Logprobs(top=request.top_logprobs or 0) if request.logprobs else None
-    most = request.max_completion_tokens or request.max_tokens
-    return _generation(request, Api.CHAT, vocab_size, most, logprobs, client_fields.CHAT)
-
-
 def completion_generation(request: CompletionRequest, vocab_size: int) -> Generation:
-    """With echo the prompt's log probabilities are wanted too."""
+    """Returns what is asked of each prompt. With echo, the prompt's log probabilities are wanted too."""
     given = (request.max_completion_tokens, request.max_tokens, COMPLETION_TOKENS)
     most = next(value for value in given if value is not None)
     if most == 0 and not request.echo:
@@ -88,14 +60,38 @@ def completion_generation(request: CompletionRequest, vocab_size: int) -> Genera
         logprobs = pb.Logprobs(top=request.logprobs, prompt_from=0 if request.echo else None)
     elif made:
         logprobs = pb.Logprobs()
-    generation = _generation(request, Api.COMPLETION, vocab_size, most, logprobs, client_fields.COMPLETION)
+    check_stream_options(request)
+    check_token_ids(request.logprob_token_ids or (), vocab_size, "logprob_token_ids")
+    if logprobs is not None:
+        logprobs.token_ids.extend(request.logprob_token_ids or ())
+    elif request.logprob_token_ids:
+        raise bad_request("logprob_token_ids", "'logprob_token_ids' needs 'logprobs'.")
+    generation = generation_of(
+        request,
+        Api.COMPLETION,
+        vocab_size,
+        field_names.COMPLETION,
+        max_tokens=most,
+        min_tokens=request.min_tokens,
+        seed=request.seed,
+        logprobs=logprobs,
+        constraint=constraint_of(request),
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        include_stop=include_stop(request),
+        answer=request.shown(),
+        cache_salt=cache_key(request.cache_salt, request.extra_key),
+        priority=request.priority,
+        routing_key=request.routing_key or "",
+        session=session_turn(request.session_params),
+    )
     if not made:
         return generation
     return replace(generation, n=made, best=generation.n, shows_logprobs=request.logprobs is not None)
 
 
 def _candidates(request: CompletionRequest) -> int:
-    """That are made for each prompt, where not all of them are answered; else 0."""
+    """Returns the number of outputs that are generated per prompt if not all of them are returned, else 0."""
     n, made = request.n or 1, request.best_of
     if made is None or made == n:
         return 0
@@ -106,45 +102,23 @@ def _candidates(request: CompletionRequest) -> int:
     return made
 
 
-def embedding_generation(request: EmbeddingRequest, embedding_size: int) -> Generation:
+def vector_generation(request: EmbeddingRequest, embedding_size: int) -> Generation:
+    """Returns the generation of each input's vector."""
     if (request.dimensions or 0) > embedding_size:
         raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, which is what this model gives.")
-    common = Common.of(request, cache_key(request.cache_salt, request.extra_key))
     embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
-    vector = vector_of(common, embedding, client_fields.EMBEDDING)
+    salt = cache_key(request.cache_salt, request.extra_key)
+    vector = embedding_generation(request, salt, embedding, field_names.EMBEDDING)
     return replace(vector, vector_as_base64=request.encoding_format == "base64")
 
 
-def _generation(
-    request: GenerationBody,
-    api: Api,
-    vocab_size: int,
-    max_tokens: int | None,
-    logprobs: pb.Logprobs | None,
-    names: ClientFields,
-) -> Generation:
+def check_stream_options(request: GenerationBody) -> None:
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
-    check_token_ids(request.logprob_token_ids or (), vocab_size, "logprob_token_ids")
-    if logprobs is not None:
-        logprobs.token_ids.extend(request.logprob_token_ids or ())
-    elif request.logprob_token_ids:
-        raise bad_request("logprob_token_ids", "'logprob_token_ids' needs 'logprobs'.")
-    salt, turn = cache_key(request.cache_salt, request.extra_key), session_turn(request.session_params)
-    common = Common.of(request, salt, bool(request.stream), turn)
-    wanted = Wanted(
-        max_tokens,
-        logprobs,
-        constraint_of(request),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        include_stop=_include_stop(request),
-        answer=request.shown(),
-        fields=names,
-    )
-    return generation_of(request, api, common, wanted, vocab_size)
 
 
-def _include_stop(request: GenerationBody) -> bool:
+def include_stop(request: GenerationBody) -> bool:
+    """Returns whether the text keeps a matched stop string."""
     keeps, trims_not = request.include_stop_str_in_output, request.no_stop_trim
     if None not in (keeps, trims_not) and keeps != trims_not:
         raise bad_request("no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' say the opposite.")

@@ -6,15 +6,17 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
-from services.gateway.api.chat_preparer import ChatPreparer, Settled
+from services.gateway.api.chat import PreparedChat
+from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.responses.output import numbered
 from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
-from services.gateway.api.responses.translation import chat_of, own_fields
+from services.gateway.api.responses.translation import chat_request
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
@@ -77,7 +79,7 @@ class BackgroundAnswers:
     def prepare(self, stored: Stored) -> Prepare:
         """As it was prepared at first, with the prompt that is stored."""
         order = stored.order
-        settled = Settled(
+        prepared = PreparedChat(
             Prompt(array("I", stored.prompt), None, rendered_end=order.rendered_end),
             None if order.formats is None else OutputFormats(*order.formats),
             order.reasoning_marks,
@@ -85,14 +87,14 @@ class BackgroundAnswers:
             API_DEFAULTS.over(order.defaults),
         )
 
-        async def prepared(_body: ReceivedBody, origin: Origin) -> Plan:
-            chat = {**chat_of(_asked(order), _INPUT), "model": order.model}
-            plan = own_fields(await self._preparer.of_chat(chat, origin, settled), streams=True)
+        async def prepare(_body: ReceivedBody, origin: Origin) -> Plan:
+            chat = replace(chat_request(_asked(order), _INPUT, streams=True), model=order.model)
+            plan = await self._preparer.plan(chat, origin, prepared)
             if order.formats is not None and plan.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:
                 raise ApiError(503, "The model that it was asked of is not served any more.", code="weights_not_served")
             return plan
 
-        return prepared
+        return prepare
 
     def story(self, stored: Stored, request: RunningRequest, token_texts: ModelTexts) -> BackgroundStory:
         """Goes on where the stored events end, once it has been told of them."""

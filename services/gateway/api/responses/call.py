@@ -16,7 +16,7 @@ from services.gateway.api.responses.background import Background, DetachedCall
 from services.gateway.api.responses.items import checked_items
 from services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX, Context, Records, record_of
 from services.gateway.api.responses.render import ResponseRenderer, begun
-from services.gateway.api.responses.translation import as_served, chat_of, own_fields, parse, renamed
+from services.gateway.api.responses.translation import as_served, chat_request, parse, prompt_request
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.token_texts import ModelTexts
@@ -56,20 +56,14 @@ class ResponsesCall:
         if self._asked.background:
             self._check_background()
         before, self._before = self._before.items, replace(self._before, items=[])  # they may be 16 MiB, and are kept already
-        try:
-            plan = own_fields(await self._fitted([*before, *self._items], origin), streams=bool(self._asked.background))
-        except ApiError as error:
-            raise renamed(error) from None
+        plan = await self._fitted([*before, *self._items], origin)
         self._asked = as_served(self._asked)
         return plan
 
     async def count(self, body: ReceivedBody, origin: Origin) -> int:
-        """Tokens that its prompt comes to. Raises ApiError."""
+        """Returns the number of tokens of the prompt. Raises ApiError."""
         await self._read(body, origin)
-        try:
-            return await self._preparer.count_of(chat_of(self._asked, [*self._before.items, *self._items]), origin)
-        except ApiError as error:
-            raise renamed(error) from None
+        return await self._preparer.count(prompt_request(self._asked, [*self._before.items, *self._items]), origin)
 
     def renderer(
         self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts
@@ -139,9 +133,10 @@ class ResponsesCall:
 
     async def _fitted(self, items: Sequence[Json], origin: Origin) -> Plan:
         """With truncation `auto`, without the oldest items that there is no room for: a quarter of them at a time."""
+        streams = bool(self._asked.stream or self._asked.background)
         while True:
             try:
-                return await self._preparer.of_chat(chat_of(self._asked, items), origin)
+                return await self._preparer.plan(chat_request(self._asked, items, streams), origin)
             except ApiError as error:
                 fewer = _without_oldest(items)
                 if error.code != "context_length_exceeded" or self._asked.truncation != "auto" or len(fewer) == len(items):

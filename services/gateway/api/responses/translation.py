@@ -1,9 +1,10 @@
-"""A request of the Responses API, with the items that its model is to see → a chat request. Pure; raises ApiError that names the
-client's own field."""
+"""A body of the Responses API, with the items before its output → ChatRequest.
+
+Pure; raises ApiError that names the exact element.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +13,15 @@ from pydantic import ValidationError
 
 from services.gateway.api import known_fields
 from services.gateway.api.body_errors import of_validation
+from services.gateway.api.cache_key import cache_key
+from services.gateway.api.chat import ChatRequest, Tool, check_size, switches_of, template_variables
+from services.gateway.api.constraints import Named, named_schema, response_format
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
-from services.gateway.api.request_body import PlacedBody, SamplingBody, ThinkingBody
 from services.gateway.api.responses.items import check_tool_types, messages_of
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.request import client_fields
-from services.gateway.request.client_fields import ClientFields
-from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import Generation, Plan
+from services.gateway.api.tools import ToolChoice, ToolUse, tool_specs
+from services.gateway.request.errors import bad_request
+from services.gateway.request.field_names import RESPONSES
 from services.gateway.state.metadata import check_metadata
 
 Json = dict[str, Any]
@@ -48,21 +50,7 @@ KNOWN = KnownFields(
         "prompt": (),
     },
 )
-_SAME = ("cache_salt", "chat_template_kwargs", "parallel_tool_calls", "seed", "stream", "tool_choice")
-_SHARED = (*SamplingBody.model_fields, *PlacedBody.model_fields)
-# A chat's fields, where a message of ours may name them, as this API has them; longer ones first.
-_NAMES = (
-    (re.compile(r"response_format\.json_schema"), "text.format"),
-    (re.compile(r"response_format"), "text.format"),
-    (re.compile(r"max_completion_tokens|max_tokens"), "max_output_tokens"),
-    (re.compile(r"reasoning_effort"), "reasoning.effort"),
-    (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
-    (re.compile(r"(tool_choice(?:\.allowed_tools)?(?:\.tools\[\d+\])?)\.function"), r"\1"),
-    (re.compile(r"tool_choice\.allowed_tools"), "tool_choice"),
-    (re.compile(r"messages(\[\d+\](\.\w+)*)?"), "input"),
-    (re.compile(r"\blogprobs\b"), "include"),
-)
-_FIELDS = ClientFields({**client_fields.CHAT.names, "prompt_ids": "input", "max_new_tokens": "max_output_tokens"})
+_FORMAT = "text.format"
 
 
 def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
@@ -91,78 +79,94 @@ def as_served(request: ResponsesRequest) -> ResponsesRequest:
     return request.model_copy(update={"tools": tools, "tool_choice": choice})
 
 
-def chat_of(request: ResponsesRequest, items: Sequence[Json]) -> Json:
-    """items: all that is said before the answer, the request's own last."""
+def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool) -> ChatRequest:
+    """Returns the chat that a response is made of.
+
+    Args:
+        items: All items before the output; the request's own are the last ones.
+        streams: Text is wanted as it is generated.
+    """
+    return replace(
+        prompt_request(request, items),
+        constraint=_constraint(request),
+        sampling=request.model_copy(update={"input": None, "tools": None}),
+        max_tokens=request.max_output_tokens,
+        seed=request.seed,
+        logprobs=(request.top_logprobs or 0) if wants_logprobs(request) else None,
+        stream=streams,
+        include_stop=bool(request.no_stop_trim),
+        cache_salt=cache_key(request.cache_salt, request.extra_key),
+        priority=request.priority,
+        routing_key=request.routing_key or "",
+    )
+
+
+def prompt_request(request: ResponsesRequest, items: Sequence[Json]) -> ChatRequest:
+    """Returns the chat as far as its prompt depends on it."""
     messages = messages_of(items)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     if not messages:
         raise bad_request("input", "'input' is required.", "missing_required_parameter")
-    chat: Json = {"model": request.model, "messages": messages, "tools": [_tool(tool) for tool in request.tools or ()] or None}
-    chat |= {name: getattr(request, name) for name in (*_SAME, *_SHARED)}
-    chat |= request.model_dump(include=set(ThinkingBody.model_fields))
-    chat["tool_choice"] = _choice(request.tool_choice)
-    chat["max_completion_tokens"] = request.max_output_tokens
-    if request.reasoning is not None:
-        chat["reasoning_effort"] = request.reasoning.effort
-    if request.text is not None and request.text.format is not None:
-        chat["response_format"] = _format(request.text.format)
-    if wants_logprobs(request):
-        chat |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    return {name: value for name, value in chat.items() if value is not None}
+    use = _tool_use(request)
+    check_size(messages, RESPONSES)
+    switches, effort = switches_of(request), None if request.reasoning is None else request.reasoning.effort
+    functions = [tool for tool in request.tools or () if not hosted_type(tool)]
+    return ChatRequest(
+        fields=RESPONSES,
+        model=request.model,
+        messages=messages,
+        tools=() if request.tool_choice == "none" else [_tool(tool) for tool in functions],
+        variables=template_variables(RESPONSES, request.chat_template_kwargs, effort, switches),
+        read_variables=list(switches),
+        tool_use=use,
+    )
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:
     return "message.output_text.logprobs" in (request.include or ())
 
 
-def renamed(error: ApiError) -> ApiError:
-    """In the words of this API."""
-    message, param = error.message, error.param
-    for pattern, name in _NAMES:
-        message = pattern.sub(name, message)
-        param = None if param is None else pattern.sub(name, param)
-    return ApiError(error.status, message, param=param, code=error.code, retry_after_s=error.retry_after_s)
-
-
-def own_fields(plan: Plan, streams: bool = False) -> Plan:
-    """What workers refuse is named as this API names it. streams: its text is wanted as it comes, whatever the body says."""
-    parts = [replace(part, generation=_own(part.generation, streams)) for part in plan.parts]
-    return Plan(plan.model, parts)
-
-
-def _own(generation: Generation, streams: bool) -> Generation:
-    return replace(generation, fields=_FIELDS, stream=generation.stream or streams, reworded=renamed)
-
-
-def _tool(tool: Mapping[str, Any]) -> Json:
-    if hosted_type(tool):
-        return dict(tool)  # it keeps its index, which errors name
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    """Returns the function as the template shows it."""
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
-def _choice(choice: Any) -> Any:
+def _tool_use(request: ResponsesRequest) -> ToolUse:
+    """Returns the calls that the output may have."""
+    tools, choice, parallel = request.tools or (), request.tool_choice, request.parallel_tool_calls is not False
+    _check_choice(choice)
+    if not tools and choice in (None, "auto", "none"):
+        return ToolUse(parallel=parallel)
+    functions = ((f"tools[{index}]", tool) for index, tool in enumerate(tools) if not hosted_type(tool))
+    chooser = ToolChoice(tool_specs(functions), [tool for tool in tools if hosted_type(tool)], parallel)
     if not isinstance(choice, dict):
-        return choice
+        return chooser.mode(choice)
     if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return chooser.function(choice)
     if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        if not isinstance(tools, list):
-            raise bad_request("tool_choice.tools", "'tool_choice.tools' must be a list.")
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.get("mode"), "tools": [_choice(each) for each in tools]},
-        }
-    if hosted_type(choice):
-        return choice
-    raise bad_request(
-        "tool_choice", "'tool_choice' must be none, auto, required, a function or allowed_tools.", "unsupported_parameter"
-    )
+        return chooser.allowed(choice, "tool_choice")
+    raise chooser.unknown(choice)
 
 
-def _format(given: Mapping[str, Any]) -> Json:
+def _check_choice(choice: Any) -> None:
+    """Raises ApiError for a tool choice, or a tool in its allow list, of a type that there is not."""
+    if not isinstance(choice, dict) or choice.get("type") == "function" or hosted_type(choice) not in ("", "allowed_tools"):
+        return
+    if choice.get("type") != "allowed_tools":
+        message = "'tool_choice' must be none, auto, required, a function or allowed_tools."
+        raise bad_request("tool_choice", message, "unsupported_parameter")
+    if not isinstance(choice.get("tools"), list):
+        raise bad_request("tool_choice.tools", "'tool_choice.tools' must be a list.")
+    for tool in choice["tools"]:
+        _check_choice(tool)
+
+
+def _constraint(request: ResponsesRequest) -> Named | None:
+    given = None if request.text is None else request.text.format
+    if given is None:
+        return None
     if given.get("type") != "json_schema":
-        return dict(given)
-    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+        return response_format(given, _FORMAT)
+    return _FORMAT, named_schema(given, _FORMAT)

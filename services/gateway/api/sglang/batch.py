@@ -12,7 +12,6 @@ from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.session_fields import check_turn, session_turn
 from services.gateway.api.sglang.sampling import LogprobWish, native_generation, parse
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeInput, NativeSampling
-from services.gateway.api.translation import Common
 from services.gateway.request import budgets
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation
@@ -94,29 +93,23 @@ def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
     return named
 
 
-def common_of(request: NativeInput, stream: bool = False) -> Common:
-    session = session_turn(request.session_params) if isinstance(request, NativeGenerateRequest) else None
-    return Common.of(request, request.extra_key or "", stream, session)
-
-
 def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) -> list[Asked]:
     """One per prompt."""
     sampling = _sampling_of(request, inputs)
     wishes = _wishes_of(request, inputs, vocab_size)
-    common = common_of(request, bool(request.stream))
     n = sampling[0][1].n or 1
     if any((given.n or 1) != n for _, given in sampling):
         raise bad_request("sampling_params.n", "'n' must be the same for all prompts.")
     if len(sampling) * n > limits.MAX_BATCH_PROMPTS:
         raise bad_request("sampling_params.n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
-    if common.session is not None:
+    if session_turn(request.session_params) is not None:
         wished = any(wish is not None and wish.start >= 0 for wish in wishes)
         check_turn(not inputs.many and n == 1, "logprob_start_len" if wished else None)
     made: dict[tuple[int, LogprobWish | None], Asked] = {}  # prompts that ask for the same share what is made of it
     asked = []
     for (where, given), wish in zip(sampling, wishes, strict=True):
         if (id(given), wish) not in made:
-            generation = native_generation(given, wish, common, vocab_size, where, inputs.field)
+            generation = native_generation(given, wish, request, vocab_size, where, inputs.field)
             made[id(given), wish] = Asked(generation, Form(wish, given.max_new_tokens == 0))
         asked.append(made[id(given), wish])
     return asked

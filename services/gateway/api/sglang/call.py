@@ -12,7 +12,7 @@ from rootstock.v1 import tokenizer_pb2
 from services.gateway.api.prompts import of_many_ids, of_texts
 from services.gateway.api.room import Room, for_a_vector, for_an_answer
 from services.gateway.api.session_fields import begins
-from services.gateway.api.sglang.batch import Form, Inputs, asked_of, common_of, inputs_of, rids_of
+from services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of, rids_of
 from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
@@ -20,7 +20,7 @@ from services.gateway.api.strict_json import parse_json
 from services.gateway.api.translation import embedding_generation
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request import client_fields
+from services.gateway.request import field_names
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
@@ -121,8 +121,8 @@ class EncodeCall:
         prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
         self._many = inputs.many
         embedding = pb.Embedding(dimensions=request.dimensions)
-        fields = client_fields.ENCODE.within("", inputs.field)
-        generation = embedding_generation(common_of(request), embedding, fields)
+        fields = field_names.ENCODE.within("", inputs.field)
+        generation = embedding_generation(request, request.extra_key or "", embedding, fields)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
 
     def renderer(self, _request: RunningRequest, _created: int, _model: str, _token_texts: ModelTexts) -> EncodeRenderer:

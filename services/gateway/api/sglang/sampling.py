@@ -15,11 +15,12 @@ from rootstock.v1 import common_pb2 as pb
 from services.gateway.api import constraints
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.known_fields import NATIVE, KnownFields, without_neutral
-from services.gateway.api.sglang.types import NativeSampling
-from services.gateway.api.translation import Common, Wanted, generation_of
-from services.gateway.request import client_fields
+from services.gateway.api.session_fields import session_turn
+from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
+from services.gateway.api.translation import generation_of
 from services.gateway.request.bodies import AnswerBody
 from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.request.field_names import GENERATE
 from services.gateway.request.generation import Generation
 from services.shared.sampling_parameters import Api
 
@@ -52,21 +53,44 @@ def parse(model: type[M], value: Any, where: str = "", known: KnownFields = NATI
 
 
 def native_generation(
-    given: NativeSampling, wish: LogprobWish | None, common: Common, vocab_size: int, where: str, prompt_field: str
+    given: NativeSampling,
+    wish: LogprobWish | None,
+    request: NativeGenerateRequest,
+    vocab_size: int,
+    where: str,
+    prompt_field: str,
 ) -> Generation:
-    """where, prompt_field: the paths of the sampling parameters and of the prompt, for errors."""
+    """Returns what is asked of one prompt. Raises ApiError.
+
+    Args:
+        where: Client's path of the sampling parameters.
+        prompt_field: Client's path of the prompt.
+    """
     try:
-        wanted = Wanted(given.max_new_tokens, None if wish is None else wish.message(), _constraint(given))
-        generation = generation_of(given, Api.GENERATE, common, wanted, vocab_size)
+        generation = generation_of(
+            given,
+            Api.GENERATE,
+            vocab_size,
+            GENERATE.within(where, prompt_field),
+            max_tokens=given.max_new_tokens,
+            min_tokens=given.min_new_tokens,
+            seed=given.sampling_seed,
+            logprobs=None if wish is None else wish.message(),
+            constraint=_constraint(given),
+            stream=bool(request.stream),
+            answer=AnswerBody(return_token_ids=True),
+            cache_salt=request.extra_key or "",
+            priority=request.priority,
+            routing_key=request.routing_key or "",
+            session=session_turn(request.session_params),
+        )
     except ApiError as error:
         error.param = f"{where}.{error.param}"
         raise
     return replace(
         generation,
-        answer=AnswerBody(return_token_ids=True),
-        stream_repeats=common.stream,
+        stream_repeats=generation.stream,
         grammar_field=f"{where}.{generation.grammar_field}" if generation.grammar_field else None,
-        fields=client_fields.GENERATE.within(where, prompt_field),
     )
 
 

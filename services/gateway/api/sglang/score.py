@@ -23,7 +23,7 @@ from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import ScoreRequest
 from services.gateway.api.strict_json import parse_json
-from services.gateway.api.translation import Common, score_generation
+from services.gateway.api.translation import score_generation
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import ReceivedBody
@@ -94,7 +94,7 @@ class ScoreCall:
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
         prompts = await self._prompts(scored, model, origin, root)
         score = pb.Score(label_token_ids=request.label_token_ids)
-        generation = score_generation(Common.of(request, request.extra_key or ""), score)
+        generation = score_generation(request, request.extra_key or "", score)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
 
     def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> ScoreRenderer:

@@ -35,10 +35,10 @@ def test_head_equals_get_without_a_body(shared: System, path: str) -> None:
 def test_unexpected_exception_has_the_error_form_of_the_path(
     shared: System, path: str, shape: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def count_of(*_: object) -> int:
+    async def count(*_: object) -> int:
         raise RuntimeError("of a test")
 
-    monkeypatch.setattr(Preparer, "count_of", count_of)
+    monkeypatch.setattr(Preparer, "count", count)
     body = {"model": MODEL, "input": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
     answer = httpx.post(shared.url(path), json={name: body[name] for name in ("model", "messages" if shape else "input")})
     assert answer.status_code == 500 and answer.headers["content-type"] == "application/json"

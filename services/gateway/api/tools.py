@@ -1,0 +1,275 @@
+"""The tools of a chat: the functions that the model may or must call, and the grammar that holds its output to their calls.
+
+Each API reads its own form of tools and of the tool choice with these functions. Pure; raises ApiError that names the exact
+element.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway.api.constraints import structural_tag
+from services.gateway.api.known_fields import hosted_type, own_name
+from services.gateway.parsers.output_parser import MakeParsing, ParserSetup, Parsing
+from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
+from services.gateway.parsers.tags.layouts import ORIGIN, Layout, Origin, regex, schema
+from services.gateway.parsers.tags.structural_tags import Tag, after_reasoning, call_tag, calls_or_answer
+from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.request.generation import Generation
+from services.shared import limits
+from services.shared.json_schema import too_large
+from services.shared.output_formats import NONE, OutputFormats
+
+FALLBACK = "hermes"  # format of calls that are forced from a model without a known format
+_NAME = re.compile(f"[a-zA-Z0-9_.:-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGrammar:
+    """A grammar that holds an output to calls, to an answer, or to either."""
+
+    grammar: pb.Grammar
+    fields: Sequence[str]  # client's fields that the parts of the grammar were made of, in the order of the parts
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The calls that the outputs of a chat may have."""
+
+    callable: tuple[ToolSpec, ...] = ()  # functions that the model may call
+    forced: bool = False  # the output must be at least one call
+    parallel: bool = True  # the output may have more than one call
+
+    def formats(self, known: OutputFormats) -> OutputFormats:
+        """Returns the formats of the outputs. Without tools, a call is text.
+
+        Args:
+            known: Formats of the model, as its tokenizer reports them.
+        """
+        if not self.callable:
+            return known if known.tools == "harmony" else OutputFormats(NONE, known.reasoning)
+        return OutputFormats(FALLBACK, known.reasoning) if self.forced and known.tools == NONE else known
+
+    def parsing(self, formats: OutputFormats, make: MakeParsing) -> Parsing | None:
+        """Returns how outputs are parsed. None: the output is its text."""
+        if not formats.tools and not formats.reasoning:
+            return None
+        schemas = {tool.name: tool.parameters for tool in self.callable}
+        most = limits.MAX_CALLS if self.parallel else 1
+        return make(formats, ParserSetup(schemas, most))
+
+    def or_answer(self, formats: OutputFormats, answer: Layout, field: str) -> OutputGrammar | None:
+        """Returns the grammar of calls, or of an answer with this layout. Raises ApiError.
+
+        Args:
+            field: Client's field of the answer's layout.
+
+        Returns:
+            None if the output may have no call, or must have one.
+        """
+        if not self.callable or self.forced or formats.tools == NONE:
+            return None
+        try:
+            return _grammar_of(calls_or_answer(formats, CallDemand(self.callable, False, self.parallel), answer), field)
+        except TagRefused as error:
+            raise bad_request(error.field, f"'{error.field}': {error}.") from None
+
+    def grammar(self, formats: OutputFormats) -> OutputGrammar | None:
+        """Returns the grammar of calls that are forced or strict; None if no call is. Raises ApiError."""
+        if not self.callable or formats.tools == NONE:
+            return None
+        try:
+            tag = call_tag(formats, CallDemand(self.callable, self.forced, self.parallel))
+        except TagRefused as error:
+            raise bad_request(error.field, f"'{error.field}': {error}.") from None
+        return None if tag is None else _grammar_of(tag, "tools")
+
+
+NO_TOOLS = ToolUse()
+
+
+def constrained(generation: Generation, use: ToolUse, formats: OutputFormats, make: MakeParsing) -> Generation:
+    """Returns the generation with its parser, and with a grammar for its calls, reasoning and answer together. Raises ApiError.
+
+    Args:
+        formats: Of this prompt.
+    """
+    parsing, field = use.parsing(formats, make), generation.grammar_field or ""
+    answer = _layout_of(generation.sampling.grammar, Origin(field))
+    if answer is not None and not use.forced:
+        found = use.or_answer(formats, answer, field)
+        if found is None and formats.reasoning != NONE:
+            found = _grammar_of(after_reasoning(formats, answer), field)
+        if found is None:
+            return replace(generation, parsing=parsing)
+        sampling = _with_grammar(generation.sampling, found.grammar)
+        return replace(generation, parsing=parsing, sampling=sampling, grammar_fields=found.fields)
+    calls = use.grammar(formats)
+    if calls is not None:
+        if generation.sampling.HasField("grammar"):
+            kind = "required" if use.forced else "strict"
+            raise bad_request(field, f"'{field}' and calls that are {kind} exclude each other.")
+        sampling = _with_grammar(generation.sampling, calls.grammar)
+        return replace(generation, parsing=parsing, sampling=sampling, grammar_field="tools", grammar_fields=calls.fields)
+    return generation if parsing is generation.parsing else replace(generation, parsing=parsing)
+
+
+def _layout_of(grammar: pb.Grammar, origin: Origin) -> Layout | None:
+    """Returns the layout of an answer that follows a grammar.
+
+    None without a grammar, and for a structural tag, which has an order of its own.
+    """
+    kind = grammar.WhichOneof("kind")
+    if kind == "json_schema":
+        return schema(orjson.loads(grammar.json_schema), origin)
+    if kind == "json_object":
+        return schema({"type": "object"}, origin)
+    if kind == "regex":
+        return {**regex(grammar.regex), ORIGIN: origin}
+    return {"type": "grammar", "grammar": grammar.ebnf, ORIGIN: origin} if kind == "ebnf" else None
+
+
+def _with_grammar(sampling: pb.SamplingParams, grammar: pb.Grammar) -> pb.SamplingParams:
+    copy = pb.SamplingParams()
+    copy.CopyFrom(sampling)
+    copy.grammar.CopyFrom(grammar)
+    return copy
+
+
+def _grammar_of(tag: Tag, field: str) -> OutputGrammar:
+    """Returns the grammar of a tag that was made of a client's field. Raises ApiError if it is too large."""
+    grammar = structural_tag(str(tag), field)
+    if sum(len(pointer) + len(origin.within) + 1 for pointer, origin in tag.origins.items()) > limits.MAX_GRAMMAR_BYTES:
+        raise bad_request(field, f"'{field}' may come to at most {limits.MAX_GRAMMAR_BYTES} bytes. Give fewer tools.")
+    for pointer, origin in tag.origins.items():
+        grammar.parts.add(pointer=pointer, within=origin.within, partial=origin.partial)
+    return OutputGrammar(grammar, [origin.field for origin in tag.origins.values()])
+
+
+Functions = Iterable[tuple[str, Mapping[str, Any]]]  # client's path of each function, and the object that describes it
+
+
+def check_num_tools(tools: Sequence[Any]) -> None:
+    if len(tools) > limits.MAX_TOOLS:
+        raise bad_request("tools", f"'tools' may have at most {limits.MAX_TOOLS} tools.")
+
+
+def tool_specs(functions: Functions, schema_name: str = "parameters") -> tuple[ToolSpec, ...]:
+    """Returns the checked functions of a request. Raises ApiError.
+
+    Args:
+        functions: Read once; may check each tool before it yields its function.
+        schema_name: Member of a function that has its JSON schema.
+    """
+    found: dict[str, ToolSpec] = {}
+    for where, function in functions:
+        spec = _spec(function, where, schema_name)
+        if spec.name in found:
+            raise bad_request(f"{where}.name", f"'{where}.name' is the name of an earlier tool.")
+        found[spec.name] = spec
+    return tuple(found.values())
+
+
+def _spec(function: Mapping[str, Any], where: str, schema_name: str) -> ToolSpec:
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        allowed = f"1 to {limits.MAX_TOOL_NAME_CHARS} letters, digits, '_', '-', '.' or ':'"
+        raise bad_request(f"{where}.name", f"'{where}.name' must be {allowed}.")
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise bad_request(f"{where}.strict", f"'{where}.strict' must be true or false.")
+    field = f"{where}.{schema_name}"
+    return ToolSpec(name, _parameters(function.get(schema_name), field), bool(strict), field)
+
+
+def _parameters(schema: Any, where: str) -> Mapping[str, Any] | None:
+    if schema is None:
+        return None
+    if not isinstance(schema, dict):
+        raise bad_request(where, f"'{where}' must be a JSON Schema, as an object.")
+    why = too_large(schema)
+    if why:
+        raise bad_request(where, f"'{where}' has {why}.")
+    return schema
+
+
+class ToolChoice:
+    """Resolves the tool choice of one request, in the form of any API. Every method raises ApiError."""
+
+    def __init__(self, specs: Sequence[ToolSpec], hosted: Sequence[Any], parallel: bool, function_member: str = "") -> None:
+        """Takes the tools of the request.
+
+        Args:
+            hosted: Hosted tools that are left out of the request.
+            function_member: Member of a tool that has the object with the function's name; "" for the tool itself.
+        """
+        self._specs = specs
+        self._names = {spec.name for spec in specs}
+        self._hosted = hosted
+        self._parallel = parallel
+        self._member = function_member
+
+    def mode(self, choice: str | None) -> ToolUse:
+        """Returns the use for `none`, `auto`, `required` or no choice."""
+        if choice is None or choice == "auto":
+            return self._use(self._names, False)
+        if choice == "none":
+            return self._use(set(), False)
+        if choice != "required":
+            raise self.unknown()
+        if not self._names and self._hosted:
+            message = "'tool_choice' requires a call, but this server runs none of the 'tools'. Add a function, or use 'auto'."
+            raise bad_request("tool_choice", message, "unsupported_parameter")
+        if not self._names:
+            raise bad_request("tool_choice", "'tool_choice' is 'required', but there are no 'tools'.")
+        return self._use(self._names, True)
+
+    def function(self, choice: Any) -> ToolUse:
+        """Returns the use that forces the function that the choice names."""
+        return self._use({self._named(choice, "tool_choice")}, True)
+
+    def allowed(self, allowed: Any, where: str) -> ToolUse:
+        """Returns the use of an allow list: an object with `mode` and `tools` at the client's path `where`."""
+        tools = allowed.get("tools") if isinstance(allowed, dict) else None
+        if not isinstance(tools, list) or not tools:
+            raise bad_request(where, f"'{where}' must be an object with 'mode' and 'tools'.")
+        if allowed.get("mode") not in ("auto", "required"):
+            raise bad_request(f"{where}.mode", f"'{where}.mode' must be auto or required.")
+        forced, omitted = allowed["mode"] == "required", {hosted_type(tool) for tool in self._hosted}
+        listed = {f"{where}.tools[{index}]": tool for index, tool in enumerate(tools)}
+        found = {self._named(tool, at) for at, tool in listed.items() if hosted_type(tool) not in omitted}
+        if forced and not found:
+            raise _hosted_choice(f"{where}.tools", hosted_type(tools[0]))
+        return self._use(found, forced)
+
+    def unknown(self, choice: Any = None) -> ApiError:
+        """Returns the error of a choice that has no known form; it may name a hosted tool."""
+        kind = hosted_type(choice)
+        if kind and any(kind == hosted_type(tool) for tool in self._hosted):
+            return _hosted_choice("tool_choice", kind)
+        return bad_request("tool_choice", f"'tool_choice' must be one of {', '.join(_CHOICES)}, or name a function.")
+
+    def _use(self, names: set[str], forced: bool) -> ToolUse:
+        return ToolUse(tuple(spec for spec in self._specs if spec.name in names), forced, self._parallel)
+
+    def _named(self, tool: Any, where: str) -> str:
+        where = ".".join(part for part in (where, self._member, "name") if part)
+        function = tool.get(self._member) if self._member and isinstance(tool, dict) else tool
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in self._names:
+            if isinstance(name, str) and name in {own_name(tool) for tool in self._hosted} - {""}:
+                raise _hosted_choice(where, name)
+            raise bad_request(where, f"'{where}' must be the name of one of the 'tools'.")
+        return name
+
+
+def _hosted_choice(where: str, name: str) -> ApiError:
+    message = f"'{where}' asks for the tool '{name}', which this server cannot run. Name a function, or use 'auto'."
+    return bad_request(where, message, "unsupported_parameter")
