@@ -42,7 +42,7 @@ from services.worker.index.metrics import PublisherMetrics
 from services.worker.index.publisher import IndexPublisher
 from services.worker.loop.first_steps import run_first_steps
 from services.worker.loop.inbox import Inbox
-from services.worker.loop.loop import Loop, MaskFiller
+from services.worker.loop.loop import Loop, MaskSource
 from services.worker.loop.pulse import Pulse
 from services.worker.loop.step_limit import StepLimit, attention_span
 from services.worker.loop.text_rules import ModelText
@@ -243,7 +243,7 @@ async def serve(settings: WorkerSettings) -> None:
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
     tracing = start_tracing(settings, "worker")
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
-    masks = cast(MaskFiller, engine.masks)  # the matchers come from the book, and the core returns them unchanged
+    masks = cast(MaskSource, engine.masks)  # the matchers come from the book, and the core returns them unchanged
     loop = Loop(engine.core, engine.executor, inbox, measured, observer, masks, *overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
     limits, arrived = _limits(settings, engine), worker_metrics.times.arrived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.worker.core.contracts.transfers import NO_PAGES, OperationKind, PageOperation, Tier
 from services.worker.core.kv.other_tiers import Wanted
-from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, Running
+from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
 from services.worker.core.tiers.rates import Rates
 from tests.core.test_rules_tiers import tiered
 
@@ -27,11 +27,11 @@ class TestLate:
         root = memory.match("", b"", 0).node
         wanted = Wanted(0, "", b"", 12)
 
-        def running(op_id: int, place: Place, first: int, began: float) -> Running:
+        def running(op_id: int, place: Place, first: int, began: float) -> RunningImport:
             keys = tuple(bytes([page]) * 16 for page in range(first, first + 4))
             kind = OperationKind.LOAD if place is HOST else OperationKind.FETCH
             operation = PageOperation(op_id, kind, keys, memory.quarantine(4), NO_PAGES)
-            each = Running(operation, place, wanted, root, first, memory, began)
+            each = RunningImport(operation, place, wanted, root, first, memory, began)
             lanes.begin(each)
             return each
 

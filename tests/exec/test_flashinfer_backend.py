@@ -19,7 +19,7 @@ from services.worker.exec.attention import flashinfer_limits as limits
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
 from services.worker.exec.attention.flashinfer_prebuild import asked_for, missing
-from services.worker.exec.attention.flashinfer_staging import SLOTS, Slot, StagingRing, fill, make_slot
+from services.worker.exec.attention.flashinfer_staging import SLOTS, StagingRing, StagingSlot, fill, make_slot
 from services.worker.exec.loading import load_model
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.pools.kv_pool import LayerKV, allocate
@@ -352,7 +352,7 @@ class Passing:
 
 
 def test_staging_never_reuses_what_is_in_flight_and_never_waits() -> None:
-    ring = StagingRing(lambda: Slot(torch.empty(1), (), Passing()))
+    ring = StagingRing(lambda: StagingSlot(torch.empty(1), (), Passing()))
     for slot in ring._slots:
         slot.copied.passed = True
     taken = []

@@ -21,7 +21,7 @@ from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import Computed
 from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
 from services.worker.exec.contracts.protocol import Run
-from services.worker.exec.drafting.model_drafter import _Slot
+from services.worker.exec.drafting.model_drafter import _DrafterSlot
 from services.worker.exec.executor import DeviceExecutor
 from tests.exec.always_guessing import always, now_and_then
 from tests.exec.draft_folders import add_mtp, write_eagle3
@@ -231,7 +231,7 @@ def test_pending_states_release_the_memory_of_a_chunk(tmp_path: Path) -> None:
     write_eagle3(head, target, draft_vocab=257, prefix="model.", place="layers.0")
     executor = made_of(target, "eagle3", str(head))
     drafter = executor._steps._drafter  # type: ignore[attr-defined]
-    drafter._slots[0] = _Slot([7] * PROMPT_TOKENS)
+    drafter._slots[0] = _DrafterSlot([7] * PROMPT_TOKENS)
     with torch.inference_mode():
         drafter._table[0, :16] = torch.arange(16)
         kept = tuple(torch.zeros(PROMPT_TOKENS, 128) for _ in range(3))

@@ -27,8 +27,8 @@ from services.gateway.request.request import Phase, RunningRequest
 from services.gateway.request.silence import Silence
 from services.gateway.service.sink import Sink
 from services.gateway.state.background_past import BackgroundPast, pages
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Piece, Stored
-from services.gateway.state.background_store import BackgroundStore, Room
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Stored
+from services.gateway.state.background_store import BackgroundStore, WriteResult
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.state_store import StoreAway
 from services.shared.observe.log_fields import fields
@@ -44,8 +44,8 @@ TURNS, TURN_S = 16, 0.1  # tries to extend a conversation that others extend too
 STORE_AWAY = "store_unavailable"
 
 _REFUSED = {
-    Room.STORE_FULL: ("What may be kept for this API key has no room for the response.", "store_full"),
-    Room.TOO_LARGE: ("The response is larger than what can be kept of one.", "response_too_large"),
+    WriteResult.STORE_FULL: ("What may be kept for this API key has no room for the response.", "store_full"),
+    WriteResult.TOO_LARGE: ("The response is larger than what can be kept of one.", "response_too_large"),
 }
 
 
@@ -112,7 +112,9 @@ class Journal:
         self._ids = said.offset + len(said.ids) // array("I").itemsize
         self._place = place
 
-    async def finish(self, status: BackgroundStatus, record: Callable[[], Awaitable[Kept]], events: Sequence[bytes]) -> None:
+    async def finish(
+        self, status: BackgroundStatus, record: Callable[[], Awaitable[FinalRecords]], events: Sequence[bytes]
+    ) -> None:
         """Writes the end of the response and its last events.
 
         Args:
@@ -128,19 +130,19 @@ class Journal:
                 kept = await held(record)
             else:
                 logger.warning("a conversation is not extended: others write to it", extra=fields(response=self._order.id))
-                await held(partial(self._finished, status, Kept(kept.record), events))
+                await held(partial(self._finished, status, FinalRecords(kept.record), events))
         except BaseException:
             self.is_finishing = False
             raise
         self._metrics.background_responses.labels(status.value).inc()
         self._wrote()
 
-    async def _finished(self, status: BackgroundStatus, kept: Kept, events: Sequence[bytes]) -> bool:
+    async def _finished(self, status: BackgroundStatus, kept: FinalRecords, events: Sequence[bytes]) -> bool:
         return await self._store.finish(self._lease, self._order, self._pieces + 1, status, kept, events)
 
     async def _write(self, piece: Piece) -> None:
         room = await held(lambda: self._store.write(self._lease, self._order, piece))
-        if room is not Room.YES:
+        if room is not WriteResult.YES:
             message, code = _REFUSED[room]
             raise ApiError(400, message, code=code)
         self._pieces = piece.number
@@ -154,7 +156,7 @@ class JournalSink(Sink):
         self,
         make_story: Callable[[RunningRequest, ModelTexts], Story],
         journal: Journal,
-        record: Callable[[Json], Awaitable[Kept]],
+        record: Callable[[Json], Awaitable[FinalRecords]],
         stored: Stored,
         earlier: EarlierOutput | None,
         computed_by: Callable[[Choice], tuple[ModelVersion | None, str]],

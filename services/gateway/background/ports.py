@@ -10,7 +10,7 @@ from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import Prepare
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Stored
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Stored
 
 Json = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Answers(Protocol):
     def story(self, stored: Stored, running: RunningRequest, token_texts: ModelTexts) -> Story:
         """Returns the renderer of a stored response. The caller then passes all stored pages to restore()."""
 
-    async def record(self, order: BackgroundOrder, response: Json) -> Kept:
+    async def record(self, order: BackgroundOrder, response: Json) -> FinalRecords:
         """Returns the record of a complete response. Raises ApiError; 404 if the response was deleted."""
 
     async def given_up(self, owner: str, response_id: str) -> bytes:

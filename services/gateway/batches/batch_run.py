@@ -210,11 +210,11 @@ class BatchRun:
         """Makes one attempt. Returns a LineResult if a retry cannot change the outcome."""
         if line.streams:
             refusal = bad_request("stream", "'stream' cannot be used in a batch.", "unsupported_parameter")
-            return answered(line, line_results.Answer(refusal.status, refusal.json(), self._name(line)))
+            return answered(line, line_results.LineResponse(refusal.status, refusal.json(), self._name(line)))
         try:
             return await self._calls.call(self.order.endpoint, line.body, self._caller(), self._name(line))
         except ApiError as error:  # raised by self._caller(), because the API key is not accepted
-            answer = line_results.Answer(error.status, error.json(), self._name(line))
+            answer = line_results.LineResponse(error.status, error.json(), self._name(line))
             return Told(answer, error.retry_after_s or 0, error.code or "")
 
     def _name(self, line: Line) -> str:

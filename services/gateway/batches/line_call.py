@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.gateway.batches.line_results import Answer
+from services.gateway.batches.line_results import LineResponse
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import HeldBytes, hold_content
@@ -22,7 +22,7 @@ from services.shared.limits import MAX_BATCH_RESULT_BYTES
 class Told:
     """The result of one attempt of a line."""
 
-    answer: Answer
+    answer: LineResponse
     retry_after_s: int  # value of Retry-After; 0 if the response has no such header
     code: str  # error code; "" on success
 
@@ -62,4 +62,4 @@ class LineCalls:
                 self._access.ended("batch", "POST", path, state, sink.status, len(sink.body), seconds)
         retry_after_s = int(dict(sink.headers).get(b"retry-after", b"0"))
         body_kept = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # a longer body is replaced by an error, so its rest is not needed
-        return Told(Answer(sink.status or 500, body_kept, request_id), retry_after_s, sink.code)
+        return Told(LineResponse(sink.status or 500, body_kept, request_id), retry_after_s, sink.code)

@@ -25,7 +25,7 @@ _WHY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineResponse:
     """The response of an endpoint to one line."""
 
     status: int  # HTTP status
@@ -33,7 +33,7 @@ class Answer:
     request_id: str
 
 
-def answered(line: Line, answer: Answer) -> LineResult:
+def answered(line: Line, answer: LineResponse) -> LineResult:
     """Returns the result of a computed line: status 200 goes to the output file, others go to the error file.
 
     A response with more than MAX_BATCH_RESULT_BYTES is replaced by the error `result_too_large`.

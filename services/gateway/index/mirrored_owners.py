@@ -20,7 +20,7 @@ class Applied(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Owner:
+class _MirroredGeneration:
     """The mirrored generation of one worker."""
 
     generation: int
@@ -33,7 +33,7 @@ class MirroredOwners:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._owners: dict[str, _Owner] = {}
+        self._owners: dict[str, _MirroredGeneration] = {}
 
     def number(self, worker: str) -> int:
         """Returns the owner number of a worker; -1 if no generation is mirrored."""
@@ -58,7 +58,7 @@ class MirroredOwners:
         """
         self.retire(worker)
         number = self._index.owner(worker, generation)
-        self._owners[worker] = _Owner(generation, number, seq)
+        self._owners[worker] = _MirroredGeneration(generation, number, seq)
         return number
 
     def retire(self, worker: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.gateway.keys.key_table import ApiKey
 from services.gateway.keys.rate_window import BUCKETS, seconds_until
-from services.gateway.keys.share import Answer, Report, Share
+from services.gateway.keys.share import Share, ShareReply, ShareReport
 from services.gateway.keys.usage import Concurrent, PerMinute, Usage
 
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrency"
@@ -125,13 +125,13 @@ class KeyBudget:
     def runs_low(self) -> bool:
         return any(share.runs_low for share in self.shares.values())
 
-    def report(self, now: float, gateways: int) -> list[Report]:
+    def report(self, now: float, gateways: int) -> list[ShareReport]:
         """Returns a report for each of KINDS. The report of an unlimited kind has limit 0."""
         self.reported_at = now
-        none = [Report(0, 0, 0, 0, 0, [0] * SIZES[kind]) for kind in KINDS]
+        none = [ShareReport(0, 0, 0, 0, 0, [0] * SIZES[kind]) for kind in KINDS]
         return [self.shares[kind].report(now, gateways) if kind in self.shares else none[i] for i, kind in enumerate(KINDS)]
 
-    def answered(self, answers: list[Answer], settled: bool, now: float) -> None:
+    def answered(self, answers: list[ShareReply], settled: bool, now: float) -> None:
         for kind, answer in zip(KINDS, answers, strict=True):
             if (share := self.shares.get(kind)) is not None:
                 share.answered(answer, settled, now)

@@ -24,7 +24,7 @@ GATHER_S = 5.0  # seconds after a gateway has joined in which a share that is to
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ShareReport:
     """The report of a gateway on its share, and its request for more."""
 
     limit: int  # limit over all gateways
@@ -36,8 +36,8 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The reply to a Report."""
+class ShareReply:
+    """The reply to a ShareReport."""
 
     granted: int  # change of the held amount; negative if the gateways hold more than the limit, because one has joined
     in_need: bool  # other gateways were not granted the amounts that they requested
@@ -61,14 +61,14 @@ class Share:
         self._unmet = 0  # amount refused since the last report
         self._largest_unmet = 0  # largest refused request
         self._unmet_at = 0.0  # time of the last refusal
-        self._least = 0  # Report.least of the last report
+        self._least = 0  # ShareReport.least of the last report
         self._largest = 0  # largest request of about the last WINDOW_S
         self._largest_at = 0.0
         self._others_in_need = False
         self._yielded_at = 0.0
         self._gateways = 0  # number of gateways at the last report
         self._gather_until = 0.0
-        self._short = 0  # Report.most of the last report
+        self._short = 0  # ShareReport.most of the last report
 
     def set_limit(self, limit: int) -> None:
         """Changes the limit. If it shrinks, the held amount is void until Redis grants a new one."""
@@ -156,7 +156,7 @@ class Share:
         """Whether the share has refused a request, or has used more than half of the amount held at the last report."""
         return self._unmet > 0 or (self.is_shared and 2 * self.held < self._reported[0])
 
-    def report(self, now: float, gateways: int) -> Report:
+    def report(self, now: float, gateways: int) -> ShareReport:
         """Returns a report for Redis. If other gateways are in need, the held amount shrinks to a quarter of the recent use."""
         self.dirty = False
         least, unmet = self._largest_unmet, self._unmet
@@ -179,9 +179,9 @@ class Share:
         self._gateways, self._short = gateways, most
         self._reported, self._least = (held, self._taken), least
         self._unmet = self._largest_unmet = 0
-        return Report(self.limit, least, most, held, unmet, self._own.amounts(now))
+        return ShareReport(self.limit, least, most, held, unmet, self._own.amounts(now))
 
-    def answered(self, answer: Answer, settled: bool, now: float) -> None:
+    def answered(self, answer: ShareReply, settled: bool, now: float) -> None:
         """Applies the reply to the last report.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Protocol
 from redis.exceptions import RedisError
 
 from services.gateway.keys.key_budget import KeyBudget
-from services.gateway.keys.share import Report
+from services.gateway.keys.share import ShareReport
 from services.gateway.keys.share_store import DEAD_S, Exchanged
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ KEYS_A_TURN = 1000  # API keys per turn
 
 
 class Store(Protocol):
-    async def exchange(self, now: float, reports: Sequence[tuple[str, Sequence[Report]]]) -> Exchanged: ...
+    async def exchange(self, now: float, reports: Sequence[tuple[str, Sequence[ShareReport]]]) -> Exchanged: ...
 
     async def close(self) -> None: ...
 

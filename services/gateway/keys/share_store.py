@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.keys.rate_window import bucket_of
-from services.gateway.keys.share import Answer, Report
+from services.gateway.keys.share import ShareReply, ShareReport
 from services.shared.index.redis_client import redis_client
 
 TIMEOUT_S = 1.0  # time limit of a call
@@ -117,7 +117,7 @@ class Exchanged:
 
     gateways: int  # live gateways, this one included
     in_need: Sequence[str]  # digests of API keys on which gateways should report
-    answers: Sequence[tuple[bool, list[Answer]]]  # for each reported API key: whether it has settled, and an answer per limit
+    answers: Sequence[tuple[bool, list[ShareReply]]]  # for each reported API key: whether it has settled, and an answer per limit
 
 
 class ShareStore:
@@ -139,7 +139,7 @@ class ShareStore:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def exchange(self, now: float, reports: Sequence[tuple[str, Sequence[Report]]]) -> Exchanged:
+    async def exchange(self, now: float, reports: Sequence[tuple[str, Sequence[ShareReport]]]) -> Exchanged:
         """Reports shares and returns the grants, in one round trip.
 
         Args:
@@ -167,17 +167,17 @@ class ShareStore:
         sizes = [[len(report.amounts) for report in each] for _, each in reports]
         return Exchanged(int(replies[3]), in_need, [_answers(*pair) for pair in zip(replies[6:], sizes, strict=True)])
 
-    def _arguments(self, digest: str, reports: Sequence[Report], now: float) -> list[Any]:
+    def _arguments(self, digest: str, reports: Sequence[ShareReport], now: float) -> list[Any]:
         found: list[Any] = [self._name, f"{now:.3f}", bucket_of(now), digest, SETTLE_S, DEAD_S, TTL_S, len(reports)]
         for one in reports:
             found += [len(one.amounts), one.limit, one.least, one.most, one.held, one.unmet, *one.amounts]
         return found
 
 
-def _answers(reply: list[int], sizes: Sequence[int]) -> tuple[bool, list[Answer]]:
+def _answers(reply: list[int], sizes: Sequence[int]) -> tuple[bool, list[ShareReply]]:
     found, at = [], 1
     for size in sizes:
         granted, unmet = reply[at], reply[at + 1]
-        found.append(Answer(granted, unmet > 0, reply[at + 2 : at + 2 + size]))
+        found.append(ShareReply(granted, unmet > 0, reply[at + 2 : at + 2 + size]))
         at += 2 + size
     return reply[0] == 1, found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.gateway.parsers import json_text
 from services.gateway.parsers.json_text import Breaks
-from services.gateway.parsers.reading import Reading
+from services.gateway.parsers.reading import OutputReading
 from services.gateway.parsers.source import Malformed, Source, Steps
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -19,7 +19,7 @@ class JsonCall:
 
     MEMBERS = ("name", *_ARGUMENTS, "type", "id")
 
-    def __init__(self, reading: Reading, marked: bool, breaks: Breaks) -> None:
+    def __init__(self, reading: OutputReading, marked: bool, breaks: Breaks) -> None:
         self._reading = reading
         self._marked = marked
         self._breaks = breaks

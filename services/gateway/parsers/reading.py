@@ -25,7 +25,7 @@ class Outcome(enum.Enum):
     NONE = enum.auto()  # the text was no call and was written as text
 
 
-class Reading:
+class OutputReading:
     """The source and the writer of one output."""
 
     def __init__(self, source: Source, setup: ParserSetup, marks: Marks) -> None:
@@ -45,9 +45,9 @@ class Reading:
         """Returns the schema of a tool's parameters."""
         return self._setup.tools.get(name)
 
-    def trial(self) -> Reading:
+    def trial(self) -> OutputReading:
         """Returns another reading of the same source with a writer of its own."""
-        return Reading(self.source, self._setup, self._marks)
+        return OutputReading(self.source, self._setup, self._marks)
 
     def attempt(self, opening: str, call: Steps[None]) -> Steps[Outcome]:
         """Reads a call after its opening mark.
@@ -132,17 +132,17 @@ class CallFormat:
 
     opens: tuple[str, ...]  # texts with which a call may begin; not all are marks
     marks: tuple[str, ...]  # all marks of the format, which are removed from text
-    read: Callable[[Reading, str], Steps[None]]  # reads calls after one of `opens`, which has been read
+    read: Callable[[OutputReading, str], Steps[None]]  # reads calls after one of `opens`, which has been read
 
 
-def _no_call(_reading: Reading, mark: str) -> Steps[None]:
+def _no_call(_reading: OutputReading, mark: str) -> Steps[None]:
     raise AssertionError(f"{mark} begins no call")
 
 
 NO_CALLS = CallFormat((), (), _no_call)
 
 
-Reader = Callable[[Reading], Steps[None]]
+Reader = Callable[[OutputReading], Steps[None]]
 
 
 class ReadingParser:
@@ -151,7 +151,7 @@ class ReadingParser:
     def __init__(self, read: Reader, marks: Sequence[str], setup: ParserSetup) -> None:
         """Starts the coroutine `read`. `marks` are the marks of its format."""
         self._source = Source()
-        reading = Reading(self._source, setup, Marks(*marks))
+        reading = OutputReading(self._source, setup, Marks(*marks))
         self._writer = reading.writer
         self._steps = read(reading)
         next(self._steps)

@@ -51,7 +51,7 @@ class Marks:
         return text
 
 
-class Record:
+class TextRecord:
     """The text read since the record was started, up to a number of characters."""
 
     def __init__(self, most: int, text: str = "") -> None:
@@ -90,9 +90,9 @@ class Source:
         self._closed = False
         self.was_cut = False  # the text has ended because the model had to stop
         self._bounds: Marks | None = None
-        self._record: Record | None = None
-        self._held: Record | None = None
-        self._records: tuple[Record, ...] = ()  # the active ones
+        self._record: TextRecord | None = None
+        self._held: TextRecord | None = None
+        self._records: tuple[TextRecord, ...] = ()  # the active ones
 
     def add(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
@@ -118,7 +118,7 @@ class Source:
 
     def hold(self, text: str) -> None:
         """Starts a second record with `text`. Reading then raises Malformed if the record exceeds MAX_HELD_CALL_CHARS."""
-        self._held = Record(MAX_HELD_CALL_CHARS, text)
+        self._held = TextRecord(MAX_HELD_CALL_CHARS, text)
         self._list_records()
 
     def release(self) -> str:
@@ -133,7 +133,7 @@ class Source:
 
     def record(self, most: int = MAX_HELD_CALL_CHARS) -> None:
         """Starts a record. Reading more than `most` characters before forget() raises Malformed."""
-        self._record = Record(most)
+        self._record = TextRecord(most)
         self._list_records()
 
     def forget(self) -> str:

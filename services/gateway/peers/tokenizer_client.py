@@ -20,7 +20,7 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers import served_model
 from services.gateway.peers.encode_stream import EncodeFailed
 from services.gateway.peers.replicas import Replicas
-from services.gateway.peers.tokenizer_replica import Replica
+from services.gateway.peers.tokenizer_replica import TokenizerReplica
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.field_names import CHAT, NO_NAMES, FieldNames
 from services.gateway.request.trace import EncodeCall
@@ -64,7 +64,7 @@ class TokenizerClient:
             retry_after_s: Retry-After of errors, in seconds.
             changed: Called when connected() may have changed.
         """
-        self._replicas = Replicas(lambda address: Replica(address, unreachable_s, self._note, dialer))
+        self._replicas = Replicas(lambda address: TokenizerReplica(address, unreachable_s, self._note, dialer))
         self._timeout_s = timeout_s
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
@@ -93,7 +93,7 @@ class TokenizerClient:
         """Returns the ids of the opening and the closing mark of reasoning; empty if they are unknown."""
         return next((one.reasoning_marks for one in self._usable(model)), ())
 
-    def _usable(self, model: str) -> list[Replica]:
+    def _usable(self, model: str) -> list[TokenizerReplica]:
         return [one for one in self._replicas.by_address.values() if one.connected and one.serves(model)]
 
     def set_endpoints(self, endpoints: Endpoints) -> None:
@@ -128,7 +128,7 @@ class TokenizerClient:
         clock = asyncio.get_running_loop().time
         left, patience = self._timeout_s, self._wait_s
         attempt, pause = 0, 0.0
-        silent: set[Replica] = set()  # replicas that have left an attempt unanswered
+        silent: set[TokenizerReplica] = set()  # replicas that have left an attempt unanswered
         while left > 0 and patience >= 0:
             begun = clock()
             replica = self._next(model, silent)
@@ -172,7 +172,9 @@ class TokenizerClient:
                     self._noted.clear()
                     await self._noted.wait()
 
-    async def _attempt(self, request: EncodeCall, replica: Replica, limit_s: float, alone: bool) -> tokenizer_pb2.EncodeResponse:
+    async def _attempt(
+        self, request: EncodeCall, replica: TokenizerReplica, limit_s: float, alone: bool
+    ) -> tokenizer_pb2.EncodeResponse:
         replica.in_flight += 1
         try:
             return await replica.encode(request, limit_s, alone)
@@ -180,7 +182,7 @@ class TokenizerClient:
             replica.in_flight -= 1
             self._replicas.retire(replica)
 
-    def _next(self, model: str, silent: set[Replica]) -> Replica | None:
+    def _next(self, model: str, silent: set[TokenizerReplica]) -> TokenizerReplica | None:
         """Returns the next usable replica, preferably one outside of `silent`. None if no replica is usable."""
         usable = self._usable(model)
         candidates = [one for one in usable if one not in silent] or usable
@@ -189,7 +191,7 @@ class TokenizerClient:
         self._turn += 1
         return candidates[self._turn % len(candidates)]
 
-    def _limit_s(self, attempt: int, left_s: float, model: str, tried: set[Replica]) -> float:
+    def _limit_s(self, attempt: int, left_s: float, model: str, tried: set[TokenizerReplica]) -> float:
         """Returns the time limit of an attempt. It leaves time for a retry while another replica can be tried."""
         others = any(one not in tried for one in self._usable(model))
         return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s

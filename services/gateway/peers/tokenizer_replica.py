@@ -30,7 +30,7 @@ HUGE_AT_ONCE = 2  # large requests that are sent: one is tokenized, and the next
 PAUSE_S = 0.25  # seconds between two Info calls to a tokenizer that does not respond
 
 
-class Replica:
+class TokenizerReplica:
     """The client of one tokenizer, which reconnects until its task is cancelled."""
 
     def __init__(self, address: str, unreachable_s: float, changed: Callable[[], None], dialer: Dialer = IN_THE_CLEAR) -> None:

@@ -16,12 +16,12 @@ from services.gateway.request.usage import usage_of
 REPORT_HEADER = b"x-rootstock-report"
 
 
-def report_for(scope: Scope) -> Report | None:
+def report_for(scope: Scope) -> RequestReport | None:
     """Returns an empty report, or None if the client does not ask for one."""
-    return Report() if (REPORT_HEADER, b"1") in scope["headers"] else None
+    return RequestReport() if (REPORT_HEADER, b"1") in scope["headers"] else None
 
 
-class Report:
+class RequestReport:
     """The report of a request, with the same lifetime."""
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ class Talk:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FinalRecords:
     """The records that the end of a response writes."""
 
     record: bytes  # record of the response

@@ -51,7 +51,15 @@ import orjson
 from services.gateway.request.generation import ModelVersion
 from services.gateway.state import background_scripts as scripts
 from services.gateway.state.background_past import ID_BYTES, PAGE_BYTES, PAGE_ITEMS, BackgroundPast, Lengths
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Page, Piece, Stored, order_of
+from services.gateway.state.background_record import (
+    BackgroundOrder,
+    BackgroundStatus,
+    FinalRecords,
+    Page,
+    Piece,
+    Stored,
+    order_of,
+)
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, StateRedis
 from services.shared.limits import MAX_BACKGROUND_BYTES
@@ -75,7 +83,7 @@ class Begun(Enum):
     TOO_MANY = auto()  # the owner has too many open responses
 
 
-class Room(Enum):
+class WriteResult(Enum):
     """Result of write(): whether the piece is stored."""
 
     YES = auto()
@@ -84,7 +92,7 @@ class Room(Enum):
 
 
 _BEGUN = {1: Begun.YES, 0: Begun.STORE_FULL, -1: Begun.TOO_MANY}
-_ROOM = {1: Room.YES, 0: Room.STORE_FULL, -1: Room.TOO_LARGE}
+_ROOM = {1: WriteResult.YES, 0: WriteResult.STORE_FULL, -1: WriteResult.TOO_LARGE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,7 @@ class BackgroundStore:
         found = await self._redis.call(scripts.BEGIN, keys, lease.token, self._lease_ms, *asked, *room, *events)
         return _BEGUN[found]
 
-    async def write(self, lease: Lease, order: BackgroundOrder, piece: Piece) -> Room:
+    async def write(self, lease: Lease, order: BackgroundOrder, piece: Piece) -> WriteResult:
         """Stores a piece, if it fits into the limits. Raises LeaseLost."""
         weights = b"" if piece.weights is None else orjson.dumps(list(piece.weights))
         said = (piece.decoded, piece.chars, piece.shown, weights, piece.numerics)
@@ -142,7 +150,13 @@ class BackgroundStore:
         return _ROOM[found]
 
     async def finish(
-        self, lease: Lease, order: BackgroundOrder, number: int, status: BackgroundStatus, kept: Kept, events: Sequence[bytes]
+        self,
+        lease: Lease,
+        order: BackgroundOrder,
+        number: int,
+        status: BackgroundStatus,
+        kept: FinalRecords,
+        events: Sequence[bytes],
     ) -> bool:
         """Ends the response: writes its record and its conversation and deletes its state except for the events.
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.state.state_redis import READS, StateRedis
-from services.gateway.state.state_store import Changed, Record
+from services.gateway.state.state_store import Changed, StoredRecord
 from services.shared.limits import MAX_RECORD_BYTES
 
 _FORGET = """
@@ -107,12 +107,12 @@ class RedisStore:
     async def close(self) -> None:
         await self._redis.close()
 
-    async def get(self, owner: str, names: Sequence[str]) -> list[Record | None]:
+    async def get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
         if not names:
             return []
         found = await self._call(_GET, owner, names, *names)
         pairs = zip(found[::2], found[1::2], strict=True)
-        return [None if content is None else Record(content, int(version)) for content, version in pairs]
+        return [None if content is None else StoredRecord(content, int(version)) for content, version in pairs]
 
     async def put(self, owner: str, name: str, content: bytes, version: int | None = None) -> bool:
         if len(content) > MAX_RECORD_BYTES:

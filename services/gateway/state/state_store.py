@@ -19,7 +19,7 @@ class Changed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StoredRecord:
     """A stored record."""
 
     content: bytes
@@ -29,7 +29,7 @@ class Record:
 class StateStore(Protocol):
     """Stored records, by their owner (see owner_of()) and their name. Every method raises StoreAway."""
 
-    async def get(self, owner: str, names: Sequence[str]) -> list[Record | None]:
+    async def get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
         """Returns records in the order of their names, None for a missing one. Reading a record restarts its lifetime."""
 
     async def put(self, owner: str, name: str, content: bytes, version: int | None = None) -> bool:

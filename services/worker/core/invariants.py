@@ -12,7 +12,7 @@ from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.requests.queues import RequestQueues
 from services.worker.core.requests.request import Phase
 from services.worker.core.requests.sessions import SessionTable
-from services.worker.core.requests.waiting_queue import Kept
+from services.worker.core.requests.waiting_queue import HeldCapacity
 
 
 def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, tiers: OtherTiers | None) -> list[str]:
@@ -77,9 +77,9 @@ def _held(queues: RequestQueues) -> list[str]:
     held = [request for request in queue if request.held]
     if len(held) != queue.num_held or len(held) != sum(request.held > 0 for request in queues.by_key.values()):
         out.append("a held request is not in the queue, or is not counted")
-    kept: dict[int, Kept] = {}
+    kept: dict[int, HeldCapacity] = {}
     for request in held:
-        kept.setdefault(request.rank, Kept()).add(1, request.held)
+        kept.setdefault(request.rank, HeldCapacity()).add(1, request.held)
     if kept != queue.kept_by_rank():
         out.append("the queue miscounts what is kept for held requests")
     return out

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Kept:
+class _CachedGrammar:
     """A compiled grammar that is ready for use."""
 
     compiled: Compiled
@@ -69,7 +69,7 @@ class CompiledBook:
         self._clock = clock
         self._setup = MatcherSetup.of(vocabulary, ForcedText(tokenizer) if enable_jump_forward else None)
         self._lock = threading.Lock()
-        self._ready: OrderedDict[GrammarSpec, _Kept] = OrderedDict()  # least recently used first
+        self._ready: OrderedDict[GrammarSpec, _CachedGrammar] = OrderedDict()  # least recently used first
         self.num_compiled = 0
         self._ready_bytes = 0
         self._pending: dict[GrammarSpec, float] = {}  # time of the first open() by spec
@@ -157,7 +157,7 @@ class CompiledBook:
             logger.info("grammar refused: %s", reason)
             self._on_failed(spec, reason, busy)
 
-    def _bears(self, spec: GrammarSpec, kept: _Kept) -> bool:
+    def _bears(self, spec: GrammarSpec, kept: _CachedGrammar) -> bool:
         """Returns whether a matcher of the grammar may continue after an overrun of its meter.
 
         The first overrun is tolerated, because a machine that stalls for a moment looks the same.
@@ -179,7 +179,7 @@ class CompiledBook:
             self._remember(spec, reason)
 
     def _keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
-        self._ready[spec] = kept = _Kept(compiled, compiled.size + len(spec.source), self._clock())
+        self._ready[spec] = kept = _CachedGrammar(compiled, compiled.size + len(spec.source), self._clock())
         self._ready_bytes += kept.size
         while self._ready_bytes > self._limits.cache_mib * MIB and len(self._ready) > 1:
             self._drop_oldest()

@@ -55,7 +55,7 @@ class Outbox(Protocol):
     def send(self, output: StepOutput) -> None: ...
 
 
-class MaskFiller(Protocol):
+class MaskSource(Protocol):
     """Fills grammar masks on the loop's thread while their step computes.
 
     The executor may read the masks until wait() of that step has returned.
@@ -129,7 +129,7 @@ class Loop:
         inbox: Inbox,
         outbox: Outbox,
         observer: Observer,
-        masks: MaskFiller,
+        masks: MaskSource,
         overlap: bool,
         consecutive_prefill_overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,

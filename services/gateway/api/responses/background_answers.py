@@ -27,7 +27,7 @@ from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import Prepare
 from services.gateway.state.background_past import pages
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Stored
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Stored
 from services.shared.limits import MAX_RECORD_BYTES
 from services.shared.observe.log_fields import fields
 from services.shared.output_formats import OutputFormats
@@ -103,7 +103,7 @@ class BackgroundAnswers:
         draft = Draft(request, token_texts, response, output_items(order.id, asked))
         return BackgroundStory(draft, stored.past.lengths.events)
 
-    async def record(self, order: BackgroundOrder, response: Json) -> Kept:
+    async def record(self, order: BackgroundOrder, response: Json) -> FinalRecords:
         """What is kept of a response that is over; of one that is gone: 404. One without output is kept whatever it has: its
         request has been."""
         kept = await self._records.over(order.owner, response, order.context_bytes)

@@ -16,8 +16,8 @@ import orjson
 from services.gateway.api.responses.items import REFERENCE, response_of
 from services.gateway.request.bodies import Hold
 from services.gateway.request.errors import ApiError, bad_request, unavailable
-from services.gateway.state.background_record import OPEN, Kept, Talk
-from services.gateway.state.state_store import Changed, Record, StateStore, StoreAway
+from services.gateway.state.background_record import OPEN, FinalRecords, Talk
+from services.gateway.state.state_store import Changed, StateStore, StoreAway, StoredRecord
 from services.shared import limits
 
 logger = logging.getLogger(__name__)
@@ -86,14 +86,14 @@ class Records:
         """Whether it is kept from here on. items: its input."""
         return await self._try_put(owner, response["id"], record_of(response, items, before.chain, before.num_bytes))
 
-    async def over(self, owner: str, response: Json, context_bytes: int) -> Kept:
+    async def over(self, owner: str, response: Json, context_bytes: int) -> FinalRecords:
         """What is to be kept of a response that was kept while it was made. context_bytes: of those before it. Its conversation,
         if it has one, gets what has been said."""
         last = await self._response(owner, response["id"], "response_id")
         talk = None
         if response["conversation"] is not None and response["status"] in ("completed", "incomplete"):
             talk = await self._talk(owner, response["conversation"]["id"], [*last["input"], *response["output"]])
-        return Kept(orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes)), talk)
+        return FinalRecords(orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes)), talk)
 
     async def ended(self, owner: str, response_id: str, change: Json) -> bytes:
         """What is to be kept of a response that ends as it is kept, but for a change. Raises ValueError, TypeError, LookupError
@@ -188,7 +188,7 @@ class Records:
         found = await self._conversation_record(owner, conversation_id, param)
         return orjson.loads(found.content), found.version
 
-    async def _conversation_record(self, owner: str, conversation_id: str, param: str) -> Record:
+    async def _conversation_record(self, owner: str, conversation_id: str, param: str) -> StoredRecord:
         (found,) = await self._get(owner, [conversation_id]) if conversation_id.startswith(CONVERSATION_PREFIX) else [None]
         if found is None:
             raise _not_found(param, "There is no such conversation.", "conversation_not_found")
@@ -212,7 +212,7 @@ class Records:
         item: Json = match[0]
         return item
 
-    async def _get(self, owner: str, names: Sequence[str]) -> list[Record | None]:
+    async def _get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
         async with self._reached() as store:
             return await store.get(owner, names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from services.gateway.parsers.json_text import Breaks
-from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.reading import CallFormat, Outcome, OutputReading
 from services.gateway.parsers.source import Malformed, Steps
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -17,7 +17,7 @@ _ENDS = (FENCE_END, CALL_END, SECTION_END, SECTION, CALL)  # texts that may foll
 _NAME = re.compile(r"[^\s<`{]*")
 
 
-def _read(reading: Reading, mark: str) -> Steps[None]:
+def _read(reading: OutputReading, mark: str) -> Steps[None]:
     """Reads a call, or the beginning of the section with its first call."""
     outcome = yield from reading.attempt(mark, _call(reading, mark))
     if outcome is Outcome.WHOLE:
@@ -27,7 +27,7 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
         yield from reading.skip_rest((CALL_END,), (SECTION_END, SECTION, CALL))
 
 
-def _call(reading: Reading, mark: str) -> Steps[None]:
+def _call(reading: OutputReading, mark: str) -> Steps[None]:
     """Reads `function<｜tool▁sep｜>NAME` and arguments in a fence, or `NAME<｜tool▁sep｜>` and arguments.
 
     The separator may be missing after the name of a known tool. If the output was cut off, it must be there, because the name
@@ -53,7 +53,7 @@ def _call(reading: Reading, mark: str) -> Steps[None]:
     yield from reading.arguments(_BREAKS, _ENDS)
 
 
-def _name(reading: Reading) -> Steps[str]:
+def _name(reading: OutputReading) -> Steps[str]:
     pieces: list[str] = []
     yield from reading.source.space()
     yield from reading.source.run(_NAME, pieces.append)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from services.gateway.parsers.json_text import Breaks
-from services.gateway.parsers.reading import Outcome, Reading
+from services.gateway.parsers.reading import Outcome, OutputReading
 from services.gateway.parsers.source import Malformed, Marks, Sink, Steps, discard
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -40,7 +40,7 @@ class _Header:
         return self.recipient.startswith("functions.")
 
 
-def read(reading: Reading) -> Steps[None]:
+def read(reading: OutputReading) -> Steps[None]:
     begun = yield from reading.source.choose(_HEADER_BEGINS)
     yield from _Messages(reading).read(begun)
 
@@ -48,7 +48,7 @@ def read(reading: Reading) -> Steps[None]:
 class _Messages:
     """The messages of one output. Separates messages of the same kind by a line end."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: OutputReading) -> None:
         self._reading = reading
         self._said: set[str] = set()
 

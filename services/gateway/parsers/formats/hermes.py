@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from services.gateway.parsers.json_call import JsonCall
 from services.gateway.parsers.json_text import Breaks
-from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.reading import CallFormat, Outcome, OutputReading
 from services.gateway.parsers.source import Steps
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _BREAKS = Breaks((END,), (BEGIN,))
 
 
-def _read(reading: Reading, mark: str) -> Steps[None]:
+def _read(reading: OutputReading, mark: str) -> Steps[None]:
     outcome = yield from reading.attempt(mark, _call(reading))
     if outcome is Outcome.WHOLE:
         yield from reading.closed_by(END)
@@ -19,7 +19,7 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
         yield from reading.skip_rest((END,), (BEGIN,))
 
 
-def _call(reading: Reading) -> Steps[None]:
+def _call(reading: OutputReading) -> Steps[None]:
     yield from reading.source.space()
     yield from JsonCall(reading, True, _BREAKS).read()
 

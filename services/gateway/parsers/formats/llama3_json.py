@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from services.gateway.parsers.json_call import JsonCall
 from services.gateway.parsers.json_text import Breaks
-from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.reading import CallFormat, Outcome, OutputReading
 from services.gateway.parsers.source import Malformed, Steps
 
 MARK = "<|python_tag|>"
@@ -16,7 +16,7 @@ _BREAKS = Breaks((), (MARK,))
 _KEYS = tuple(f'"{key}"' for key in JsonCall.MEMBERS)
 
 
-def _read(reading: Reading, mark: str) -> Steps[None]:
+def _read(reading: OutputReading, mark: str) -> Steps[None]:
     outcome = yield from reading.attempt(mark, _call(reading) if mark == "{" else _behind_mark(reading, mark))
     if outcome is not Outcome.WHOLE:
         return
@@ -28,7 +28,7 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
             return
 
 
-def _another(reading: Reading) -> Steps[bool]:
+def _another(reading: OutputReading) -> Steps[bool]:
     """Reads the text between two objects of a list, with the brace of the second. Returns False if no object follows."""
     source = reading.source
     yield from source.space()
@@ -37,13 +37,13 @@ def _another(reading: Reading) -> Steps[bool]:
     return (yield from source.choose(("{", "]"))) == "{"
 
 
-def _behind_mark(reading: Reading, mark: str) -> Steps[None]:
+def _behind_mark(reading: OutputReading, mark: str) -> Steps[None]:
     yield from reading.source.space()
     yield from reading.source.expect("{")
     yield from _call(reading, mark == MARK)
 
 
-def _call(reading: Reading, marked: bool = False) -> Steps[None]:
+def _call(reading: OutputReading, marked: bool = False) -> Steps[None]:
     """Reads a call after its brace. A call after a mark may have no parameters."""
     yield from reading.source.space()
     key = yield from reading.source.choose(_KEYS)

@@ -9,7 +9,7 @@ import re
 
 from services.gateway.parsers.json_call import JsonCall
 from services.gateway.parsers.json_text import Breaks
-from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.reading import CallFormat, Outcome, OutputReading
 from services.gateway.parsers.source import Malformed, Marks, Steps, discard
 
 BEGIN, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -20,14 +20,14 @@ _BREAKS = Breaks((), (BEGIN,))
 _NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 
-def _read(reading: Reading, mark: str) -> Steps[None]:
+def _read(reading: OutputReading, mark: str) -> Steps[None]:
     yield from _Calls(reading).read(mark)
 
 
 class _Calls:
     """The calls after one mark."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: OutputReading) -> None:
         self._reading = reading
         self._in_list = False
 
@@ -60,7 +60,7 @@ class _Calls:
         yield from JsonCall(self._reading, True, _BREAKS).read()
 
 
-def _named(reading: Reading) -> Steps[None]:
+def _named(reading: OutputReading) -> Steps[None]:
     """Reads a name and arguments. Raises Malformed if they are no call.
 
     The name must be a tool's if no object follows, or if neither a mark nor an object follows directly.

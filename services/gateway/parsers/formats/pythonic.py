@@ -11,7 +11,7 @@ import re
 from services.gateway.parsers.json_text import OpenText
 from services.gateway.parsers.parameter_types import quoted
 from services.gateway.parsers.python_literal import literal, skip_brackets
-from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.reading import CallFormat, Outcome, OutputReading
 from services.gateway.parsers.source import Malformed, Steps
 
 START, STOP = "<|python_start|>", "<|python_end|>"
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w.\-]*")
 _TOOL = re.compile(r"[\w.:\-]*")
 
 
-def _read(reading: Reading, mark: str) -> Steps[None]:
+def _read(reading: OutputReading, mark: str) -> Steps[None]:
     if mark == "[":
         yield from _List(reading).read(mark, not reading.writer.wrote_text)
     else:
@@ -31,7 +31,7 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
 class _List:
     """The reader of a list of calls, after its bracket or after the mark before it."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: OutputReading) -> None:
         self._reading = reading
         self._depth = 0  # open brackets at the point where a call is malformed; 0 if another list begins there
 
@@ -107,7 +107,7 @@ class _List:
             raise Malformed
 
 
-def _name(reading: Reading, chars: re.Pattern[str]) -> Steps[str]:
+def _name(reading: OutputReading, chars: re.Pattern[str]) -> Steps[str]:
     """Reads a name and blanks after it. Raises Malformed if no name comes."""
     pieces: list[str] = []
     yield from reading.source.run(chars, pieces.append)

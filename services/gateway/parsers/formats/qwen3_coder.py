@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from services.gateway.parsers.json_text import mended_text
 from services.gateway.parsers.parameter_types import as_json, parameter_types, quoted
-from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.reading import CallFormat, Outcome, OutputReading
 from services.gateway.parsers.source import SPACE, Malformed, Marks, Sink, Steps, discard
 from services.shared.limits import MAX_HELD_CALL_CHARS
 
@@ -30,7 +30,7 @@ _OUTSIDE = re.compile(r'[^"\[\]{}<\n]*')
 _INSIDE = re.compile(r'[^"\\\n]*')
 
 
-def _read(reading: Reading, mark: str) -> Steps[None]:
+def _read(reading: OutputReading, mark: str) -> Steps[None]:
     """Reads a call. `<tool_call>` may be missing, because some models leave it out."""
     outcome = yield from reading.attempt(mark, _call(reading, mark))
     if outcome is Outcome.WHOLE:
@@ -39,7 +39,7 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
         yield from reading.skip_rest((END,), (BEGIN, FUNCTION))
 
 
-def _call(reading: Reading, mark: str) -> Steps[None]:
+def _call(reading: OutputReading, mark: str) -> Steps[None]:
     if mark == BEGIN:
         yield from reading.source.space()
         yield from reading.source.expect(FUNCTION)
@@ -48,7 +48,7 @@ def _call(reading: Reading, mark: str) -> Steps[None]:
     yield from _Parameters(reading, name).read()
 
 
-def _name(reading: Reading, is_known: Callable[[str], bool]) -> Steps[str]:
+def _name(reading: OutputReading, is_known: Callable[[str], bool]) -> Steps[str]:
     """Reads the name of a function or a parameter, and the bracket after it. Raises Malformed if no name comes.
 
     Args:
@@ -66,7 +66,7 @@ def _name(reading: Reading, is_known: Callable[[str], bool]) -> Steps[str]:
 class _Parameters:
     """Reads the parameters of one call and writes them as a JSON object."""
 
-    def __init__(self, reading: Reading, function: str) -> None:
+    def __init__(self, reading: OutputReading, function: str) -> None:
         self._reading = reading
         self._schema = reading.schema(function)
         self._closing = "{}"  # text that completes the object

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.parsers.reading import CallFormat, Reading
+from services.gateway.parsers.reading import CallFormat, OutputReading
 from services.gateway.parsers.source import SPACE, Malformed, Marks, Steps
 
 
@@ -28,7 +28,7 @@ class OutputReader:
         self._opened = opened
         self._options = tuple(dict.fromkeys((*calls.opens, *calls.marks)))
 
-    def read(self, reading: Reading) -> Steps[None]:
+    def read(self, reading: OutputReading) -> Steps[None]:
         if self._marks:
             yield from self._begin(reading)
         opens, text = self._calls.opens, reading.writer.text
@@ -41,7 +41,7 @@ class OutputReader:
             else:
                 reading.writer.stray(mark + rest)
 
-    def _begin(self, reading: Reading) -> Steps[None]:
+    def _begin(self, reading: OutputReading) -> Steps[None]:
         blanks: list[str] = []
         yield from reading.source.run(SPACE, blanks.append)
         begun = yield from reading.source.choose(self._marks[:1])
@@ -50,7 +50,7 @@ class OutputReader:
         else:
             reading.writer.text("".join(blanks))
 
-    def _reasoning(self, reading: Reading) -> Steps[None]:
+    def _reasoning(self, reading: OutputReading) -> Steps[None]:
         """Reads the reasoning up to and with the closing mark, or to the end of the output."""
         source, writer, end = reading.source, reading.writer, self._marks[1]
         marks, closing = Marks(end, *(each for each in self._calls.opens if not end.startswith(each))), Marks(end)
@@ -74,7 +74,7 @@ class OutputReader:
             else:
                 writer.reasoning(held)
 
-    def _only_calls(self, trial: Reading, mark: str) -> Steps[bool]:
+    def _only_calls(self, trial: OutputReading, mark: str) -> Steps[bool]:
         """Returns whether only calls of known tools come before the source's bound, and at least one."""
         while mark:
             if mark in self._calls.opens:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.parsers.tags.layouts import Layout, Origin, schema
+from services.gateway.parsers.tags.layouts import Layout, LayoutOrigin, schema
 from services.shared.json_schema import is_annotation
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -59,10 +59,10 @@ class CallDemand:
     def arguments(self, tool: ToolSpec) -> Layout:
         return schema(self.parameters(tool), self.origin(tool))
 
-    def origin(self, tool: ToolSpec, parameter: str | None = None) -> Origin:
+    def origin(self, tool: ToolSpec, parameter: str | None = None) -> LayoutOrigin:
         """Returns the origin of the schema of a parameter, or of the whole arguments if `parameter` is None."""
         name = None if parameter is None else parameter.replace("~", "~0").replace("/", "~1")
-        return Origin(tool.field, "" if name is None else f"/properties/{name}", partial=not tool.strict)
+        return LayoutOrigin(tool.field, "" if name is None else f"/properties/{name}", partial=not tool.strict)
 
 
 def _has_no_members(schema: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ def any_text(*excludes: str) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class LayoutOrigin:
     """The part of a request from which a part of a layout was built."""
 
     field: str  # field of the request, such as tools[0].function.parameters
@@ -29,7 +29,7 @@ class Origin:
     partial: bool = False  # keywords that workers do not support are removed from the schema
 
 
-def schema(document: Mapping[str, Any] | bool, origin: Origin | None = None) -> Layout:
+def schema(document: Mapping[str, Any] | bool, origin: LayoutOrigin | None = None) -> Layout:
     return {"type": "json_schema", "json_schema": document, **({} if origin is None else {ORIGIN: origin})}
 
 

@@ -14,7 +14,18 @@ import orjson
 from services.gateway.parsers.tags.demand import ANY_OBJECT, CallDemand
 from services.gateway.parsers.tags.harmony import harmony, harmony_answer
 from services.gateway.parsers.tags.json_calls import deepseek_v3, deepseek_v31, hermes, llama3_json, mistral
-from services.gateway.parsers.tags.layouts import LINES, ORIGIN, Layout, Origin, any_text, either, optional, regex, sequence, tag
+from services.gateway.parsers.tags.layouts import (
+    LINES,
+    ORIGIN,
+    Layout,
+    LayoutOrigin,
+    any_text,
+    either,
+    optional,
+    regex,
+    sequence,
+    tag,
+)
 from services.gateway.parsers.tags.pythonic import pythonic
 from services.gateway.parsers.tags.qwen3_coder import qwen3_coder
 from services.shared.output_formats import REASONING_FORMATS, OutputFormats
@@ -35,9 +46,9 @@ BUILDERS: Mapping[str, _Builder] = {
 class Tag(str):
     """The JSON text of a structural tag, which the gateway sends to a worker."""
 
-    origins: Mapping[str, Origin]  # origins of the tag's parts, by JSON pointer into the text
+    origins: Mapping[str, LayoutOrigin]  # origins of the tag's parts, by JSON pointer into the text
 
-    def __new__(cls, text: str, origins: Mapping[str, Origin]) -> Tag:
+    def __new__(cls, text: str, origins: Mapping[str, LayoutOrigin]) -> Tag:
         tag = super().__new__(cls, text)
         tag.origins = origins
         return tag
@@ -92,12 +103,12 @@ def _reasoned(formats: OutputFormats, then: Layout) -> Layout:
 
 def _tag(layout: Layout) -> Tag:
     """Returns the text of a layout and the origins of its parts. Recursion follows the parts, which are a few levels deep."""
-    origins: dict[str, Origin] = {}
+    origins: dict[str, LayoutOrigin] = {}
     whole = {"type": "structural_tag", "format": _without_origins(layout, "#/format", origins)}
     return Tag(orjson.dumps(whole).decode(), origins)
 
 
-def _without_origins(layout: Layout, path: str, origins: dict[str, Origin]) -> dict[str, Any]:
+def _without_origins(layout: Layout, path: str, origins: dict[str, LayoutOrigin]) -> dict[str, Any]:
     written: dict[str, Any] = {}
     for key, value in layout.items():
         if key == ORIGIN:

@@ -27,7 +27,7 @@ from services.worker.core.planning.prefill_adder import (
     paced_chunk,
 )
 from services.worker.core.planning.step_rows import ExtendRows, Step
-from services.worker.core.requests.gates import ADMIT, Answer, Gate, PoolGate, PrefixGate, Verdict, too_small
+from services.worker.core.requests.gates import ADMIT, Gate, GateDecision, PoolGate, PrefixGate, Verdict, too_small
 from services.worker.core.requests.lifecycle import RequestLifecycle
 from services.worker.core.requests.policy import due_before, preemptible, service_order, victim_order
 from services.worker.core.requests.queues import RequestQueues
@@ -374,7 +374,7 @@ class ExtendPlanner:
                 return result is AddResult.NO_TOKEN
         return False
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: Request) -> GateDecision:
         """Returns the first answer of a gate that is not ADMIT, or ADMIT. Holds the request if the answer is WAIT."""
         for gate in self._gates:
             answer = gate(request)

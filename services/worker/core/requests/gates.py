@@ -29,15 +29,15 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GateDecision:
     """The result of a gate."""
 
     verdict: Verdict
     ending: FinishDecision | None = None  # ending of the request; set with REJECT
 
 
-ADMIT, WAIT = Answer(Verdict.ADMIT), Answer(Verdict.WAIT)
-Gate = Callable[[Request], Answer]
+ADMIT, WAIT = GateDecision(Verdict.ADMIT), GateDecision(Verdict.WAIT)
+Gate = Callable[[Request], GateDecision]
 
 
 def too_small(config: SchedulerConfig) -> FinishDecision:
@@ -51,9 +51,9 @@ class PoolGate:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._most_bytes = config.num_pages * config.page_size * TOKEN_BYTES
-        self._rejection = Answer(Verdict.REJECT, too_small(config))
+        self._rejection = GateDecision(Verdict.REJECT, too_small(config))
 
-    def look(self, request: Request) -> Answer:
+    def look(self, request: Request) -> GateDecision:
         return ADMIT if len(request.kv.token_key) <= self._most_bytes else self._rejection
 
 
@@ -127,7 +127,7 @@ class PrefixGate:
         self.freed.pop(request.seq, None)
         self._computing.append(request)
 
-    def look(self, request: Request) -> Answer:
+    def look(self, request: Request) -> GateDecision:
         """Returns WAIT if an extend computes enough of the request's prefix beyond its hit, otherwise ADMIT."""
         if self._computing:
             self._list_extends()

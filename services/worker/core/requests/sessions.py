@@ -47,7 +47,7 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _RunningTurn:
     """An unfinished turn."""
 
     parent: _Turn | None
@@ -63,7 +63,7 @@ class _Session:
     ttl_s: float
     expires: float  # absolute time; not used while a turn runs
     turns: dict[str, _Turn] = field(default_factory=dict)  # by request id, oldest first
-    running: dict[str, _Running] = field(default_factory=dict)  # unfinished turns, by request id
+    running: dict[str, _RunningTurn] = field(default_factory=dict)  # unfinished turns, by request id
     num_tokens: int = 0  # tokens that turns have added
 
     @property
@@ -183,7 +183,7 @@ class SessionTable:
         assert request.request_id not in session.running, "a turn runs twice"
         request.session_number = session.number
         reserved = request.num_prompt_tokens - turn.offset + request.params.max_new_tokens
-        session.running[request.request_id] = _Running(session.turns.get(turn.parent), reserved)
+        session.running[request.request_id] = _RunningTurn(session.turns.get(turn.parent), reserved)
 
     def end(self, request: Request, node: TreeNode | None, memory: KVMemory, now: float) -> None:
         """Ends a turn and stores it unless it was aborted.

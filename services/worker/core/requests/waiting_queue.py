@@ -24,7 +24,7 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class Kept:
+class HeldCapacity:
     """The slots and the KV that are set aside for held requests."""
 
     slots: int = 0
@@ -42,7 +42,7 @@ class WaitingQueue:
         self._ranks: dict[int, _Rank] = {}
         self._order: list[int] = []
         self._size = 0
-        self._kept: dict[int, Kept] = {}  # by rank
+        self._kept: dict[int, HeldCapacity] = {}  # by rank
         self.num_held = 0  # requests that gates hold
         self.num_tokens = 0  # prompt and output tokens, counted when the requests were added
         self._have_run: set[int] = set()  # seqs of the requests that have run on this worker
@@ -100,7 +100,7 @@ class WaitingQueue:
         assert tokens > 0 and not request.held, "a request is held once"
         kept = self._kept.get(request.rank)
         if kept is None:
-            kept = self._kept[request.rank] = Kept()
+            kept = self._kept[request.rank] = HeldCapacity()
         kept.add(1, tokens)
         request.held = tokens
         self.num_held += 1
@@ -118,14 +118,14 @@ class WaitingQueue:
         request.held = 0
         self.num_held -= 1
 
-    def kept_from(self, rank: int) -> Kept:
+    def kept_from(self, rank: int) -> HeldCapacity:
         """Returns the slots and the KV set aside for held requests that are more urgent than `rank`."""
         if not self.num_held or rank == self._order[0]:
-            return Kept()
+            return HeldCapacity()
         above = [kept for each, kept in self._kept.items() if each < rank]
-        return Kept(sum(kept.slots for kept in above), sum(kept.tokens for kept in above))
+        return HeldCapacity(sum(kept.slots for kept in above), sum(kept.tokens for kept in above))
 
-    def kept_by_rank(self) -> dict[int, Kept]:
+    def kept_by_rank(self) -> dict[int, HeldCapacity]:
         """Returns the slots and the KV set aside for held requests, by rank, for checks."""
         return {rank: replace(kept) for rank, kept in self._kept.items()}
 

@@ -20,7 +20,7 @@ from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.tiers.host_index import HostIndex
-from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, Running
+from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
 from services.worker.core.tiers.page_keys import PageKeys, leading
 from services.worker.core.tiers.rates import Rates
 
@@ -284,14 +284,14 @@ class Imports:
         memory: KVMemory,
         began: float | None,
         pull: Pull | None,
-    ) -> Running:
+    ) -> RunningImport:
         keys = tuple(wanted.keys[first : first + count])
         memory.pin(node)
         pages = memory.quarantine(count)
         host_pages = self._host.pin(keys) if place.tier is Tier.HOST else NO_PAGES
         self._host.touch(wanted.keys[: first + count])
         operation = PageOperation(next(self._ids), _KINDS[place.tier], keys, pages, host_pages, pull=pull)
-        running = Running(operation, place, wanted, node, first, memory, began)
+        running = RunningImport(operation, place, wanted, node, first, memory, began)
         self._lanes.begin(running)
         return running
 
@@ -304,7 +304,7 @@ class Imports:
         quarantined = memory.pages.num_pages // MOST_QUARANTINED_SHARE - len(memory.quarantined)
         return min(quarantined, memory.num_available - rest)
 
-    def _published(self, running: Running, count: int) -> int:
+    def _published(self, running: RunningImport, count: int) -> int:
         """Publishes the first `count` pages of an operation.
 
         Returns:

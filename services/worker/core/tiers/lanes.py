@@ -34,7 +34,7 @@ HOST, STORAGE = Place(Tier.HOST), Place(Tier.STORAGE)
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningImport:
     """An unfinished import operation. After its creation, only Lanes changes it."""
 
     operation: PageOperation
@@ -55,17 +55,17 @@ class Lanes:
     def __init__(self, rates: Rates) -> None:
         """Starts without operations. Measured times are recorded in `rates`."""
         self._rates = rates
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningImport] = {}
         # Time at which the last operation of a lane ended; only lanes with running operations.
         self._free_at: dict[str, float] = {}
-        self.coming: dict[bytes, Running] = {}  # running operation by the key of each page that it reads
+        self.coming: dict[bytes, RunningImport] = {}  # running operation by the key of each page that it reads
         self.num_landing = 0  # loads whose facts came early and whose last bytes have not arrived
         self.given_up_total = 0  # operations that requests stopped waiting for
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def __iter__(self) -> Iterator[Running]:
+    def __iter__(self) -> Iterator[RunningImport]:
         return iter(self._running.values())
 
     @property
@@ -73,7 +73,7 @@ class Lanes:
         """Number of device pages that the operations write."""
         return sum(len(running.operation.pages) for running in self)
 
-    def begin(self, running: Running) -> None:
+    def begin(self, running: RunningImport) -> None:
         self._running[running.operation.op_id] = running
         self.coming |= dict.fromkeys(running.operation.keys, running)
 
@@ -83,7 +83,7 @@ class Lanes:
             if running.began is None:
                 running.began = now
 
-    def ended(self, fact: Fact, now: float) -> Running | None:
+    def ended(self, fact: Fact, now: float) -> RunningImport | None:
         """Removes the operation of a fact and returns it. Returns None if the fact belongs to no import operation."""
         running = self._running.pop(fact.op_id, None)
         if running is None:
@@ -112,7 +112,7 @@ class Lanes:
             if is_of(running.wanted):
                 running.counts, running.waits = False, []
 
-    def wait_for(self, running: Running, wanted: Wanted) -> None:
+    def wait_for(self, running: RunningImport, wanted: Wanted) -> None:
         assert running.operation.op_id in self._running, "nobody waits for what has ended"
         running.waits.append(wanted)
 
@@ -142,7 +142,7 @@ class Lanes:
             The requests and prefetches whose wait has ended.
         """
         let_go: list[Wanted] = []
-        lanes: dict[str, list[Running]] = {}
+        lanes: dict[str, list[RunningImport]] = {}
         for running in self:
             lanes.setdefault(running.place.lane, []).append(running)
         for lane, (first, *behind) in lanes.items():
@@ -156,7 +156,7 @@ class Lanes:
                 running.waits = []
         return let_go
 
-    def _over(self, running: Running, elapsed: float, comes: bool) -> list[Wanted]:
+    def _over(self, running: RunningImport, elapsed: float, comes: bool) -> list[Wanted]:
         """Marks an operation as late if computing its pages would be faster than waiting, and ends such waits.
 
         An operation that no request waits for can be late, too, because it delays the following ones. If its request still waits

@@ -22,7 +22,7 @@ MOST_PREFETCHES = 1024  # prefetches at a time; requests beyond this limit read 
 
 
 @dataclass(slots=True, eq=False)
-class _Prefetch:
+class _OpenPrefetch:
     """The prefetch of one expected request."""
 
     wanted: Wanted
@@ -34,7 +34,7 @@ class Prefetches:
 
     def __init__(self, imports: Imports, hold_s: float) -> None:
         self._imports, self._hold_s = imports, hold_s
-        self._prefetches: dict[Asker, _Prefetch] = {}  # in the order in which they expire
+        self._prefetches: dict[Asker, _OpenPrefetch] = {}  # in the order in which they expire
         # Time from which on expire() has something to do.
         self.next_look = inf
 
@@ -50,7 +50,7 @@ class Prefetches:
         The source of `wanted` names the pages that can be read already. begin() sets the limit of `wanted`.
         """
         if asker not in self._prefetches and len(self._prefetches) < MOST_PREFETCHES:
-            self._prefetches[asker] = prefetch = _Prefetch(wanted)
+            self._prefetches[asker] = prefetch = _OpenPrefetch(wanted)
             self._look(asker, prefetch, memory, now)
 
     def more(self, asker: Asker, room: KvReservation, num_pages: int, memory: KVMemory, now: float) -> None:
@@ -94,7 +94,7 @@ class Prefetches:
         for asker in list(self._prefetches):
             self.leave(asker)
 
-    def _look(self, asker: Asker, prefetch: _Prefetch, memory: KVMemory, now: float) -> None:
+    def _look(self, asker: Asker, prefetch: _OpenPrefetch, memory: KVMemory, now: float) -> None:
         """Reads the pages that have become readable, and postpones the expiry of the prefetch.
 
         If a read is running, the following pages are read when it has ended.

@@ -17,9 +17,9 @@ from services.worker.exec.attention import flashinfer_wrappers as wrappers
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 from services.worker.exec.attention.flashinfer_rehearsal import rehearse
 from services.worker.exec.attention.flashinfer_staging import (
-    Slot,
     StagedColumns,
     StagingRing,
+    StagingSlot,
     columns_size,
     fill,
     host_memory,
@@ -135,7 +135,9 @@ class FlashInferAttention:
         self._graphs.clear()
         self._parts = ()
 
-    def _eager_parts(self, extend: int, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot) -> tuple[_Part, ...]:
+    def _eager_parts(
+        self, extend: int, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot
+    ) -> tuple[_Part, ...]:
         rows, tokens = len(columns.kv_lens), int(columns.qo_indptr[-1])
         if extend == 0:
             return (_Part(0, tokens, self._decoders(columns, pages, slot, 0)),)
@@ -149,7 +151,7 @@ class FlashInferAttention:
         return _Part(0, first, extending), _Part(first, tokens, decoding)
 
     def _prefillers(
-        self, kind: str, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot, schedule: int
+        self, kind: str, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot, schedule: int
     ) -> dict[int, Any]:
         """Plans a prefill wrapper for each window and returns the wrappers by window.
 
@@ -163,7 +165,7 @@ class FlashInferAttention:
             self._planner.prefill(wrapper, columns, pages, window, causal=kind != DECODE)
         return planned
 
-    def _decoders(self, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot, schedule: int) -> dict[int, Any]:
+    def _decoders(self, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot, schedule: int) -> dict[int, Any]:
         if self._tensor_cores:  # BatchDecode uses the same kernels, but its plan copies row numbers from pageable memory
             return self._prefillers(DECODE, columns, pages, slot, schedule)
         planned = {}
@@ -174,7 +176,7 @@ class FlashInferAttention:
             (self._planner.decode if known else self._planner.first_decode)(wrapper, columns, pages, window)
         return planned
 
-    def _graph_part(self, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot) -> _Part:
+    def _graph_part(self, columns: StagedColumns, pages: wrappers.StepPages, slot: StagingSlot) -> _Part:
         rows, planned = len(columns.kv_lens), {}
         for index, window in enumerate(self._shape.windows):
             known = (rows, window) in self._graphs

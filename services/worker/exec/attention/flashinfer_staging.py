@@ -28,7 +28,7 @@ class Passed(Protocol):
 
 
 @dataclass(slots=True)
-class Slot:
+class StagingSlot:
     """Host memory for one step, pinned if the device is a GPU."""
 
     columns: Tensor  # int32[n]
@@ -39,7 +39,7 @@ class Slot:
 class StagingRing:
     """A ring of slots with one owner and one stream."""
 
-    def __init__(self, make: Callable[[], Slot]) -> None:
+    def __init__(self, make: Callable[[], StagingSlot]) -> None:
         self._make = make
         self._slots = [make() for _ in range(SLOTS)]
         self._next = 0
@@ -47,7 +47,7 @@ class StagingRing:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def take(self) -> Slot:
+    def take(self) -> StagingSlot:
         """Returns a free slot for the next plan, the oldest first. Adds a slot if all are in use."""
         for step in range(len(self._slots)):
             index = (self._next + step) % len(self._slots)
@@ -66,8 +66,8 @@ def host_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def make_slot(columns: int, schedules: int, schedule_bytes: int, device: torch.device) -> Slot:
-    return Slot(
+def make_slot(columns: int, schedules: int, schedule_bytes: int, device: torch.device) -> StagingSlot:
+    return StagingSlot(
         host_memory(columns, torch.int32, device),
         tuple(host_memory(schedule_bytes, torch.uint8, device) for _ in range(schedules)),
         torch.cuda.Event() if device.type == "cuda" else None,

@@ -30,7 +30,7 @@ UPLOAD_WORDS = 1 << 12  # words of a pass's upload; a larger pass enlarges the b
 
 
 @dataclass(slots=True)
-class _Slot:
+class _DrafterSlot:
     """The text of a slot and the progress of its entries."""
 
     text: list[int]  # tokens from position 0
@@ -107,7 +107,7 @@ class ModelDrafter:
         self._shift, self._max_context = model.shift, model.max_context
         self._table, self._page_size, self._vocab_size, self._streams = table, page_size, vocab_size, streams
         self._ring = UploadRing(streams, UPLOAD_WORDS)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _DrafterSlot] = {}
         self._behind: set[int] = set()  # slots whose pending entries are computed before the next step begins
 
     def drop(self, model: bool, pool: bool) -> None:
@@ -157,7 +157,7 @@ class ModelDrafter:
             self._ring.release(Readback(self._streams).launch())
 
     def admit(self, slot: SlotParams) -> None:
-        self._slots[slot.slot] = _Slot(slot.history.tolist())
+        self._slots[slot.slot] = _DrafterSlot(slot.history.tolist())
 
     def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
         state = self._slots[slot]

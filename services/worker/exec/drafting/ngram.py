@@ -23,7 +23,7 @@ SHORTEST_OF_CORPUS = 3  # tokens of a match in the corpus; shorter ones occur in
 
 
 @dataclass(slots=True)
-class _Text:
+class _SlotHistory:
     """The text of a slot's request: its last tokens and their index."""
 
     first: int  # position of the first token
@@ -76,7 +76,7 @@ class NgramDrafter:
 
     def __init__(self, corpus: NgramIndex | None = None) -> None:
         self._corpus = corpus
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _SlotHistory] = {}
         self._indexes: OrderedDict[int, None] = OrderedDict()  # slots whose texts are indexed, least recently used first
         self._predicted: set[int] = set()  # slots whose last draft tokens come from their predictions
 
@@ -85,7 +85,7 @@ class NgramDrafter:
 
     def admit(self, slot: SlotParams) -> None:
         first = max(0, len(slot.history) - MOST_TOKENS)
-        text = self._texts[slot.slot] = _Text(first, slot.history[first:].tolist())
+        text = self._texts[slot.slot] = _SlotHistory(first, slot.history[first:].tolist())
         if len(slot.prediction):
             text.prediction = Prediction(slot.prediction, slot.num_prompt_tokens)
             text.prediction.follow(slot.history[slot.num_prompt_tokens :].tolist())
@@ -123,7 +123,7 @@ class NgramDrafter:
                 return prediction.ahead(most)
         return text.tokens[place : place + most] if size else self._of_corpus(text.tail, most)
 
-    def _index(self, slot: int, text: _Text) -> None:
+    def _index(self, slot: int, text: _SlotHistory) -> None:
         self._indexes[slot] = None
         self._indexes.move_to_end(slot)
         if len(self._indexes) > MOST_INDEXES:

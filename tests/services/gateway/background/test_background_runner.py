@@ -16,7 +16,7 @@ from services.gateway.background.background_runner import BackgroundRunner
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY
 from services.gateway.request.errors import ApiError
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
 from services.gateway.state.lease import Lease
 from services.gateway.state.owner import owner_of
@@ -158,7 +158,7 @@ def test_who_writes_its_end_is_not_ended(server: RedisServer) -> None:
         works[0].is_finishing = True
         for work in works:
             await gateway.runner.begin(work)
-            await gateway.store.finish(work.lease, work.order, 1, BackgroundStatus.COMPLETED, Kept(b"{}"), [b"{}"])
+            await gateway.store.finish(work.lease, work.order, 1, BackgroundStatus.COMPLETED, FinalRecords(b"{}"), [b"{}"])
         running = asyncio.create_task(gateway.runner.run())
         await until(lambda: works[1] not in gateway.runner._runs)
         assert works[0] in gateway.runner._runs

@@ -8,15 +8,15 @@ import orjson
 import pytest
 
 from services.gateway.batches.input_lines import Line
-from services.gateway.batches.line_results import Answer, answered
+from services.gateway.batches.line_results import LineResponse, answered
 from services.gateway.state.stored_files import ERRORS, OUTPUT
 from services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 LINE = Line(7, "a", b"{}", "m", False)
 
 
-def answer(size: int) -> Answer:
-    return Answer(200, b'{"a":"%s"}' % (b"x" * (size - 8)), "request-a")
+def answer(size: int) -> LineResponse:
+    return LineResponse(200, b'{"a":"%s"}' % (b"x" * (size - 8)), "request-a")
 
 
 def test_an_answer_that_is_too_large_is_not_kept() -> None:
@@ -50,5 +50,5 @@ def test_an_answer_that_is_too_large_is_not_kept() -> None:
     ],
 )
 def test_usage_is_the_same_of_every_endpoint(usage: dict[str, Any]) -> None:
-    found = answered(LINE, Answer(200, orjson.dumps({"usage": usage}), "request-a"))
+    found = answered(LINE, LineResponse(200, orjson.dumps({"usage": usage}), "request-a"))
     assert found.usage == {"input_tokens": 5, "cached_tokens": 2, "output_tokens": 3, "reasoning_tokens": 1}

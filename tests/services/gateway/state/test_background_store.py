@@ -14,8 +14,8 @@ import pytest
 from rootstock.v1 import worker_pb2
 from services.gateway.state import background_past, background_store
 from services.gateway.state.background_past import pages
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Piece, Talk
-from services.gateway.state.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, Room, new_lease
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Talk
+from services.gateway.state.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, WriteResult, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.owner import owner_of
 from services.gateway.state.redis_store import RedisStore
@@ -110,7 +110,7 @@ def test_background_store_returns_each_write_once_when_calls_are_repeated(
             piece(1, range(3)),
             piece(2, range(3, 5), chars=9, shown=4, weights=weights, numerics="n"),
         ):
-            assert await store.write(lease, ORDER, each) is Room.YES
+            assert await store.write(lease, ORDER, each) is WriteResult.YES
         found = await store.read(ALICE, ORDER.id)
         assert found is not None and (found.order, found.status, found.pieces) == (ORDER, BackgroundStatus.IN_PROGRESS, 2)
         assert (found.prompt, found.decoded, found.chars, found.shown) == (b"prompt", 5, 9, 4)
@@ -123,7 +123,7 @@ def test_background_store_returns_each_write_once_when_calls_are_repeated(
         page = await store.follow(ALICE, ORDER.id, 3)
         assert page is not None and (page.total, page.events, page.is_over) == (4, events(3, 1), False)
         for _ in range(2):
-            await store.finish(lease, ORDER, 3, BackgroundStatus.COMPLETED, Kept(b"whole"), events(4, 1))
+            await store.finish(lease, ORDER, 3, BackgroundStatus.COMPLETED, FinalRecords(b"whole"), events(4, 1))
         page = await store.follow(ALICE, ORDER.id, 4)
         assert page is not None and page.is_over and page.events == events(4, 1) and page.total == 5
         (record,) = await records.get(ALICE, [ORDER.id])
@@ -145,7 +145,7 @@ def test_background_past_limits_the_size_of_pages(server: RedisServer, monkeypat
             text = "x" * (9000 if number == 150 else 300)
             ids = range(2 * number, 2 * number + 2)
             new = Piece(number + 1, BackgroundStatus.IN_PROGRESS, [text.encode()], ids.start, array("I", ids).tobytes(), text)
-            assert await store.write(lease, ORDER, replace(new, logprobs=rows[number].SerializeToString())) is Room.YES
+            assert await store.write(lease, ORDER, replace(new, logprobs=rows[number].SerializeToString())) is WriteResult.YES
         found, called = await store.read(ALICE, ORDER.id), StateRedis.call
 
         async def measured(redis: StateRedis, *of: Any) -> Any:
@@ -161,7 +161,7 @@ def test_background_past_limits_the_size_of_pages(server: RedisServer, monkeypat
             for page in (past.events, past.texts):
                 assert [len(each) for each in await whole(page)][-300:] == [300] * 150 + [9000] + [300] * 149
         assert max(sizes) == 9000 and sorted(sizes)[-3] <= 4000 and len(sizes) > 50
-        await store.finish(lease, ORDER, 301, BackgroundStatus.CANCELLED, Kept(b"cancelled"), [])
+        await store.finish(lease, ORDER, 301, BackgroundStatus.CANCELLED, FinalRecords(b"cancelled"), [])
         for gone in (past.ids, past.texts, past.logprobs):
             with pytest.raises(LeaseLost):
                 await gone(128)
@@ -183,7 +183,7 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
         before = await store.read(ALICE, ORDER.id)
         for call in (
             store.write(lease, ORDER, piece(1, range(1))),
-            store.finish(lease, ORDER, 1, BackgroundStatus.FAILED, Kept(b""), []),
+            store.finish(lease, ORDER, 1, BackgroundStatus.FAILED, FinalRecords(b""), []),
         ):
             with pytest.raises(LeaseLost):
                 await call
@@ -191,8 +191,10 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
         await store.leave(lease, ALICE, ORDER.id)
         again = await store.read(ALICE, ORDER.id)
         assert before is not None and again is not None and again.past.lengths == before.past.lengths
-        assert replace(again, past=before.past) == before and await store.write(other, ORDER, piece(1, range(1))) is Room.YES
-        await store.finish(other, ORDER, 2, BackgroundStatus.COMPLETED, Kept(b"whole"), events(3, 1))
+        assert (
+            replace(again, past=before.past) == before and await store.write(other, ORDER, piece(1, range(1))) is WriteResult.YES
+        )
+        await store.finish(other, ORDER, 2, BackgroundStatus.COMPLETED, FinalRecords(b"whole"), events(3, 1))
         for number in (1, 2, 3):
             with pytest.raises(LeaseLost):
                 await store.write(other, ORDER, piece(number, range(1)))
@@ -237,7 +239,7 @@ def test_seize_takes_the_lease_from_the_holder(server: RedisServer) -> None:
         next_one = await store.take(ALICE, ORDER.id)
         found = await store.read(ALICE, ORDER.id)
         assert next_one is not None and found is not None and found.cancelled, "the next gateway ends it"
-        await store.finish(next_one, ORDER, 1, BackgroundStatus.CANCELLED, Kept(b"cancelled"), [])
+        await store.finish(next_one, ORDER, 1, BackgroundStatus.CANCELLED, FinalRecords(b"cancelled"), [])
         assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is BackgroundStatus.CANCELLED
         assert await store.seize(ALICE, "resp_none") is None
 
@@ -287,7 +289,7 @@ def test_finish_writes_the_end_when_memory_is_full(server: RedisServer) -> None:
         try:
             with pytest.raises(StoreAway, match="OutOfMemory"):
                 await store.write(lease, ORDER, piece(1, range(1)))
-            await store.finish(lease, ORDER, 1, BackgroundStatus.FAILED, Kept(b"whole"), events(2, 1))
+            await store.finish(lease, ORDER, 1, BackgroundStatus.FAILED, FinalRecords(b"whole"), events(2, 1))
         finally:
             server.client.config_set("maxmemory", 0)
         assert await store.status(ALICE, ORDER.id) is BackgroundStatus.FAILED
@@ -306,7 +308,7 @@ def test_finish_extends_the_conversation_in_the_same_write(server: RedisServer) 
 
         async def finish(lease: Lease, version: int, content: bytes, asked: BackgroundOrder = ORDER) -> bool:
             return await store.finish(
-                lease, asked, 1, BackgroundStatus.COMPLETED, Kept(b"whole", Talk("conv_a", version, content)), []
+                lease, asked, 1, BackgroundStatus.COMPLETED, FinalRecords(b"whole", Talk("conv_a", version, content)), []
             )
 
         assert await records.put(ALICE, "conv_a", b"one", 0)
@@ -333,10 +335,10 @@ def test_background_store_counts_and_frees_bytes_of_quotas(server: RedisServer) 
         lease, other = await begin(store), await begin(store, order("resp_b"))
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.TOO_MANY
         before = used(server)
-        assert await store.write(lease, ORDER, piece(1, range(5))) is Room.YES
+        assert await store.write(lease, ORDER, piece(1, range(5))) is WriteResult.YES
         assert used(server) == before + 20 + len("text 1") + len(events(2, 1)[0])
-        assert await store.write(lease, ORDER, Piece(2, BackgroundStatus.IN_PROGRESS, [b"x" * 4000])) is Room.STORE_FULL
-        await store.finish(lease, ORDER, 2, BackgroundStatus.COMPLETED, Kept(b"x" * 5000), [])
+        assert await store.write(lease, ORDER, Piece(2, BackgroundStatus.IN_PROGRESS, [b"x" * 4000])) is WriteResult.STORE_FULL
+        await store.finish(lease, ORDER, 2, BackgroundStatus.COMPLETED, FinalRecords(b"x" * 5000), [])
         told = sum(map(len, events(0, 3)))
         assert server.client.hmget(f"state:size:{ALICE}", ORDER.id, f"work:{ORDER.id}") == [b"5000", b"%d" % told]
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.STORE_FULL
@@ -356,7 +358,7 @@ def test_background_store_has_acknowledged_writes_after_a_kill(server: RedisServ
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
         for number in range(1, 20):
-            assert await store.write(lease, ORDER, piece(number, range(number - 1, number))) is Room.YES
+            assert await store.write(lease, ORDER, piece(number, range(number - 1, number))) is WriteResult.YES
         await asyncio.to_thread(server.wait_until_written)
         server.kill()
         await asyncio.to_thread(server.start)

@@ -12,7 +12,7 @@ import pytest
 from services.gateway.state.owner import owner_of
 from services.gateway.state.redis_store import RedisStore
 from services.gateway.state.state_redis import WRITES, StateRedis
-from services.gateway.state.state_store import Changed, Record, StoreAway
+from services.gateway.state.state_store import Changed, StoreAway, StoredRecord
 from services.shared.limits import MAX_RECORD_BYTES
 from tests.services.redis_server import EITHER_SERVER, RedisServer, until
 
@@ -49,7 +49,7 @@ def with_store(server: RedisServer, use: Callable[[RedisStore], Awaitable[T]], t
 def test_redis_store_separates_records_by_owner(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"one") and await store.put(ALICE, "b", b"two")
-        assert await store.get(ALICE, ["b", "none", "a"]) == [Record(b"two", 1), None, Record(b"one", 1)]
+        assert await store.get(ALICE, ["b", "none", "a"]) == [StoredRecord(b"two", 1), None, StoredRecord(b"one", 1)]
         assert await store.get(BOB, ["a"]) == [None] and not await store.delete(BOB, "a")
         assert await store.delete(ALICE, "a") and not await store.delete(ALICE, "a")
         assert await store.get(ALICE, ["a"]) == [None] and await store.get(ALICE, []) == []
@@ -65,7 +65,7 @@ def test_put_raises_when_the_version_has_changed(empty: RedisServer) -> None:
         for version in (0, 1, 3):
             with pytest.raises(Changed):
                 await store.put(ALICE, "a", b"3", version=version)
-        assert await store.get(ALICE, ["a"]) == [Record(b"2", 2)]
+        assert await store.get(ALICE, ["a"]) == [StoredRecord(b"2", 2)]
 
     with_store(empty, use)
 
@@ -86,7 +86,7 @@ def test_redis_store_repeats_calls_without_effect_when_replies_are_lost(
 
         monkeypatch.setattr(store._redis._client, "eval", lossy)
         assert await store.put(ALICE, "a", b"1", version=0) and await store.put(ALICE, "a", b"2", version=1)
-        assert await store.get(ALICE, ["a"]) == [Record(b"2", 2)]
+        assert await store.get(ALICE, ["a"]) == [StoredRecord(b"2", 2)]
         assert await store.delete(ALICE, "a") and len(tries) == 8
         assert await store.get(ALICE, ["a"]) == [None]
 
@@ -134,7 +134,7 @@ def test_redis_store_has_acknowledged_writes_after_a_kill(empty: RedisServer) ->
         while not restarting.done():
             await asyncio.sleep(0.01)
         found = await store.get(ALICE, [str(number) for number in range(50)])
-        assert found == [Record(b"%d" % number, 1) for number in range(50)]
+        assert found == [StoredRecord(b"%d" % number, 1) for number in range(50)]
 
     with_store(empty, fill)
     empty.kill()
