@@ -18,7 +18,7 @@ from services.gateway.api.constraints import structural_tag
 from services.gateway.api.known_fields import hosted_type, own_name
 from services.gateway.parsers.output_parser import MakeParsing, ParserSetup, Parsing
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
-from services.gateway.parsers.tags.layouts import ORIGIN, Layout, Origin, regex, schema
+from services.gateway.parsers.tags.layouts import ORIGIN, Layout, LayoutOrigin, regex, schema
 from services.gateway.parsers.tags.structural_tags import Tag, after_reasoning, call_tag, calls_or_answer
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Generation
@@ -102,7 +102,7 @@ def constrained(generation: Generation, use: ToolUse, formats: OutputFormats, ma
         formats: Of this prompt.
     """
     parsing, field = use.parsing(formats, make), generation.grammar_field or ""
-    answer = _layout_of(generation.sampling.grammar, Origin(field))
+    answer = _layout_of(generation.sampling.grammar, LayoutOrigin(field))
     if answer is not None and not use.forced:
         found = use.or_answer(formats, answer, field)
         if found is None and formats.reasoning != NONE:
@@ -121,7 +121,7 @@ def constrained(generation: Generation, use: ToolUse, formats: OutputFormats, ma
     return generation if parsing is generation.parsing else replace(generation, parsing=parsing)
 
 
-def _layout_of(grammar: pb.Grammar, origin: Origin) -> Layout | None:
+def _layout_of(grammar: pb.Grammar, origin: LayoutOrigin) -> Layout | None:
     """Returns the layout of an answer that follows a grammar.
 
     None without a grammar, and for a structural tag, which has an order of its own.
