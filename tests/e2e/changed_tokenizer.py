@@ -1,4 +1,4 @@
-"""A system whose tokenizer is started again with other flags: its formats and its chat template change, the model stays."""
+"""A system whose tokenizer is restarted with other flags, so that formats and chat template change under the same model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.e2e.system import System, wait_until
 
 
 class ChangedTokenizer:
-    """Owns the flags of the system's one tokenizer."""
+    """Restarts the system's only tokenizer with other flags."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -15,7 +15,7 @@ class ChangedTokenizer:
         self._flags: tuple[str, ...] = ()
 
     def set(self, *flags: str) -> System:
-        """Starts the tokenizer again with more flags. A tokenizer that has these flags already goes on."""
+        """Restarts the tokenizer with these flags after its original ones. Does nothing if it runs with them already."""
         if flags != self._flags:
             system, name = self.system, "tokenizer"
             system.kill(name)

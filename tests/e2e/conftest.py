@@ -10,14 +10,14 @@ from tests.e2e.system import System
 
 @pytest.fixture(scope="session")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """One system for the tests that leave it as they found it."""
+    """A running system shared by all tests that leave its state unchanged."""
     with System(tmp_path_factory.mktemp("system")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def exact_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """float32, for those of them to whom an answer may not depend on who is computed beside it."""
+    """A shared system in float32, for tests whose output must not depend on the other requests of a step."""
     with System(tmp_path_factory.mktemp("exact"), dtype="float32") as running:
         yield running
 

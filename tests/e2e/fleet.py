@@ -1,7 +1,7 @@
-"""A whole fleet as real processes: several of each service and Redis, each of which can be killed, stopped, cut off, restarted.
+"""A fleet of real processes: several of each service and Redis. A test can kill, stop, partition or restart each of them.
 
-Redis is reached through a proxy that can be made slow. One worker, `far_worker`, lives behind a cable of its own where this
-process may make network namespaces, else behind a proxy: it is the one that can be partitioned.
+Redis is behind a proxy that can add delay. One worker, `far_worker`, can be partitioned. It is behind its own virtual cable if
+this process may create network namespaces, and behind a proxy otherwise.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ from tests.e2e.system import DEMO, START_S, wait_until
 SIZES = {"gateways": 2, "tokenizers": 2, "detokenizers": 2, "workers": 4}
 SETTINGS = {
     **SIZES,
-    "dtype": "float32",  # another batch changes no token
+    "dtype": "float32",  # a token does not depend on the other requests of its step
     "num_threads": 1,
     "max_total_tokens": 12_288,
     "log_level": "info",
-    "gateway_flags": "--grace-s 60",  # a rollout lets a gateway's streams end
+    "gateway_flags": "--grace-s 60",  # at a rolling update, a gateway finishes its streams
 }
 MODEL = "demo"
 
 
 class Fleet:
-    """settings: as LocalSettings takes them, over SETTINGS. down: names that are not started."""
+    """A context manager that starts all processes of a fleet and ends them on exit.
+
+    Args:
+        down: names of processes that are not started on entry.
+        settings: settings of LocalSettings; they override SETTINGS.
+    """
 
     def __init__(self, log_dir: Path, down: tuple[str, ...] = (), **settings: Any) -> None:
         port, redis_target, far_port, *ports = free_ports(3 + 96)
@@ -67,7 +72,7 @@ class Fleet:
         self.children = {name: Child(part.command, log_dir) for name, part in self.parts.items()}
 
     def _put_redis_behind_a_proxy(self, port: int, target: int) -> None:
-        """`port` is where everybody looks for it."""
+        """Lets Redis listen on `target` and a proxy listen on `port`, the port that all services connect to."""
         argv = self.parts["redis"].command.argv
         argv[argv.index("--port") + 1] = str(target)
         hosts = (HOST, self._namespace.near) if self._namespace else (HOST,)
@@ -75,7 +80,10 @@ class Fleet:
         self.redis = redis.Redis(HOST, target, socket_timeout=5)
 
     def _put_a_worker_far_away(self, redis_port: int, far_port: int) -> None:
-        """A flag that is given twice counts as given last."""
+        """Gives the last worker an address that can be partitioned.
+
+        The flags are appended: of a flag that is given twice, the second value is used.
+        """
         part = self.parts[self.far_worker]
         argv, port = part.command.argv, part.health
         self._far_proxy = None if self._namespace else TcpProxy(far_port, port)
@@ -125,7 +133,7 @@ class Fleet:
         wait_until(lambda: not any(self.is_alive(name) for name in self.children), 60, "every process to be gone")
 
     def restore(self) -> None:
-        """Whatever a test has done to it, all of it runs afterwards."""
+        """Undoes every fault of a test: delay, partition, stopped and ended processes, and the memory limit of Redis."""
         self.redis_proxy.delay_s = 0.0
         self.redis_proxy.release()
         self.join()
@@ -145,31 +153,34 @@ class Fleet:
         self.children[name].start()
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL and waits until the process has ended."""
         self.children[name].signal(signal.SIGKILL)
         wait_until(lambda: not self.is_alive(name), 60, f"{name} to die")
 
     def term(self, name: str, within_s: float = 90.0) -> None:
-        """SIGTERM, and its end."""
+        """Sends SIGTERM and waits until the process has ended."""
         self.children[name].signal(signal.SIGTERM)
         wait_until(lambda: not self.is_alive(name), within_s, f"{name} to end after SIGTERM")
 
     def stop(self, name: str) -> None:
-        """SIGSTOP: its sockets stay open and say nothing."""
+        """Sends SIGSTOP: the process's sockets stay open and send nothing."""
         self.children[name].signal(signal.SIGSTOP)
 
     def cont(self, name: str) -> None:
         self.children[name].signal(signal.SIGCONT)
 
     def cut(self) -> None:
-        """far_worker's network drops everything."""
+        """Partitions far_worker: its network drops all packets."""
         if self._namespace:
             self._namespace.cut()
         elif self._far_proxy:
             self._far_proxy.hold()
 
     def join(self) -> None:
-        """Until it can be reached: an address that was asked for while the cable was down is unknown for seconds."""
+        """Ends the partition and waits until far_worker is reachable.
+
+        An address that was looked up during the partition stays unknown to the kernel for seconds.
+        """
         if self._namespace:
             self._namespace.join()
             wait_until(lambda: self._is_reachable(self.far_worker), START_S, f"a way to {self.far_worker}")
@@ -197,7 +208,7 @@ class Fleet:
         return serving and (name not in self.urls or self._has_peers(name))
 
     def _is_reachable(self, name: str) -> bool:
-        """Refused is an answer, too."""
+        """Returns whether a TCP connection gets a reply. A refused connection is a reply, too."""
         with socket.socket() as connection:
             connection.settimeout(1)
             error = connection.connect_ex((self._host(name), self.parts[name].health))
@@ -211,7 +222,7 @@ class Fleet:
             return False
 
     def is_listening(self, gateway: str) -> bool:
-        """Whether its HTTP port answers, ready or not."""
+        """Whether the gateway's HTTP port responds, whether it is ready or not."""
         try:
             with urllib.request.urlopen(f"{self.urls[gateway]}/health", timeout=5) as response:
                 return int(response.status) == 200
@@ -221,7 +232,7 @@ class Fleet:
             return False
 
     def wait_ready(self, *names: str) -> None:
-        """Of all that was meant to run, if none is named."""
+        """Waits until the named processes are ready. Without names, waits for all processes."""
         for name in names or self.children:
             wait_until(lambda name=name: self._is_up(name), START_S, f"{name} to be ready")  # type: ignore[misc]
 
@@ -235,7 +246,7 @@ class Fleet:
     # What can be seen
 
     def metric(self, name: str, metric: str, **labels: str) -> float:
-        """Sum over the samples of one process that have these labels; 0 if there are none."""
+        """Returns the sum of a process's samples that have these labels; 0 if no sample has them."""
         return sum(value for sample, found, value in self._samples(name) if sample == metric and labels.items() <= found.items())
 
     def _samples(self, name: str) -> list[tuple[str, dict[str, str], float]]:
@@ -245,7 +256,10 @@ class Fleet:
             return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
     def busy(self) -> dict[str, float]:
-        """What requests hold, by process; empty: nothing anywhere. What does not listen holds nothing."""
+        """Returns the non-zero gauges of requests and KV tokens in use, by process and metric; empty if the fleet is idle.
+
+        A process that has ended, or that refuses connections, counts as idle.
+        """
         watched = [(name, "rootstock_gateway_requests_in_flight") for name in self.urls]
         watched += [(name, "rootstock_detokenizer_open_requests") for name in self.parts if name.startswith("detokenizer")]
         for name in self.workers:
@@ -260,7 +274,7 @@ class Fleet:
         return {what: value for what, value in held.items() if value}
 
     def wait_quiet(self, within_s: float) -> float:
-        """Seconds until no request holds anything. A failure says what is held."""
+        """Waits until the fleet is idle and returns the seconds until then. A failure names the gauges that are not zero."""
         begun = time.monotonic()
         while held := self.busy():
             assert time.monotonic() - begun < within_s, f"held after {within_s} s: {held}"
@@ -268,7 +282,7 @@ class Fleet:
         return time.monotonic() - begun
 
     def resident_mb(self, name: str) -> float:
-        """Of the process and its children."""
+        """Resident memory in MiB of the process and its children."""
         return sum(process.memory_info().rss for process in self._processes(name)) / 2**20
 
     def num_fds(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Requests of every kind that an undisturbed fleet always answers alike, and what of an answer must be equal."""
+"""Requests of every kind for which an undisturbed fleet always returns the same result, and the parts of it that are compared."""
 
 from __future__ import annotations
 
@@ -31,19 +31,23 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """By choice: text, finish reason, tokens with log probabilities. Usage counts the client's tokens, whoever made them."""
+    """The parts of a response that must equal those of an undisturbed fleet."""
 
-    choices: tuple[tuple[str, str, int], ...]
+    choices: tuple[tuple[str, str, int], ...]  # by index: text, finish reason, number of tokens with log probabilities
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int  # tokens that the client received, including those of a choice that changed its worker
 
 
 class BadAnswer(Exception):
-    """What came is an error, or no whole answer; the text says which."""
+    """Raised if a response is an error or incomplete. The text names the fault."""
 
 
 def answer_of(status: int, content: bytes, streamed: bool) -> Answer:
-    """Raises BadAnswer."""
+    """Returns the comparable parts of a response.
+
+    Raises:
+        BadAnswer: the status is not 200, an event is an error, or a choice or the stream has no end.
+    """
     if status != 200:
         raise BadAnswer(f"HTTP {status}: {content[:300].decode(errors='replace')}")
     events = _events(content) if streamed else [orjson.loads(content)]

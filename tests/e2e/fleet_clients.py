@@ -1,7 +1,7 @@
-"""Many clients of a fleet at once, on an event loop in a thread of its own, behind a load balancer as a Service is one.
+"""Many concurrent clients of a fleet, on an event loop in its own thread, behind an imitated Kubernetes Service.
 
-The balancer sends to ready gateways only, and to another one where a connection is refused: until then nothing was sent. It
-repeats nothing: whatever happens to a request after that is what its client sees.
+The load balancer sends to ready gateways only. If a gateway refuses the connection, the balancer tries another gateway, because
+nothing was sent yet. It never repeats a request that was sent: its client sees every later fault.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ from tests.e2e.fleet_cases import Answer, BadAnswer, Case, answer_of
 T = TypeVar("T")
 PROBE_S = 0.2
 REQUEST_S = 120.0
-CUT = ("ClientPayloadError", "ServerDisconnectedError", "ClientOSError", "ClientConnectionResetError")  # what aiohttp calls it
+CUT = (
+    "ClientPayloadError",
+    "ServerDisconnectedError",
+    "ClientOSError",
+    "ClientConnectionResetError",
+)  # closed connection in aiohttp
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and what became of it; exactly one of `answer` and `error` is set once it has ended. Times: monotonic."""
+    """A request and its result. When the request has ended, exactly one of `answer` and `error` is set. Times are monotonic."""
 
     case: Case
     gateway: str = ""
     sent_at: float = 0.0
-    first_at: float = 0.0  # of the first byte; 0: none came
+    first_at: float = 0.0  # time of the first byte; 0 if no byte was received
     ended_at: float = 0.0
     longest_pause_s: float = 0.0
     answer: Answer | None = None
@@ -48,7 +53,7 @@ class Wave:
     _done: Future[None] = field(repr=False)
 
     def num_begun(self) -> int:
-        """Those of which something has come."""
+        """Returns the number of requests whose first byte was received."""
         return sum(exchange.first_at > 0 for exchange in self.exchanges)
 
     def num_ended(self) -> int:
@@ -66,7 +71,11 @@ class Wave:
 
 
 class Clients:
-    """gateways: base URL by name."""
+    """Clients of the gateways. Owns the event loop, its thread and the HTTP session.
+
+    Args:
+        gateways: base URL of each gateway by name.
+    """
 
     def __init__(self, gateways: Mapping[str, str]) -> None:
         self._gateways = dict(gateways)
@@ -87,7 +96,11 @@ class Clients:
         self._loop.close()
 
     def wave(self, cases: Sequence[Case], concurrency: int | None = None, key: str = "") -> Wave:
-        """Sends every case, all at once or `concurrency` at a time, and returns at once. key: the clients' API key."""
+        """Starts a client for each case and returns immediately. At most `concurrency` requests run at once; None: all.
+
+        Args:
+            key: API key of the clients; "" for no key.
+        """
         exchanges = [Exchange(case) for case in cases]
         return Wave(exchanges, self._call(self._send_all(exchanges, concurrency or len(cases), key)))
 
@@ -97,7 +110,10 @@ class Clients:
     def keep_asking(
         self, cases: Sequence[Case], clients: int, until: threading.Event, key: str = "", rest_s: float = 0.0
     ) -> Wave:
-        """Each client sends one request after the other until the event is set, and rests between. The wave grows meanwhile."""
+        """Starts clients that send requests in a loop until the event is set, with `rest_s` between two requests of a client.
+
+        The returned wave grows with each request.
+        """
         exchanges: list[Exchange] = []
 
         async def client(number: int) -> None:
@@ -115,7 +131,7 @@ class Clients:
         return Wave(exchanges, self._call(run()))
 
     def arrive(self, cases: Sequence[Case], every_s: float, key: str = "") -> Wave:
-        """Sends one case after the other, one each `every_s` seconds, whatever becomes of those before."""
+        """Sends a case every `every_s` seconds, whether earlier requests have ended or not."""
         exchanges = [Exchange(case) for case in cases]
 
         async def client(number: int, exchange: Exchange) -> None:
@@ -128,7 +144,7 @@ class Clients:
         return Wave(exchanges, self._call(run()))
 
     def leave(self, cases: Sequence[Case], after_s: Callable[[int], float]) -> None:
-        """Sends every case at once; its client closes the connection after_s(index) seconds later. Returns when all have."""
+        """Sends all cases at once; the client of case `index` disconnects after after_s(index) seconds. Waits for all."""
 
         async def client(index: int, case: Case) -> None:
             exchange = Exchange(case)
@@ -147,7 +163,7 @@ class Clients:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _open(self) -> None:
-        """A connection for each request: a server may close one that is kept open just when it is used again."""
+        """Opens a session with a connection for each request: a server may close an idle connection that is being reused."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=2)
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout)
         self._probing = [asyncio.create_task(self._probe(name)) for name in self._gateways]
@@ -179,7 +195,7 @@ class Clients:
         await asyncio.gather(*(client() for _ in range(concurrency)))
 
     async def _send(self, exchange: Exchange, key: str) -> None:
-        """Never raises for what the fleet does."""
+        """Sends a request and records its result. A fault of the fleet becomes the exchange's error and does not raise."""
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         exchange.sent_at = time.monotonic()
         try:
@@ -219,9 +235,16 @@ class Clients:
 
 
 def check(exchanges: Sequence[Exchange], expected: Mapping[Case, Answer], may_be_cut: str = "") -> str:
-    """Every answer is the undisturbed one. may_be_cut: a gateway whose clients may see their connection close, and nothing else.
+    """Checks that every response equals that of the undisturbed fleet.
 
-    Returns a line for the reader; fails with the kinds of what went wrong and the first of each.
+    Args:
+        may_be_cut: name of a gateway that may close its clients' connections; no other fault of it is allowed. "" for none.
+
+    Returns:
+        A line with counts and pauses.
+
+    Raises:
+        AssertionError: a response differs. The text has the number of each kind of fault and an example of it.
     """
     failed: dict[str, list[Exchange]] = {}
     cut = 0

@@ -1,4 +1,4 @@
-"""What the prefix index in Redis says, held against itself, the workers' own counts, and the gateways' copies of it."""
+"""Checks the prefix index in Redis against itself, against the workers' own counts and against the gateways' mirrors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from tests.e2e.fleet import MODEL, Fleet
 
 
 def index_faults(fleet: Fleet) -> list[str]:
-    """Of a fleet at rest; empty: there are none. Asks Redis by the keys that the index documents, and every block by name."""
+    """Returns the inconsistencies of the prefix index; empty if it has none. The fleet must be idle.
+
+    Reads the documented Redis keys and each block by name.
+    """
     faults: list[str] = []
     known = {bytes(member).decode() for member in fleet.redis.smembers(prefix_index.workers_key(MODEL))}
     if missing := set(fleet.workers) - known:
@@ -29,7 +32,7 @@ def index_faults(fleet: Fleet) -> list[str]:
 
 
 def _block_faults(fleet: Fleet, worker: str, generation: int) -> list[str]:
-    """The reverse index names a block exactly if the block names the owner."""
+    """Returns the inconsistencies of one worker: the reverse index must name a block exactly if the block names the worker."""
     field = prefix_index.owner_field(worker, generation)
     blocks = sorted(fleet.redis.smembers(prefix_index.own_key(worker, generation)))
     with fleet.redis.pipeline(transaction=False) as pipeline:

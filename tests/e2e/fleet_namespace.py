@@ -1,4 +1,4 @@
-"""A network namespace with one virtual cable to this machine, which can be cut: packets are dropped and nobody is told."""
+"""A network namespace with one virtual cable to this machine. When the cable is cut, packets are dropped silently."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import subprocess
 from functools import cache
 
 PREFIX = "rootstock-"
-PREFIX_BITS = 30  # four addresses: network, this side, far side, broadcast
-NOBODY = "02:00:00:00:00:01"  # a link address that nobody has: who gets a packet for it drops it
+PREFIX_BITS = 30  # four addresses: network, near end, far end, broadcast
+NOBODY = "02:00:00:00:00:01"  # a link address without an interface: packets for it are dropped
 
 
 class Namespace:
-    """Needs `is_permitted`. `near` and `far` are the two ends' addresses; `argv` runs a command on the far side, same pid.
-    `other` is one more address of the near end, which alone can be lost."""
+    """A network namespace of this process, with the addresses `near` and `far` at the ends of its cable. Needs `is_permitted`.
+
+    `other` is a second address of the near end. `lose_other` makes only this address unreachable from the far side.
+    """
 
     def __init__(self) -> None:
         tag = os.getpid() & 0x3FFF
         self.name = f"{PREFIX}{os.getpid()}"
         self._cable, self._far_cable = f"rsn{tag}", f"rsf{tag}"
-        block = f"198.18.{tag >> 6}"  # the range that is set aside for tests between networks
+        block = f"198.18.{tag >> 6}"  # range for benchmarks of networks, RFC 2544
         self.near, self.far = f"{block}.{(tag & 63) * 4 + 1}", f"{block}.{(tag & 63) * 4 + 2}"
         self.other = f"198.19.{tag >> 6}.{(tag & 63) * 4 + 1}"
 
@@ -36,11 +38,12 @@ class Namespace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Processes on the far side must have ended."""
+        """Removes the cable and the namespace. Processes on the far side must have ended."""
         _ip("link", "del", self._cable)
         _ip("netns", "del", self.name)
 
     def argv(self, command: list[str]) -> list[str]:
+        """Returns the command that runs `command` on the far side, with the same process id."""
         return ["ip", "netns", "exec", self.name, *command]
 
     def cut(self) -> None:
@@ -51,7 +54,7 @@ class Namespace:
         _ip("-n", self.name, "route", "replace", f"{self.other}/32", "dev", self._far_cable)
 
     def lose_other(self) -> None:
-        """What the far side says to `other` is dropped, and nobody is told."""
+        """Silently drops all packets from the far side to `other`."""
         _ip("-n", self.name, "neigh", "replace", self.other, "lladdr", NOBODY, "dev", self._far_cable, "nud", "permanent")
 
     def find_other(self) -> None:
@@ -59,7 +62,7 @@ class Namespace:
 
 
 def _remove_orphans() -> None:
-    """Those of processes that were killed before they could clean up; a cable goes with its far end."""
+    """Removes namespaces of processes that were killed before they removed them. A cable disappears with its far end."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
         owner = name.removeprefix(PREFIX)
@@ -69,7 +72,7 @@ def _remove_orphans() -> None:
 
 @cache
 def is_permitted() -> bool:
-    """Whether this process may make namespaces and cables here."""
+    """Whether this process may create network namespaces and virtual cables on this machine."""
     probe = f"{PREFIX}probe-{os.getpid()}"
     try:
         _ip("netns", "add", probe)

@@ -1,4 +1,4 @@
-"""A TCP proxy whose bytes can be delayed or held back: a slow peer, or one behind a broken network."""
+"""A TCP proxy that can delay or hold back bytes. It imitates a slow remote service, or one behind a partitioned network."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from services.local.ports import HOST
 
 
 class TcpProxy:
-    """Forwards (host, port) of each of `hosts` to HOST:`target`. Lives on an event loop in a thread of its own.
+    """Forwards (host, port) of each of `hosts` to HOST:`target`, on an event loop in its own thread.
 
-    delay_s: added to every piece, in both directions. While held, nothing passes and nobody is told; afterwards all of it comes,
-    as after a partition. Both may be set from any thread.
+    `delay_s` is added to each piece of data in both directions. While the proxy holds, no byte passes and connections stay open.
+    After `release` all bytes arrive, as after a partition. Both may be changed from any thread.
     """
 
     def __init__(self, port: int, target: int, hosts: tuple[str, ...] = (HOST,)) -> None:
@@ -54,7 +54,7 @@ class TcpProxy:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A peer that is not there closes the connection, as one that has just died does."""
+        """Forwards a connection. Closes it if the target refuses a connection, as a process that has just died does."""
         try:
             far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
         except OSError:

@@ -1,4 +1,4 @@
-"""What is wrong in a body's bytes, or in a head's: values that no client means, JSON that is none, HTTP that is none."""
+"""Faults in the bytes of a body or a request head: values that no client intends, invalid JSON and invalid HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-RAW = "\x00raw:"  # what follows goes into the JSON text as it stands
+RAW = "\x00raw:"  # the rest of such a string is inserted into the JSON text without quoting
 HOSTILE = (
     *(None, True, False, 0, -1, 1 << 31, 1 << 63, 1 << 64, -(1 << 63) - 1, 1e308, 5e-324, -0.0, 0.5, float("nan"), float("inf")),
     *("", " ", "\x00", "\ud800", "\udfff\ud800", "e\u0301", "\U0001f468\u200d\U0001f469", "\u202e", "x" * 3000, "s0", "$$ANY$$"),
@@ -26,7 +26,7 @@ HOSTILE = (
 
 
 def raw_heads() -> st.SearchStrategy[bytes]:
-    """Bytes that begin as HTTP does, more or less."""
+    """Generates bytes that mostly begin like an HTTP request."""
     lines = st.sampled_from(
         [
             *(
@@ -96,7 +96,7 @@ def raw_heads() -> st.SearchStrategy[bytes]:
 
 
 def dumped(body: Any) -> bytes:
-    """JSON, or what looks like it: infinities, lone surrogates and raw text stay."""
+    """Returns the body as JSON text that may be invalid: it keeps infinities, lone surrogates and RAW texts."""
     text = json.dumps(body)
     begin, end = '"' + json.dumps(RAW)[1:-1], '"'
     while (at := text.find(begin)) >= 0:
@@ -108,7 +108,11 @@ def dumped(body: Any) -> bytes:
 
 
 def spoil(body: dict[str, Any], wounds: list[tuple[int, Any]]) -> Any:
-    """A copy with another value at some of its places, counted from the top down, or with one more member."""
+    """Returns a copy of the body with a few changed or added values.
+
+    Args:
+        wounds: position and new value of each change. Positions count values from the top down; the last one adds a member.
+    """
     copy = json.loads(json.dumps(body))
     for number, value in wounds:
         places: list[Callable[[Any], None]] = []

@@ -1,4 +1,4 @@
-"""What strangers might send: requests made from the OpenAPI document, right, nearly right and broken. Hypothesis strategies."""
+"""Hypothesis strategies for requests of an unknown client: valid, nearly valid and broken, from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SCHEMAS = st.sampled_from(
         ),
     ]
 )
-BY_HAND: Mapping[str, st.SearchStrategy[Any]] = {  # what a schema's own idea of it would seldom be served for
+BY_HAND: Mapping[str, st.SearchStrategy[Any]] = {  # fields for which values drawn from the schema would mostly be refused
     "model": st.just(MODEL),
     "messages": st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=20)}), min_size=1
@@ -122,20 +122,20 @@ METHODS = st.sampled_from(["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DE
 
 @dataclass(frozen=True)
 class Sent:
-    """target: path and query, quoted. A body of None is none. stays: until there is an answer."""
+    """A request of an unknown client."""
 
     method: str
-    target: str
+    target: str  # path and query, quoted
     headers: tuple[tuple[str, str], ...]
-    body: bytes | None
-    stays: bool = True
+    body: bytes | None  # None: the request has no body
+    stays: bool = True  # False: the client disconnects before the response
 
 
 STAYS = st.sampled_from([True] * 9 + [False])
 
 
 class Cases:
-    """document: as /openapi.json has it."""
+    """Strategies for all paths of an OpenAPI document, as /openapi.json has it."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
@@ -148,7 +148,7 @@ class Cases:
         return [path for path, item in self._document["paths"].items() if "requestBody" in item.get("post", {})]
 
     def requests(self, path: str) -> st.SearchStrategy[Sent]:
-        """Posted to it."""
+        """Generates POST requests to the path."""
         if FORM in self._document["paths"][path]["post"]["requestBody"]["content"]:
             return self._forms(path)
         nearly = st.builds(Sent, st.just("POST"), st.just(_filled(path)), self.headers(), self._bodies(path), STAYS)
@@ -156,7 +156,7 @@ class Cases:
         return st.one_of(nearly, nearly, nearly, nearly, *whole)
 
     def _forms(self, path: str) -> st.SearchStrategy[Sent]:
-        """Right ones, others, and broken ones."""
+        """Generates multipart forms: valid ones, ones with other fields, and broken ones."""
         field = "--x\r\ncontent-disposition: form-data; name={}\r\n\r\n{}\r\n".format
         names = st.sampled_from(['"purpose"', '"file"', '"file"; filename="a"', '"expires_after[seconds]"', "a", '"a'])
         values = st.one_of(st.sampled_from(["batch", "3600", "--x", "--x--"]), st.text(max_size=20))
@@ -173,7 +173,7 @@ class Cases:
         return st.one_of(st.just(()), st.lists(st.tuples(HEADERS, VALUES), max_size=3, unique_by=lambda each: each[0]).map(tuple))
 
     def elsewhere(self) -> st.SearchStrategy[Sent]:
-        """Any method of any path."""
+        """Generates requests with any method and any path."""
         known = st.sampled_from(list(map(_filled, self._document["paths"])))
         text = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).map(quote)
         paths = st.one_of(known, st.builds(str.__add__, known, text), text.map("/".__add__))
@@ -182,7 +182,7 @@ class Cases:
         return st.builds(Sent, METHODS, targets, self.headers(), body)
 
     def _whole(self, path: str, mode: GenerationMode) -> st.SearchStrategy[Sent]:
-        """As the schema says, or as it forbids."""
+        """Generates requests of schemathesis: valid for the schema if the mode is POSITIVE, and invalid otherwise."""
 
         def sent(case: Any) -> Sent:
             headers = tuple((name, value) for name, value in (case.headers or {}).items() if _is_sane(str(value)))
@@ -192,7 +192,7 @@ class Cases:
         return self._schema[path]["POST"].as_strategy(generation_mode=mode).map(sent)
 
     def _bodies(self, path: str) -> st.SearchStrategy[bytes]:
-        """A plain request with some of its members drawn, some values spoilt, or its bytes broken."""
+        """Generates bodies from a minimal valid one: with random members, with changed values or with broken bytes."""
         name = self._document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schema = name.rpartition("/")[2]
         good, bad = (self._drawn(path, schema, mode) for mode in GenerationMode)
@@ -223,7 +223,7 @@ class Cases:
         return self._values[key]
 
     def _document_of_fields(self) -> dict[str, Any]:
-        """An operation for each member of each body, so that its values can be drawn alone."""
+        """Returns a document with an operation for each member of each body, so that its values can be generated alone."""
         paths: dict[str, Any] = {}
         for schema, definition in self._document["components"]["schemas"].items():
             for name, value in definition.get("properties", {}).items():
@@ -241,7 +241,7 @@ def _filled(path: str) -> str:
 
 
 def _member(body: Any, name: str) -> Any:
-    """What it is forbidden to be may be the whole body."""
+    """Returns the member of a body. An invalid body may be no object; then returns the body itself, or None for bytes."""
     return body[name] if isinstance(body, dict) and name in body else None if isinstance(body, bytes | NotSet) else body
 
 

@@ -1,4 +1,4 @@
-"""Sends what strangers might send, and says what is wrong with the answers."""
+"""Sends the requests of an unknown client and returns the faults of the responses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import httpx
 from tests.e2e.fuzz_cases import Sent
 from tests.services.gateway.documented import Answered, Documented
 
-DEADLINE_S = 20.0  # of a request, by the gateway's flags
-ANSWER_S = DEADLINE_S + 10.0  # a session's worker has 10 s
+DEADLINE_S = 20.0  # deadline of a request, set by the gateway's flags
+ANSWER_S = DEADLINE_S + 10.0  # the worker of a session has 10 s
 AT_ONCE = 4
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 _FAILED = re.compile(rb'data: \{("error":|"type":"(response.failed|error)")')
@@ -24,12 +24,15 @@ OF_HEADS = {100, 200, 204, 400, 401, 404, 405, 408, 413, 431, 503}
 
 
 class Fuzzer:
-    """answered: how often each status came, streams that ended with an error as "stream", clients that did not wait as "left"."""
+    """Sends requests to one gateway from AT_ONCE threads.
+
+    `answered` counts responses by status. "stream" counts streams that ended with an error, and "left" clients that disconnected.
+    """
 
     def __init__(self, url: str, key: str = "") -> None:
-        """key: an API key, "" for none."""
+        """Opens the clients, which send `key` as their API key; "" for no key."""
         shown = {"authorization": f"Bearer {key}"} if key else {}
-        self._clients: SimpleQueue[httpx.Client] = SimpleQueue()  # each is one thread's at a time
+        self._clients: SimpleQueue[httpx.Client] = SimpleQueue()  # only one thread uses a client at a time
         for _ in range(AT_ONCE):
             self._clients.put(httpx.Client(base_url=url, headers=shown, timeout=ANSWER_S, verify=False))
         self._port = httpx.URL(url).port
@@ -44,7 +47,7 @@ class Fuzzer:
             self._clients.get().close()
 
     def faults(self, requests: Sequence[Sent]) -> list[str]:
-        """Of all of them at once."""
+        """Sends all requests at once and returns the faults of all responses."""
         return [fault for faults in self._pool.map(self._faults, requests) for fault in faults]
 
     def _faults(self, sent: Sent) -> list[str]:
@@ -71,7 +74,7 @@ class Fuzzer:
         return faults
 
     def _leave(self, sent: Sent) -> None:
-        """Sends it all, and is gone."""
+        """Sends the whole request and disconnects without reading the response."""
         body = sent.body or b""
         head = f"{sent.method} {sent.target} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S) as connection:
@@ -79,7 +82,7 @@ class Fuzzer:
         self.answered["left"] += 1
 
     def raw_faults(self, data: bytes) -> list[str]:
-        """The server closes, and says nothing that it must not."""
+        """Sends raw bytes and returns the faults: an open connection, a reply that is not HTTP, a status that is not allowed."""
         with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S) as connection:
             received = b""
             try:

@@ -1,4 +1,4 @@
-"""Rounds of what strangers might send: over every path, elsewhere, and as bytes of a connection."""
+"""Rounds of fuzzing: requests to every path, requests with any method and path, and raw bytes of a connection."""
 
 from __future__ import annotations
 
@@ -21,8 +21,18 @@ def rounds(
     examples: int,
     heads: int,
 ) -> None:
-    """faults, raw_faults: what is wrong with the answers to what is sent. number: the seed of all that is drawn. examples: of a
-    path, of some requests at once. heads: of one connection each. Raises AssertionError with a smallest example."""
+    """Sends random requests and raw connections, and fails at the first fault.
+
+    Args:
+        faults: sends requests at once and returns the faults of their responses.
+        raw_faults: sends the bytes of a connection and returns the faults.
+        number: seed of all random values.
+        examples: number of examples for each path; an example is up to AT_ONCE requests.
+        heads: number of raw connections.
+
+    Raises:
+        AssertionError: a response has a fault. The text has the smallest example that hypothesis found.
+    """
     for requests in (*map(cases.requests, cases.posts), cases.elsewhere()):
         _look(number, examples, st.lists(requests, min_size=1, max_size=AT_ONCE), faults)
     _look(number, heads, raw_heads(), raw_faults)

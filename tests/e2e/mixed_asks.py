@@ -1,4 +1,4 @@
-"""Requests of every kind, and what of their answers is theirs alone: not of the time, the queue or the cache."""
+"""Requests of every kind, and the parts of a response that do not depend on time, queue or cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = ["stone", "garden", "lantern", "naïve", "日本語", "coral", "3,", "4,
 
 @dataclass(frozen=True)
 class Ask:
-    """One post after the other, each when the one before is answered."""
+    """Requests that are sent in sequence: each one after the response to the previous one."""
 
     kind: str
     posts: tuple[tuple[str, dict[str, Any]], ...]
@@ -34,10 +34,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Essence:
-    """What an answer says: exact is equal or not, numbers are close or not."""
+    """The comparable parts of some responses."""
 
-    exact: list[Any]
-    numbers: list[float]
+    exact: list[Any]  # must be equal
+    numbers: list[float]  # must be close
 
 
 def plain(rng: random.Random, index: int) -> Ask:
@@ -54,7 +54,7 @@ def hot(rng: random.Random, index: int) -> Ask:
 
 
 def repeated(rng: random.Random, index: int) -> Ask:
-    """What DRY keeps it from."""
+    """Returns a request with a repetitive prompt, whose repetition DRY penalizes."""
     return chat("repeated", f"Repeat: {'coral garden ' * 6}", rng, max_tokens=50, temperature=0.7, seed=index, dry_multiplier=0.8)
 
 
@@ -103,7 +103,7 @@ def score(rng: random.Random, index: int) -> Ask:
 
 
 def session(rng: random.Random, index: int) -> Ask:
-    """Three turns, of which the last branches from the first."""
+    """Returns the requests of a session with three turns. The third turn continues the first one."""
     name = f"talk-{index}"
     posts: list[tuple[str, dict[str, Any]]] = [("/open_session", {"capacity_of_str_len": 0, "session_id": name})]
     for turn, parent in (("a", None), ("b", "a"), ("c", "a")):
@@ -128,7 +128,7 @@ KINDS = [plain, plain, long_prompt, grammar, grammar, logprobs, sampled, penaliz
 
 
 def asks_of(makers: Sequence[Callable[[random.Random, int], Ask]], rounds: int) -> list[Ask]:
-    """One of each in every round."""
+    """Returns a request of each maker in every round. The number of the round is the seed."""
     return [make(random.Random(seed), seed) for seed in range(rounds) for make in makers]
 
 
@@ -154,7 +154,7 @@ NUMBERS = {"logprob", "token_logprobs", "embedding", "top_logprobs", "scores"}
 
 
 def _gather(value: Any, key: str, exact: list[Any], numbers: list[float]) -> None:
-    """Floats below a key of NUMBERS are numbers; all else is exact, except what varies by its nature."""
+    """Collects the parts of a response. Floats below a key of NUMBERS are numbers; other values outside VARYING are exact."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name not in VARYING and not name.startswith("spec_"):
@@ -171,7 +171,7 @@ def _gather(value: Any, key: str, exact: list[Any], numbers: list[float]) -> Non
 
 
 async def ask_all(system: System, asks: list[Ask], at_once: int, apart_s: float = 0) -> list[list[Any]]:
-    """Answers in the order of the asks, which begin `apart_s` one after the other."""
+    """Sends the requests, at most `at_once` in parallel and `apart_s` seconds apart. Returns responses in their order."""
     limit = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=system.url, timeout=120, limits=httpx.Limits(max_connections=100)) as http:
 

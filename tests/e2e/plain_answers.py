@@ -1,5 +1,7 @@
-"""What a deterministic system without any other flag says to mixed requests. Several files compare with it, bit by bit; whichever
-process of pytest needs it first asks, and the others read what it was told."""
+"""Responses of a deterministic system without other flags to mixed requests, for bitwise comparison in several test files.
+
+The first pytest process that needs the responses sends the requests and writes a file. The other processes read the file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.e2e.system import System
 
 
 class PlainAnswers:
-    """folder: of the run, the same for all of its processes."""
+    """Reads or computes the responses, in a folder that all pytest processes of the run share."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

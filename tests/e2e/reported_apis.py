@@ -1,4 +1,4 @@
-"""One body and one answer for every API that generates, so that a test can ask all of them, streamed and whole."""
+"""A request and a reader of the response for every API that generates, so that one test covers all APIs, streamed and whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATUSES = {"completed": "stop", "incomplete": "length"}
 
 @dataclass(frozen=True)
 class Answer:
-    """The parts of an answer that each API has under a name of its own."""
+    """The parts of a response for which each API has its own name."""
 
     text: str
     end: str | None  # stop, length or tool_calls; None if the API names no end
@@ -181,7 +181,7 @@ def _message_stream(events: Sequence[Json]) -> Answer:
 
 
 def _response_stream(events: Sequence[Json]) -> Answer:
-    """The last event has the whole response, and the deltas have the same texts."""
+    """Checks that the deltas have the texts of the whole response, which is in the last event, and returns its parts."""
     whole = _response(events[-1]["response"])
     for kind, text in (
         ("output_text", whole.text),
