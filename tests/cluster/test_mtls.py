@@ -162,7 +162,7 @@ def test_a_pod_without_a_certificate_is_refused_everywhere(
     proved(f"a pod without a certificate is refused at all of {len(said)} kinds of port between pods, each of which speaks TLS")
 
 
-def test_certificates_and_their_authority_are_replaced_under_streams(
+def test_certificates_and_authority_are_replaced_while_requests_run(
     install: Install, tmp_path: Path, proved: Callable[[str], None]
 ) -> None:
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")

@@ -15,7 +15,7 @@ class ChangedTokenizer:
         self._flags: tuple[str, ...] = ()
 
     def set(self, *flags: str) -> System:
-        """Restarts the tokenizer with these flags after its original ones. Does nothing if it runs with them already."""
+        """Restarts the tokenizer with these additional flags. Does nothing if the tokenizer has the same flags already."""
         if flags != self._flags:
             system, name = self.system, "tokenizer"
             system.kill(name)

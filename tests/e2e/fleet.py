@@ -243,7 +243,7 @@ class Fleet:
     def _host(self, name: str) -> str:
         return self._far_host if name == self.far_worker else HOST
 
-    # What can be seen
+    # Metrics, memory and logs
 
     def metric(self, name: str, metric: str, **labels: str) -> float:
         """Returns the sum of a process's samples that have these labels; 0 if no sample has them."""

@@ -35,7 +35,7 @@ class Answer:
 
     choices: tuple[tuple[str, str, int], ...]  # by index: text, finish reason, number of tokens with log probabilities
     prompt_tokens: int
-    completion_tokens: int  # tokens that the client received, including those of a choice that changed its worker
+    completion_tokens: int  # tokens of the whole response, also if a choice moved to another worker
 
 
 class BadAnswer(Exception):

@@ -96,7 +96,7 @@ class Clients:
         self._loop.close()
 
     def wave(self, cases: Sequence[Case], concurrency: int | None = None, key: str = "") -> Wave:
-        """Starts a client for each case and returns immediately. At most `concurrency` requests run at once; None: all.
+        """Sends all cases in the background, at most `concurrency` at once or, if it is None, all at once.
 
         Args:
             key: API key of the clients; "" for no key.

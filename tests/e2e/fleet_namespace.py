@@ -62,7 +62,7 @@ class Namespace:
 
 
 def _remove_orphans() -> None:
-    """Removes namespaces of processes that were killed before they removed them. A cable disappears with its far end."""
+    """Removes the namespaces that killed processes have left. A cable disappears together with its far end."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
         owner = name.removeprefix(PREFIX)

@@ -28,7 +28,7 @@ class Answer:
     """The parts of a response for which each API has its own name."""
 
     text: str
-    end: str | None  # stop, length or tool_calls; None if the API names no end
+    end: str | None  # stop, length or tool_calls, or None if the API names no end
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()  # name and arguments of each call
     matched: Any = None  # stop token or stop string that the answer names

@@ -1,4 +1,4 @@
-"""Outputs of models that break the format of calls, with the calls, the text and the reasoning that a client must get."""
+"""Outputs of models that break the format of tool calls, with the calls, the text and the reasoning that a client must get."""
 
 from __future__ import annotations
 
@@ -40,25 +40,15 @@ OPEN = {'{"path": "a': {"path": "a"}, '{"path": "a", "list": [1, 2': {"path": "a
 
 @dataclass(frozen=True)
 class Output:
-    """An output of a model.
+    """An output of a model, and the parts of it that a client must get."""
 
-    Attributes:
-        row: Row of the table in test_reported_inputs.py.
-        family: Format of calls that the tokenizer is set to.
-        text: The output.
-        calls: Name and arguments of each call in it.
-        beside: Text beside the calls.
-        reasoning: Reasoning in it.
-        opens: Whether the prompt ends with the mark that opens reasoning.
-    """
-
-    row: str
-    family: str
-    text: str
-    calls: Calls
-    beside: str = ""
-    reasoning: str = ""
-    opens: bool = False
+    row: str  # row of the table in test_reported_inputs.py
+    family: str  # format of calls that the tokenizer parses
+    text: str  # the output
+    calls: Calls  # name and arguments of each call in the output
+    beside: str = ""  # text outside the calls
+    reasoning: str = ""  # reasoning in the output
+    opens: bool = False  # the prompt ends with the mark that opens reasoning
 
 
 def _in_reasoning() -> Sequence[Output]:
@@ -141,7 +131,7 @@ def _damaged() -> Sequence[Output]:
 
 OUTPUTS: Sequence[Output] = (*_in_reasoning(), *_without_closing_marks(), *_empty(), *_damaged())
 FAMILY_ROWS = sorted({(output.family, output.row) for output in OUTPUTS})
-# Calls without a mark of their own, and a template's instruction that describes them.
+# By format: a template's instruction that describes calls without marks, and such a call.
 IN_WORDS = {
     "llama3_json": (
         'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',

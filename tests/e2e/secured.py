@@ -1,4 +1,4 @@
-"""The whole system with TLS between all of its processes and its Redis servers, by certificates that can be replaced."""
+"""The whole system with TLS between all processes and Redis servers. Its certificates can be replaced while it runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from tests.certificates import ROLES, Authority, Mounted
 from tests.e2e.system import System
 
 REDIS = ("redis", "state")
-REDIS_HOST = "localhost"  # that its certificate names
+REDIS_HOST = "localhost"  # the name in the certificate of Redis
 
 
 def role_of(name: str) -> str:
-    """Of a part: gateway-1 is a gateway; prefill and decode are workers."""
+    """Returns the role of a part: gateway-1 is a gateway; prefill-0 and decode-0 are workers."""
     role = name.partition("-")[0]
     return role if role in (*ROLES, *REDIS) else "worker"
 
 
 class SecuredSystem(System):
-    """mounted: by role; that of both Redis servers is `redis`. token: the file that all services share. health_ports: in the
-    clear, by part."""
+    """A system whose connections all use mutual TLS.
+
+    `mounted` has the certificate files by role; both Redis servers use the role `redis`. `token` is the file that all services
+    share. `health_ports` has the ports without TLS, by part.
+    """
 
     def __init__(self, folder: Path, authority: Authority, **settings: Any) -> None:
         program = shutil.which("redis-server")
@@ -57,7 +60,7 @@ class SecuredSystem(System):
         return (REDIS_HOST,) if role == "redis" else (f"rootstock-{role}",)
 
     def renew(self, signer: Authority, *authorities: Authority) -> None:
-        """All certificates, and whom they trust."""
+        """Replaces all certificates by ones of `signer`, and the authorities that the processes trust."""
         for role, mounted in self.mounted.items():
             mounted.put(signer.signed(*self.names(role)), *authorities)
 

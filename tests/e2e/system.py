@@ -1,4 +1,4 @@
-"""The whole system as real processes on free ports, each of which can be killed and started again."""
+"""The whole system as real processes on free ports. A test can kill and restart each of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ START_S = 240.0
 
 
 class System:
-    """`settings` as LocalSettings takes them. env: added to every process's environment."""
+    """A context manager that starts the processes of a system and ends them on exit.
+
+    Args:
+        env: variables that are added to the environment of every process.
+        settings: settings of LocalSettings.
+    """
 
     def __init__(self, log_dir: Path, env: dict[str, str] | None = None, **settings: Any) -> None:
         port, *ports = free_ports(1 + 64)
@@ -82,7 +87,7 @@ class System:
         self.wait_ended(name)
 
     def start(self, name: str) -> None:
-        """Starts a process again that was killed or ends. A killed process has its ports until its memory is freed."""
+        """Restarts a process after its end. A killed process occupies its ports until its memory is freed."""
         self.wait_ended(name)
         self.children[name].start()
 
@@ -99,7 +104,11 @@ class System:
             return 0
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 120, key: str = "") -> tuple[int, dict[str, Any]]:
-        """Status and JSON body, of errors too. key: API key. Raises OSError if there is no answer."""
+        """Posts a JSON body with an API key, if one is given, and returns the status and the JSON body, also of an error.
+
+        Raises:
+            OSError: the gateway sent no response.
+        """
         headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
@@ -109,7 +118,7 @@ class System:
             return error.code, json.loads(error.read())
 
     def metric(self, name: str, metric: str, **labels: str) -> float:
-        """Sum over the labels of one metric of one process, over those with these alone."""
+        """Returns the sum of a metric of a process over the samples that have these labels."""
         with urllib.request.urlopen(self.parts[name].metrics_url, timeout=60) as response:
             families = text_string_to_metric_families(response.read().decode())
             samples = [sample for family in families for sample in family.samples if sample.name == metric]
@@ -118,18 +127,18 @@ class System:
         return sum(values)
 
     def resident_mb(self, name: str) -> float:
-        """Of the process and its children."""
+        """Resident memory in MiB of the process and its children."""
         process = psutil.Process(self.children[name].pid)
         return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
 
     def log(self, name: str) -> str:
-        """Of a process, or "access": the gateways' access log."""
+        """Returns the log of a process, or the gateways' access log for the name "access"."""
         path = self.access_log if name == "access" else self.children[name].log
         return path.read_text(errors="replace")
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
-    """Seconds it took. Fails after `seconds`."""
+    """Waits for a condition and returns the seconds until it was true. Fails after `seconds`."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds, f"waited {seconds} s for {what}"
@@ -138,7 +147,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> floa
 
 
 def processes_with(marker: str) -> list[str]:
-    """Command lines of the processes whose environment holds NAME=VALUE `marker`."""
+    """Returns the command lines of the processes whose environment has the NAME=VALUE of `marker`."""
     name, value = marker.split("=")
     out = []
     for process in psutil.process_iter():
@@ -151,7 +160,7 @@ def processes_with(marker: str) -> list[str]:
 
 
 def make_run(env: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    """`make run` as a user types it, in a process group of its own as a terminal's foreground job."""
+    """Starts `make run` as a user does, in its own process group like a terminal's foreground job."""
     return subprocess.Popen(
         ["make", "-s", "run", *arguments],
         cwd=ROOT,

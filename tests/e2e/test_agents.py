@@ -1,4 +1,4 @@
-"""Agents by the official Python clients: two tools one after the other, and an answer that holds what they returned."""
+"""Agents with the official Python clients: two tool calls in sequence, and an answer that contains their results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def over_chat(system: System, question: str) -> tuple[list[str], str]:
 
 
 def over_responses(system: System, question: str) -> tuple[list[str], str]:
-    """The conversation is sent along each time: this system keeps none."""
+    """Runs an agent over /v1/responses. Each request has the whole conversation, because no response is stored."""
     client = openai.OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0)
     tools: Any = [
         {"type": "function", "name": name, "description": text, "parameters": schema(parameter), "strict": False}
@@ -99,7 +99,7 @@ def over_messages(system: System, question: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("loop", [over_chat, over_responses, over_messages])
-def test_two_tools_one_after_the_other(system: System, loop: Loop) -> None:
+def test_agent_calls_two_tools_in_sequence(system: System, loop: Loop) -> None:
     for question, (names, part) in CASES.items():
         made, answer = loop(system, question)
         assert made == names, (question, made, answer)

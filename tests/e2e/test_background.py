@@ -1,4 +1,4 @@
-"""Responses in the background over two gateways: the one that has them is killed, or stopped for longer than its leases last."""
+"""Background responses over two gateways. The gateway that runs them is killed, or stopped for longer than its leases last."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.e2e.system import System, wait_until
 from tests.night import NIGHTLY
 
 RESPONSES, TOKENS = 20, 900 if NIGHTLY else 450
-END = "response.incomplete"  # for its length
+END = "response.incomplete"  # the responses end at max_output_tokens
 FLAGS = "--background-lease-s 2"
-PATIENCE_S = 120.0  # for thousands of tokens, on a machine that is full of other work too
+PATIENCE_S = 120.0  # for thousands of tokens on a machine that also runs other tests
 
 
 def asked(number: int) -> dict[str, Any]:
-    """One in two is sampled with a seed, the others are greedy."""
+    """Returns the body of a response: with an odd number it is sampled with a seed, with an even one it is greedy."""
     chance = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
     body = {"ignore_eos": True, "seed": number, **chance}
     extra = {name: body[name] for name in ("ignore_eos", "seed")}
@@ -37,7 +37,7 @@ by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROO
 
 
 class Follower:
-    """A client that reads a stream to its end, at whichever gateway is there, behind what it has."""
+    """A client that reads a stream to its end. After an error, the client continues after the last event at the next gateway."""
 
     def __init__(self, clients: Sequence[OpenAI], response_id: str) -> None:
         self._clients = clients
@@ -72,7 +72,7 @@ class Follower:
 @pytest.mark.parametrize(
     "fault", [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=by_night)]
 )
-def test_another_gateway_goes_on_where_one_was(tmp_path: Path, fault: signal.Signals) -> None:
+def test_gateway_takes_over_background_responses_when_the_other_is_lost(tmp_path: Path, fault: signal.Signals) -> None:
     with System(tmp_path, gateways=2, gateway_flags=FLAGS, worker_flags="--deterministic", log_level="info") as system:
         urls = [part.url for part in system.parts.values() if part.url]
         first, second = [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=180) for url in urls]
@@ -91,7 +91,7 @@ def test_another_gateway_goes_on_where_one_was(tmp_path: Path, fault: signal.Sig
         assert len(ended) < RESPONSES / 2, "in mid-stream"
         system.children["gateway-0"].signal(fault)
         if fault is signal.SIGSTOP:
-            time.sleep(4)  # its leases have run out
+            time.sleep(4)  # longer than its leases last
             system.children["gateway-0"].signal(signal.SIGCONT)
         for number, follower in followers.items():
             follower.join()

@@ -1,4 +1,4 @@
-"""A batch over two gateways, while one process after the other is killed: every line has one result, and no more."""
+"""A batch over two gateways, while one process after the other is killed. Every line has exactly one result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_up(url: str) -> bool:
 
 
 def seen(clients: list[OpenAI], batch: Batch) -> Batch:
-    """As whoever is there says."""
+    """Returns the batch as the first gateway reports it that responds."""
     for client in clients:
         try:
             return client.batches.retrieve(batch.id)
@@ -49,7 +49,7 @@ def seen(clients: list[OpenAI], batch: Batch) -> Batch:
 
 
 @pytest.mark.timeout(900)
-def test_every_line_has_one_result_whatever_is_killed(tmp_path: Path) -> None:
+def test_batch_has_one_result_per_line_when_processes_are_killed(tmp_path: Path) -> None:
     with System(tmp_path, gateways=2, gateway_flags=FLAGS, log_level="info") as system:
         urls = [part.url for part in system.parts.values() if part.url]
         both = [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) for url in urls]

@@ -1,4 +1,4 @@
-"""`rootstock` against whole systems: every example of every --help, and a worker that dies before the eyes of who watches."""
+"""`rootstock` against whole systems: every example of every --help, and `status --watch` while a worker is killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.e2e.system import ROOT, System, wait_until
 from tests.night import NIGHTLY
 
 FAKE = "--executor fake"
-LOST_S = 3.0 if NIGHTLY else 30.0  # a machine that is full of other tests is no measure
+LOST_S = 3.0 if NIGHTLY else 30.0  # by day, other tests load the machine
 SHELL = f'rootstock() {{ {sys.executable} -m services.cli "$@"; }}; set -euo pipefail; '
 
 
@@ -32,14 +32,14 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """As a reader of --help finds them."""
+    """Returns the example commands that `--help` of a command prints."""
     with pytest.raises(SystemExit):
         build_parser().parse_args([command, "--help"])
     found = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
     return [line.strip() for line in found if line.startswith("  ")]
 
 
-def test_the_examples_of_help_do_what_they_say(system: System, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_examples_succeed(system: System, capsys: pytest.CaptureFixture[str]) -> None:
     for command in COMMANDS.keys() - {"batch", "keys", "control", "sim"}:  # these need files, or a control port
         found = examples(command, capsys)
         assert found and all(f"rootstock {command}" in line for line in found)
@@ -49,7 +49,7 @@ def test_the_examples_of_help_do_what_they_say(system: System, capsys: pytest.Ca
             assert done.stdout or command == "completion", line
 
 
-def test_keys_new_and_list_run_as_their_help_says(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_help_examples_succeed(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, listed = examples("keys", capsys)
     entry = typed(new, system, tmp_path)
     assert entry.returncode == 0 and entry.stderr.startswith("key, only for its owner: rsk-")
@@ -59,13 +59,13 @@ def test_keys_new_and_list_run_as_their_help_says(system: System, tmp_path: Path
     assert row.split()[:4] == ["team-a", "valid", "never", "all"] and "600" in row
 
 
-def test_sim_commands_run_as_their_help_says(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sim_help_examples_succeed(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in examples("sim", capsys):
         done = typed(line, system, tmp_path)
         assert done.returncode == 0 and done.stdout, (line, done.stderr)
 
 
-def test_control_commands_run_as_their_help_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_help_examples_succeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (port,) = free_ports(1)
     with System(tmp_path, worker_flags=f"{FAKE} --control-port {port}") as controlled:
         for line in examples("control", capsys):
@@ -74,7 +74,7 @@ def test_control_commands_run_as_their_help_says(tmp_path: Path, capsys: pytest.
 
 
 def asked_of_the_demo() -> dict[str, str]:
-    """Every question to the demo model in the README, in docs/ and in the playground, by its right answer."""
+    """Returns the right answer for each question to the demo model in the README, docs/, chart, CLI and playground."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "services" / "gateway" / "playground").glob("*.html")]
     pages += [ROOT / "charts" / "rootstock" / "templates" / "NOTES.txt", ROOT / "services" / "cli" / "commands.py"]
     text = "\n".join(page.read_text() for page in pages)
@@ -98,7 +98,9 @@ def test_examples_of_all_pages_get_right_answers(tmp_path: Path, capsys: pytest.
                 assert all(asked_of_the_demo()[question] in answer for answer in answers), (line, answers)
 
 
-def test_a_batch_is_submitted_waited_for_and_fetched(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_commands_submit_wait_for_and_fetch_a_batch(
+    system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def line(number: int) -> dict[str, Any]:
         body = {"prompt": f"{number} + 30 =", "max_tokens": 4 if number else -1}
         return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": {"model": "demo", **body}}
@@ -113,14 +115,14 @@ def test_a_batch_is_submitted_waited_for_and_fetched(system: System, tmp_path: P
 
 
 def typed(line: str, system: System, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """In a shell that knows the server's URL."""
+    """Runs a line in a shell that has `rootstock` and the server's URL in ROOTSTOCK_URL."""
     environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
     words = ["bash", "--norc", "-c", SHELL + line]
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 class Watch:
-    """`rootstock status --watch --json`, as it goes on."""
+    """A running `rootstock status --watch --json`. A thread reads its lines until `end`."""
 
     def __init__(self, url: str) -> None:
         command = [sys.executable, "-m", "services.cli", "status", "--watch", "--json", "--interval", "0.5", "--url", url]
@@ -135,7 +137,7 @@ class Watch:
             self._lines.append(line)
 
     def states(self) -> dict[str, str]:
-        """By worker, at the last look."""
+        """Returns the state of each worker in the last printed line."""
         told: dict[str, Any] = json.loads(self._lines[-1]) if self._lines else {}
         return {worker["name"]: worker["state"] for worker in told.get("workers", ())}
 
@@ -145,7 +147,7 @@ class Watch:
         self._reader.join()
 
 
-def test_a_worker_that_is_killed_is_shown_within_three_seconds(system: System) -> None:
+def test_status_watch_shows_a_killed_worker_within_three_seconds(system: System) -> None:
     watch = Watch(system.url)
     try:
         names = ["worker-0", "worker-1", "worker-2"]
@@ -159,8 +161,8 @@ def test_a_worker_that_is_killed_is_shown_within_three_seconds(system: System) -
         watch.end()
 
 
-def test_bench_needs_no_checkout_below_it(system: System, tmp_path: Path) -> None:
-    """Its results are written where it was called, by a program that is found on its path."""
+def test_bench_writes_results_outside_a_checkout(system: System, tmp_path: Path) -> None:
+    """The results file is in the working directory, and bench finds its program on the path."""
     words = [sys.executable, "-m", "services.cli", "bench", "--num-requests", "2", "--output-len", "4", "--json"]
     environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
     command = [*words, "--output-file", "results.jsonl"]

@@ -1,5 +1,5 @@
-"""Deterministic workers, whole system: an answer has the same ids and log probabilities, to the last bit, alone, among others,
-and where its worker is killed in the middle."""
+"""Deterministic workers in a whole system return the same ids and bitwise the same log probabilities for a request alone and
+among others, and when its worker is killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def answer(system: System, text: str, kind: dict[str, Any]) -> list[tuple[float, int]]:
-    """(log probability, id) of each token; JSON has every digit that tells two floats apart."""
+    """Returns (log probability, id) of each token. JSON has all digits of a float."""
     params = {"max_new_tokens": NEW_TOKENS, "ignore_eos": kind not in GRAMMARS, **kind}
     status, body = system.post("/generate", {"text": text, "sampling_params": params, "return_logprob": True})
     assert status == 200, body
@@ -54,7 +54,7 @@ def all_at_once(
     return [pool.submit(answer, system, text, kind) for text in TEXTS for kind in kinds]
 
 
-def test_the_same_alone_together_and_behind_a_dead_worker(system: System) -> None:
+def test_deterministic_results_stay_equal_when_batched_or_moved(system: System) -> None:
     alone = [answer(system, text, kind) for text in TEXTS for kind in KINDS]
     assert len({str(one) for one in alone}) > len(alone) // 2, "draws and prompts make different answers"
     with ThreadPoolExecutor(len(alone)) as pool:
@@ -69,13 +69,13 @@ def test_the_same_alone_together_and_behind_a_dead_worker(system: System) -> Non
     system.wait_ready()
 
 
-def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
-    """Of a worker that guesses by n-grams, some of them right; under grammars too; by what is predicted, and not at all."""
+def test_deterministic_results_stay_equal_with_draft_tokens(system: System, tmp_path: Path) -> None:
+    """A worker drafts by n-grams, and some draft tokens are right. This includes grammars, a predicted output and no drafting."""
     kinds = KINDS + GRAMMARS
     alone = [answer(system, text, kind) for text in TEXTS for kind in kinds]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(json.dumps(text) for text in TEXTS))
-    guesses = "--speculative-algorithm ngram --no-speculative-adaptive"  # always, whatever steps cost
+    guesses = "--speculative-algorithm ngram --no-speculative-adaptive"  # drafts in each step, whatever a step costs
     flags = f"--deterministic {guesses} --speculative-ngram-external-corpus-path {corpus}"
     with System(tmp_path, worker_flags=flags, log_level="info") as guessing:
         with ThreadPoolExecutor(4) as pool:
@@ -95,7 +95,7 @@ def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
 
 
 def check_prediction(guessing: System) -> None:
-    """A right one is accepted, over all choices and in a stream's usage; the answer is the same."""
+    """Checks that a right prediction is accepted and counted in the usage of all choices, and that the text stays the same."""
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Count from 3 to 20."}], "temperature": 0.0, "n": 2}
     _, plain = guessing.post("/v1/chat/completions", chat)
     said = plain["choices"][0]["message"]["content"]
@@ -107,6 +107,6 @@ def check_prediction(guessing: System) -> None:
     assert counted["rejected_prediction_tokens"] < counted["accepted_prediction_tokens"]
 
 
-def test_clients_are_told(system: System) -> None:
+def test_server_info_reports_deterministic_mode(system: System) -> None:
     (model,) = httpx.get(f"{system.url}/server_info", timeout=60).json()["models"]
     assert model["deterministic"] is True

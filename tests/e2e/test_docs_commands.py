@@ -1,4 +1,4 @@
-"""Runs the commands of README by day, and those of all pages, here and on a fresh Debian, by night."""
+"""Runs the commands of the README by day. By night, runs those of all pages, on this machine and on a fresh Debian."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.night import NIGHTLY
 
 PASSED = "all blocks passed"
 LATER = pytest.mark.skipif(not NIGHTLY, reason="takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1")
-# Pages name port 8000, which is free in a network of the test's own.
+# Pages name port 8000, which is free in the test's own network namespace.
 ALONE = ("unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "docs")
 
 
 def in_a_network_of_its_own(*command: str) -> list[str]:
-    """Returns the command as it is where no network can be made: then port 8000 has to be free."""
+    """Returns the command in its own network namespace, or unchanged if none can be created: port 8000 must then be free."""
     try:
         subprocess.run([*ALONE, "true"], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.CalledProcessError):
@@ -28,7 +28,7 @@ def in_a_network_of_its_own(*command: str) -> list[str]:
 
 
 def end_of(*command: str) -> str:
-    """Returns the last line that the command prints; on a failure, the end of what it prints."""
+    """Returns the last line that the command prints. If the command fails, returns the last 20,000 characters of its output."""
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     return done.stdout[-20_000:] if done.returncode else done.stdout.splitlines()[-1]
 
@@ -46,7 +46,7 @@ def test_commands_of_all_pages_succeed() -> None:
 @LATER
 @pytest.mark.timeout(6 * 3600)
 def test_commands_of_the_night_succeed() -> None:
-    """With the network, from which some of them install."""
+    """Runs on the network of the machine, because some commands install packages."""
     others = [str(page) for page in sorted((ROOT / "docs").rglob("*.md"))]  # README's are run in the chroot
     assert end_of(sys.executable, "-m", "tests.docs_commands", "--nightly", *others) == PASSED
 

@@ -1,5 +1,5 @@
-"""The examples of /openapi.json, each sent to a running system. Ids that stand for real ones are replaced by ids of what the
-examples before have made."""
+"""Sends each example of /openapi.json to a running system. Ids in the examples are replaced by the ids of objects that earlier
+examples have created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.system import System
 
-# The demo model gives no vectors, and a batch or response may be over before it is cancelled.
+# The demo model gives no vectors, and a batch or response may have ended before it is cancelled.
 ELSE_THAN_200 = {
     "post /v1/embeddings": (400, "unsupported_model"),
     "post /encode": (400, "unsupported_model"),
@@ -42,7 +42,7 @@ def document(client: httpx.Client) -> dict[str, Any]:
 
 
 def in_order(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """(method, path, operation): what makes something before what reads it, and what removes it last."""
+    """Returns (method, path, operation): operations that create objects come first, then readers, then deletions."""
     found = [
         (method, path, item[method])
         for path, item in document["paths"].items()
@@ -50,7 +50,7 @@ def in_order(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
         if method in item
     ]
     rank = {"get": 1, "post": 2, "put": 2}
-    removed = sorted((each for each in found if each[0] == "delete"), key=lambda each: -len(each[1]))  # an item, then its owner
+    removed = sorted((each for each in found if each[0] == "delete"), key=lambda each: -len(each[1]))  # items before owners
     others = [each for each in found if each[0] != "delete"]
     return [*sorted(others, key=lambda each: rank[each[0]] if "{" in each[1] else 0), *removed]
 
@@ -65,12 +65,12 @@ def send(client: httpx.Client, method: str, path: str, operation: dict[str, Any]
     return client.request(method, place, json=body or None)
 
 
-def test_every_example_is_served(client: httpx.Client, document: dict[str, Any]) -> None:
+def test_openapi_examples_are_served(client: httpx.Client, document: dict[str, Any]) -> None:
     ids: dict[str, str] = {}
     wrong = []
     for method, path, operation in in_order(document):
         if "200" not in operation["responses"]:
-            continue  # refused whatever is asked
+            continue  # the operation refuses every request
         answer = send(client, method, path, operation, ids)
         if method == "post" and path in MAKES:
             ids[MAKES[path]] = answer.json()["id"]
@@ -84,7 +84,7 @@ def test_every_example_is_served(client: httpx.Client, document: dict[str, Any])
     assert set(MAKES.values()) | {"item_id"} == ids.keys()
 
 
-def test_the_example_of_a_chat_is_answered_rightly(client: httpx.Client, document: dict[str, Any]) -> None:
+def test_chat_example_gets_the_right_answer(client: httpx.Client, document: dict[str, Any]) -> None:
     example = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["example"]
     answer = client.post("/v1/chat/completions", content=json.dumps(example)).json()
     assert "42" in answer["choices"][0]["message"]["content"]

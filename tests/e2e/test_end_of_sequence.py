@@ -1,4 +1,4 @@
-"""A folder whose config.json and generation_config.json name one end-of-sequence token, and its tokenizer another."""
+"""A model folder whose config.json and generation_config.json name another end-of-sequence token than its tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.shared.hf_tokenizer import load_tokenizer
 from tests.e2e.reciting_model import END, selector, write_reciting_model
 from tests.e2e.system import System
 
-TEXTS = ["Hello there.", f"One.<|return|>{END}"]  # the second one is ended by the token of the two configs
+TEXTS = ["Hello there.", f"One.<|return|>{END}"]  # the second text ends with the end-of-sequence token of the two configs
 MOST = 40  # tokens
 PROMPTS = [f"Say {selector(index)}" for index in range(len(TEXTS))]
 
@@ -62,6 +62,6 @@ def test_answer_ends_at_the_end_of_sequence_of_each_file(system: System, path: s
 
 @pytest.mark.parametrize("text", range(len(TEXTS)), ids=["the tokenizer's", "the configs'"])
 @pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": MOST}], ids=["ignore_eos", "min_tokens"])
-def test_answer_goes_on_when_every_end_of_sequence_is_held_back(system: System, text: int, more: dict[str, Any]) -> None:
+def test_answer_continues_when_every_end_of_sequence_is_suppressed(system: System, text: int, more: dict[str, Any]) -> None:
     _, answer = system.post("/v1/completions", {**bodies(PROMPTS[text])["/v1/completions"], **more})
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == MOST

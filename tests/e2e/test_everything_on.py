@@ -1,5 +1,4 @@
-"""Every feature on at once, in a pool that is far too small, against a plain system that is asked one thing after the other:
-the answers are the same."""
+"""Mixed requests with all features in a pool that is far too small get the same results as one by one in a plain system."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ FLAGS = (
     " --max-prompt-logprob-tokens 256 --eviction-policy priority --no-consecutive-prefill-overlap"
     " --schedule-conservativeness 0.3"
 )
-TOLERANCE = 2e-4  # float32: other chunks and other neighbours change the last digits
+TOLERANCE = 2e-4  # float32: other chunks and other requests in a step change the last digits
 ROUNDS = 5 if NIGHTLY else 3
 ASKS = asks_of(KINDS, ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def expected(exact_system: System) -> list[Essence]:
-    """One by one, in a system without any flag."""
+    """Results of the requests, one at a time, in a system without flags."""
     return [essence(answers) for answers in asyncio.run(ask_all(exact_system, ASKS, 1))]
 
 
@@ -43,14 +42,14 @@ def shuffled(seed: int) -> list[int]:
 
 
 def least_urgent_first() -> list[int]:
-    """So that each may displace those before it."""
+    """Returns the order by priority, so that each request can preempt the earlier ones."""
     return sorted(range(len(ASKS)), key=lambda index: ASKS[index].posts[-1][1].get("priority", 0))
 
 
 @pytest.mark.parametrize(
     ("order", "apart_s"), [(shuffled(1), 0), (least_urgent_first(), 0.01)], ids=["at once", "one urgent after the other"]
 )
-def test_mixed_requests_get_the_plain_systems_answers(
+def test_mixed_requests_get_the_results_of_a_plain_system(
     crowded: System, expected: list[Essence], order: list[int], apart_s: float
 ) -> None:
     answers = asyncio.run(ask_all(crowded, [ASKS[index] for index in order], len(ASKS), apart_s))
@@ -63,8 +62,8 @@ def same(got: Essence, wanted: Essence) -> bool:
     return got.exact == wanted.exact and close
 
 
-def test_the_crowd_was_one(crowded: System) -> None:
-    """What the answers had to survive did happen: taken back, displaced, thrown out of the cache, shared."""
+def test_crowded_worker_retracts_preempts_and_evicts(crowded: System) -> None:
+    """Retraction, preemption, eviction and prefix hits did occur in the test above. Then the worker is idle and had no error."""
     for counter, least in (
         ("sglang:num_retracted_requests_total", 20),
         ("rootstock_worker_preempted_requests_total", 1),

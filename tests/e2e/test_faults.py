@@ -1,4 +1,4 @@
-"""Clients that leave and processes that die: nothing leaks, nothing hangs, what is started again serves again."""
+"""Clients that disconnect and processes that die: nothing leaks or hangs, and a restarted process serves again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.system import System, wait_until
 
 SECRET = "zweiundvierzig-secret-words"
 
-WAIT_S = 90  # for what has been killed: a worker that starts on a busy machine takes half a minute
+WAIT_S = 90  # for a restarted process: a worker needs half a minute on a busy machine
 
 
 def open_stream(system: System, max_tokens: int) -> socket.socket:
@@ -35,8 +35,8 @@ def is_quiet(system: System) -> bool:
     return used + waiting + detok + gateway == 0
 
 
-def test_sixty_four_clients_leave_at_random_moments(system: System) -> None:
-    """Each asks for 512 tokens and closes its socket somewhere between its first byte sent and its last token."""
+def test_system_frees_everything_when_clients_disconnect(system: System) -> None:
+    """Each client asks for 512 tokens and closes its socket at some moment between the request and the last token."""
     rng = random.Random(3)
     waits = [rng.random() * 3 for _ in range(64)]
 
@@ -68,7 +68,7 @@ def to_kill_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 @pytest.fixture
 def mended(to_kill_in: System) -> Iterator[System]:
-    """All of it is up again afterwards, whatever became of the test."""
+    """A system whose ended processes are restarted after the test, even if the test fails."""
     yield to_kill_in
     start_what_is_down(to_kill_in)
 
@@ -80,7 +80,7 @@ def start_what_is_down(system: System) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "detokenizer", "worker-0", "gateway", "redis"])
-def test_killing_one_service_is_a_wait_and_of_the_gateway_an_end(mended: System, name: str) -> None:
+def test_streams_survive_when_any_service_but_the_gateway_is_killed(mended: System, name: str) -> None:
     system = mended
     pids = {other: child.pid for other, child in system.children.items() if other != name}
     streams = [open_stream(system, 400) for _ in range(4)]
@@ -104,7 +104,7 @@ def test_killing_one_service_is_a_wait_and_of_the_gateway_an_end(mended: System,
 
 
 def read_to_end(stream: socket.socket) -> bytes:
-    """Everything until the server closes, or the SSE stream ends. A TimeoutError here is a hang."""
+    """Returns all bytes until the server closes the connection or the SSE stream ends. A TimeoutError means that it hangs."""
     data = b""
     with stream:
         while piece := stream.recv(65536):
@@ -114,7 +114,7 @@ def read_to_end(stream: socket.socket) -> bytes:
     return data
 
 
-def test_bad_input_allocates_nothing_and_logs_nothing_of_the_prompt(system: System) -> None:
+def test_bad_input_allocates_nothing_and_leaves_no_prompt_in_logs(system: System) -> None:
     before = system.metric("worker-0", "sglang:num_requests_total")
     bad = [
         {"prompt": SECRET, "temperature": "hot"},
@@ -137,7 +137,7 @@ def test_bad_input_allocates_nothing_and_logs_nothing_of_the_prompt(system: Syst
         assert SECRET not in system.log(name), f"{name} logs prompts"
 
 
-def test_one_request_id_in_the_logs_of_all_four(system: System) -> None:
+def test_request_id_is_in_the_logs_of_all_services(system: System) -> None:
     request_id = f"trace-me-{random.randrange(10**9)}"
     with socket.create_connection(("127.0.0.1", system.port)) as client:
         data = json.dumps({"model": "demo", "prompt": "Hello", "max_tokens": 2}).encode()

@@ -1,4 +1,4 @@
-"""Log probabilities, seeds, embeddings and what steers sampling, through OpenAI's client and the whole system."""
+"""Log probabilities, seeds, embeddings and sampling parameters, through OpenAI's client and the whole system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tests.e2e.system import DEMO, System
 
 COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
-TOLERANCE = 2e-4  # of log probabilities in float32, whatever is cached or computed beside them
+TOLERANCE = 2e-4  # of log probabilities in float32, for any cache state and any other requests in a step
 BATCH = 16
 
 
@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 class TestLogprobs:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 5}], ids=["greedy", "sampled"])
-    def test_chat_streamed_and_whole_are_the_same(self, client: openai.OpenAI, sampling: dict[str, Any]) -> None:
+    def test_chat_logprobs_are_equal_when_streamed(self, client: openai.OpenAI, sampling: dict[str, Any]) -> None:
         messages = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
         options = {"model": "demo", "messages": messages, "logprobs": True, "top_logprobs": 4, "max_tokens": 40, **sampling}
         (whole,) = client.chat.completions.create(**options).choices
@@ -52,7 +52,7 @@ class TestLogprobs:
         same_entries(pieces, whole.logprobs.content)
         assert "".join(choice.delta.content or "" for choice in chunks) == whole.message.content
 
-    def test_chat_entries_are_the_answers_own(self, client: openai.OpenAI) -> None:
+    def test_chat_logprobs_match_the_text(self, client: openai.OpenAI) -> None:
         messages: Any = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
         answer: Any = client.chat.completions.create(
             model="demo", messages=messages, temperature=0, logprobs=True, top_logprobs=3, max_tokens=40
@@ -67,7 +67,7 @@ class TestLogprobs:
             assert entry.logprob == likeliest[0] <= 0, "a greedy token is the likeliest"
             assert sum(map(math.exp, likeliest)) <= 1 + 1e-4
 
-    def test_completions_streamed_and_whole_are_the_same(self, client: openai.OpenAI) -> None:
+    def test_completion_logprobs_are_equal_when_streamed(self, client: openai.OpenAI) -> None:
         options: dict[str, Any] = {
             "model": "demo",
             "prompt": "Count from 3",
@@ -88,8 +88,8 @@ class TestLogprobs:
             assert "".join(choice.text for choice in chunks) == whole.text
             assert whole.text.startswith("Count from 3") is echo
 
-    def test_an_echoed_answer_has_the_logprobs_that_it_had_as_an_answer(self, client: openai.OpenAI) -> None:
-        """Computed once token by token, and once as a prompt."""
+    def test_echo_returns_the_logprobs_of_the_same_tokens_as_output(self, client: openai.OpenAI) -> None:
+        """The log probabilities are computed once token by token, and once as those of a prompt."""
         extra = {"return_token_ids": True, "ignore_eos": True}
         first: Any = client.completions.create(
             model="demo", prompt="Count from 3", logprobs=2, max_tokens=40, temperature=0, extra_body=extra
@@ -100,7 +100,7 @@ class TestLogprobs:
         assert echoed.token_logprobs[0] is None
         close(echoed.token_logprobs[len(ids) - 40 : len(ids)], first.choices[0].logprobs.token_logprobs)
 
-    def test_a_prompts_logprobs_are_those_of_transformers(self, client: openai.OpenAI) -> None:
+    def test_prompt_logprobs_equal_transformers(self, client: openai.OpenAI) -> None:
         ids = [int(x) for x in np.random.default_rng(3).integers(4, 1200, 300)]
         answer: Any = client.completions.create(
             model="demo",
@@ -122,7 +122,7 @@ class TestLogprobs:
 
 
 def same_entries(got: list[Any], expected: list[Any]) -> None:
-    """Of chat: token by token, with the likeliest ones."""
+    """Checks that two lists of chat log probabilities agree, including the most likely tokens."""
     flat = [[entry, *entry.top_logprobs] for entry in got]
     wanted = [[entry, *entry.top_logprobs] for entry in expected]
     assert [[x.token for x in row] for row in flat] == [[x.token for x in row] for row in wanted]
@@ -135,7 +135,7 @@ def close(got: list[Any], expected: list[Any]) -> None:
 
 
 class TestSeeds:
-    def test_the_same_text_alone_and_in_a_batch_cold_and_cached(self, system: System) -> None:
+    def test_seeded_text_is_equal_alone_batched_cold_and_cached(self, system: System) -> None:
         before = {"role": "system", "content": "stone garden " * 9}
         requests = [
             {"messages": [before, {"role": "user", "content": f"Count from {index} to {index + 9}."}], "seed": 100 + index}
@@ -155,13 +155,13 @@ class TestSeeds:
         single = [client.chat.completions.create(seed=50 + i, **options).choices[0].message.content for i in range(4)]
         assert [choice.message.content for choice in several] == single
 
-    def test_without_a_seed_texts_differ(self, client: openai.OpenAI) -> None:
+    def test_texts_differ_without_a_seed(self, client: openai.OpenAI) -> None:
         answer = client.completions.create(model="demo", prompt="x", n=8, temperature=5, max_tokens=24)
         assert len({choice.text for choice in answer.choices}) == 8
 
 
 async def sampled(system: System, requests: list[dict[str, Any]], salt: str) -> list[tuple[str, int]]:
-    """Texts and cached tokens, asked for at once."""
+    """Sends all requests at once and returns the text and the number of cached tokens of each."""
     async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         extra = {"cache_salt": salt, "ignore_eos": True}
         calls = [
@@ -180,7 +180,7 @@ class TestEmbeddings:
         assert [item.index for item in answer.data] == list(range(len(answer.data)))
         return np.array([item.embedding for item in answer.data])
 
-    def test_a_batch_is_its_inputs(self, client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_embedding_batch_equals_single_embeddings(self, client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase) -> None:
         batch = self.vectors(client, list(self.TEXTS))
         single = np.concatenate([self.vectors(client, text) for text in self.TEXTS])
         ids = self.vectors(client, [tokenizer(text).input_ids for text in self.TEXTS])
@@ -189,7 +189,7 @@ class TestEmbeddings:
         np.testing.assert_allclose(np.linalg.norm(batch, axis=1), 1, atol=1e-5)
         assert np.linalg.norm(batch[0] - batch[1]) > 0.1
 
-    def test_dimensions_are_the_first_ones_at_length_one(self, client: openai.OpenAI) -> None:
+    def test_dimensions_keeps_the_first_values_normalized(self, client: openai.OpenAI) -> None:
         whole, cut = (self.vectors(client, list(self.TEXTS), **options) for options in ({}, {"dimensions": 8}))
         assert cut.shape == (len(self.TEXTS), 8)
         expected = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
@@ -197,7 +197,7 @@ class TestEmbeddings:
         with pytest.raises(openai.BadRequestError, match="dimensions"):
             self.vectors(client, "x", dimensions=10_000)
 
-    def test_base64_is_the_same_numbers(self, system: System) -> None:
+    def test_base64_embeddings_equal_floats(self, system: System) -> None:
         body = {"model": "demo", "input": list(self.TEXTS)}
         _, floats = system.post("/v1/embeddings", body)
         _, packed = system.post("/v1/embeddings", {**body, "encoding_format": "base64"})
@@ -205,12 +205,14 @@ class TestEmbeddings:
         np.testing.assert_allclose(decoded, [item["embedding"] for item in floats["data"]], atol=1e-6)
         assert packed["usage"] == floats["usage"]
 
-    def test_encode_gives_the_same(self, system: System, client: openai.OpenAI) -> None:
+    def test_encode_equals_embeddings(self, system: System, client: openai.OpenAI) -> None:
         status, answer = system.post("/encode", {"text": self.TEXTS[0]})
         assert status == 200
         np.testing.assert_allclose(answer["embedding"], self.vectors(client, self.TEXTS[0])[0], atol=1e-5)
 
-    def test_they_are_last_hidden_states_of_transformers(self, client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_embeddings_equal_transformers_last_hidden_states(
+        self, client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).model
         torch.set_num_threads(1)
         with torch.no_grad():
@@ -220,7 +222,7 @@ class TestEmbeddings:
 
 
 def tokens(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> list[int]:
-    """Ids of a greedy answer, unless the options say otherwise."""
+    """Returns the token ids of a completion, which is greedy unless the options set a temperature."""
     body = {"return_token_ids": True, **(extra or {})}
     values: dict[str, Any] = {"temperature": 0, "max_tokens": 16, **options}
     answer = client.chat.completions.create(model="demo", messages=COUNT, extra_body=body, **values)
@@ -229,26 +231,26 @@ def tokens(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options
 
 @pytest.fixture(scope="module")
 def ids(client: openai.OpenAI) -> list[int]:
-    """What the model says of its own accord."""
+    """Token ids that the model chooses without a bias."""
     return tokens(client)
 
 
 class TestSteering:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 1}], ids=["greedy", "sampled"])
-    def test_allowed_ids_are_all_that_comes(self, client: openai.OpenAI, ids: list[int], sampling: dict[str, Any]) -> None:
+    def test_allowed_token_ids_limit_the_output(self, client: openai.OpenAI, ids: list[int], sampling: dict[str, Any]) -> None:
         allowed = [ids[0], 70, 71]
         assert set(tokens(client, {"allowed_token_ids": allowed}, **sampling)) <= set(allowed)
 
-    def test_banned_ids_do_not_come(self, client: openai.OpenAI, ids: list[int]) -> None:
+    def test_banned_token_ids_are_not_sampled(self, client: openai.OpenAI, ids: list[int]) -> None:
         banned = tokens(client, {"banned_token_ids": ids})
         assert len(banned) == 16 and not set(ids) & set(banned)
 
-    def test_logit_bias(self, client: openai.OpenAI, ids: list[int]) -> None:
+    def test_logit_bias_forces_and_suppresses_tokens(self, client: openai.OpenAI, ids: list[int]) -> None:
         assert tokens(client, logit_bias={"77": 100}) == [77] * 16
         assert ids[0] not in tokens(client, logit_bias={str(ids[0]): -100})
 
-    def test_stop_regex_ends_behind_its_match(self, client: openai.OpenAI) -> None:
+    def test_stop_regex_ends_the_text_after_the_match(self, client: openai.OpenAI) -> None:
         answer = client.chat.completions.create(
             model="demo", messages=COUNT, temperature=0, extra_body={"stop_regex": ["[q-z]{9}", r"\d, 5"]}
         )
@@ -256,14 +258,14 @@ class TestSteering:
         assert choice.message.content == "3, 4, 5" and choice.finish_reason == "stop"
         assert choice.stop_reason == r"\d, 5"  # type: ignore[attr-defined]
 
-    def test_min_tokens_hold_the_end_back(self, client: openai.OpenAI, ids: list[int]) -> None:
+    def test_min_tokens_suppresses_the_end(self, client: openai.OpenAI, ids: list[int]) -> None:
         full = tokens(client, max_tokens=60)
         assert len(full) < 60, "ends by itself"
         longer = tokens(client, {"min_tokens": len(full) + 4}, max_tokens=60)
         assert len(longer) >= len(full) + 4 and longer[: len(full) - 1] == full[:-1]
 
-    def test_a_penalty_on_repetition(self, client: openai.OpenAI) -> None:
-        """Words said over and over, and the same under a penalty."""
+    def test_penalties_reduce_repetition(self, client: openai.OpenAI) -> None:
+        """A prompt with repeated words, with and without a penalty."""
         options: dict[str, Any] = {"model": "demo", "prompt": "coral, coral, coral,", "max_tokens": 40, "temperature": 0}
         texts = [
             client.completions.create(**options, extra_body=extra).choices[0].text
@@ -273,9 +275,9 @@ class TestSteering:
         assert plain > max(penalized, dry)
 
 
-def test_health_generate_makes_a_token_unless_others_are_being_made(system: System) -> None:
+def test_health_generate_makes_a_token_only_when_the_worker_is_idle(system: System) -> None:
     made = [system.metric("worker-0", "sglang:num_requests_total")]
-    for idle_s in (2.5, 0):  # a worker that sent nothing for 2 s is asked
+    for idle_s in (2.5, 0):  # the gateway probes a worker that has sent nothing for 2 s
         time.sleep(idle_s)
         assert httpx.get(f"{system.url}/health_generate", timeout=60).status_code == 200
         made.append(system.metric("worker-0", "sglang:num_requests_total"))

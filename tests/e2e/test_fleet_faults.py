@@ -1,5 +1,5 @@
-"""A fleet under 200 streams at once, by day 60 and room for them alone, while one thing after the other happens to it: no
-request fails, every text is that of the undisturbed run, and nothing is held afterwards."""
+"""A fleet under many concurrent streams (200 by night, 60 by day) with one fault after the other. No request fails, every text
+equals that of an undisturbed run, and afterwards the fleet is idle. By day, the KV pools are as small as the streams allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.fleet_cases import Answer, Case, make_cases
 from tests.e2e.fleet_clients import Clients, Wave, check
 from tests.night import NIGHTLY
 
-STREAMS, NUM_CASES, POOL_TOKENS = (200, 96, 12_288) if NIGHTLY else (60, 33, 3_840)  # of each worker
+STREAMS, NUM_CASES, POOL_TOKENS = (200, 96, 12_288) if NIGHTLY else (60, 33, 3_840)  # the pool is that of each worker
 BY_NIGHT = (
     "state",
     "worker-0",
@@ -24,9 +24,9 @@ BY_NIGHT = (
     "gateway-1",
     "tokenizer-1",
     "detokenizer-1",
-)  # restarted as their likes are
-QUIET_S = 60.0  # in which what clients left behind is free: a second is the aim, what is not given back never comes
-by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")  # what is next of kin
+)  # restarted by night only: another process of the same kind is restarted by day
+QUIET_S = 60.0  # time until the fleet must be idle; it usually takes a second, and a leak never ends
+by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")  # variants of daily tests
 
 Expected = Mapping[Case, Answer]
 
@@ -37,7 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield started
 
 
-pytestmark = pytest.mark.timeout(900)  # a rollout of everything on a slow machine
+pytestmark = pytest.mark.timeout(900)  # for a restart of all processes on a slow machine
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def clients(running: Fleet) -> Iterator[Clients]:
 
 @pytest.fixture(scope="module")
 def expected(clients: Clients) -> Expected:
-    """What a fleet says that has little to do and loses nothing."""
+    """Results of a fleet without faults under a low load."""
     exchanges = clients.ask(make_cases(NUM_CASES, seed=5), concurrency=12)
     assert not (failed := [exchange.error for exchange in exchanges if exchange.error]), failed[:3]
     answers = {exchange.case: exchange.answer for exchange in exchanges if exchange.answer is not None}
@@ -67,7 +67,7 @@ def crowd(expected: Expected, seed: int) -> list[Case]:
 
 
 def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault: Callable[[Wave], None], cut: str = "") -> bool:
-    """`fault` happens once half of the streams have begun. True, or an assertion fails."""
+    """Applies `fault` after half of the streams have sent a byte, and checks all results. Fails, or returns True."""
     begun = time.monotonic()
     wave = clients.wave(crowd(expected, seed=len(what)))
     wave.wait_begun(STREAMS // 2)
@@ -80,13 +80,13 @@ def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault
 
 
 @by_night
-def test_nothing_happens(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Another load, other neighbours, other gateways and workers: the same answers."""
+def test_fleet_returns_equal_results_under_load(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """Results do not depend on the load, on the other requests of a step, or on the gateway and worker of a request."""
     assert survive(fleet, clients, expected, "undisturbed", lambda wave: None)
 
 
 @pytest.mark.parametrize("name", ["worker-0", "tokenizer-0", pytest.param("detokenizer-0", marks=by_night), "redis"])
-def test_one_is_killed(fleet: Fleet, clients: Clients, expected: Expected, name: str) -> None:
+def test_fleet_survives_the_kill_of_a_process(fleet: Fleet, clients: Clients, expected: Expected, name: str) -> None:
     def fault(wave: Wave) -> None:
         fleet.kill(name)
         wave.wait_begun(STREAMS * 3 // 4)
@@ -96,8 +96,8 @@ def test_one_is_killed(fleet: Fleet, clients: Clients, expected: Expected, name:
 
 
 @by_night
-def test_a_worker_stands_still_and_comes_back(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """What it says after it has come back belongs to requests that have gone on elsewhere."""
+def test_fleet_survives_a_stopped_worker(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """Output that the worker sends after the pause belongs to requests that have moved to other workers."""
 
     def fault(wave: Wave) -> None:
         fleet.stop("worker-1")
@@ -107,7 +107,7 @@ def test_a_worker_stands_still_and_comes_back(fleet: Fleet, clients: Clients, ex
     assert survive(fleet, clients, expected, "SIGSTOP worker-1", fault)
 
 
-def test_a_worker_is_cut_off_and_comes_back(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+def test_fleet_survives_a_partition_of_a_worker(fleet: Fleet, clients: Clients, expected: Expected) -> None:
     def fault(wave: Wave) -> None:
         fleet.cut()
         wave.wait()
@@ -117,7 +117,7 @@ def test_a_worker_is_cut_off_and_comes_back(fleet: Fleet, clients: Clients, expe
 
 
 @by_night
-def test_redis_is_full_and_slow(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+def test_fleet_survives_a_full_and_slow_redis(fleet: Fleet, clients: Clients, expected: Expected) -> None:
     def fault(wave: Wave) -> None:
         fleet.redis.config_set("maxmemory", 1_000_000)
         wave.wait_begun(STREAMS * 3 // 4)
@@ -126,17 +126,17 @@ def test_redis_is_full_and_slow(fleet: Fleet, clients: Clients, expected: Expect
     assert survive(fleet, clients, expected, "full and slow Redis", fault)
 
 
-def test_redis_answers_nobody(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+def test_fleet_survives_a_stopped_redis(fleet: Fleet, clients: Clients, expected: Expected) -> None:
     assert survive(fleet, clients, expected, "SIGSTOP redis", lambda wave: fleet.stop("redis"))
 
 
-def test_a_gateway_dies(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Its clients see their connections close; those of the other one see nothing; workers free everything that came over it."""
+def test_fleet_survives_the_kill_of_a_gateway(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """Only clients of the killed gateway see closed connections, and workers free all pages of its requests."""
     assert survive(fleet, clients, expected, "SIGKILL gateway-1", lambda wave: fleet.kill("gateway-1"), cut="gateway-1")
 
 
-def test_clients_leave(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """At any moment between the first byte sent and the last one received."""
+def test_fleet_is_idle_when_clients_have_disconnected(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """Each client disconnects at some moment between the request and the last byte of the response."""
     rng = random.Random(11)
     waits = [rng.uniform(0.01, 3.0) for _ in range(STREAMS)]
     clients.leave(crowd(expected, seed=11), lambda index: waits[index])
@@ -145,8 +145,8 @@ def test_clients_leave(fleet: Fleet, clients: Clients, expected: Expected) -> No
     assert not fleet.busy(), "nobody comes back to what was given back"
 
 
-def test_everything_is_restarted_one_by_one(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """SIGTERM, its end, the next start, ready: as a rollout does it, under load."""
+def test_fleet_serves_during_a_restart_of_all_processes(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """Under load, each process ends after SIGTERM and is started again, as in a rolling update."""
     names = [name for name in fleet.children if NIGHTLY or name not in BY_NIGHT]
     done = threading.Event()
     wave = clients.keep_asking(list(expected), clients=24 if NIGHTLY else 4, until=done, rest_s=1.0)

@@ -1,5 +1,5 @@
-"""From no worker to several and back with requests waiting at each step, and what is left to ten clients by one that asks for
-fifty times as much. Workers have the fake executor: steps take the time that they are told to."""
+"""A fleet that scales from no worker to four and back while requests wait, and the share that nine clients keep when a tenth one
+sends fifty times as many requests. Workers use the fake executor, whose steps take a set time."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.e2e.system import wait_until
 from tests.night import NIGHTLY
 
 SMALL = {"gateways": 1, "tokenizers": 1, "detokenizers": 1, "dtype": "auto"}
-SLOTS = 16  # requests that the one worker of the fair fleet runs at once
+SLOTS = 16  # requests that the only worker of the `shared` fleet runs at once
 MODEST = 9
-ARRIVALS, EVERY_S = 9, 0.6  # of each of them: nine take half of the worker
-LATE_S = 1.5  # in which the last answer has come
+ARRIVALS, EVERY_S = 9, 0.6  # requests of each modest client and seconds between them: nine clients use half of the worker
+LATE_S = 1.5  # time after the last request in which its response must arrive
 TOKENS = 30
 FAIR_SHARE = 0.9
-GREED = 200  # requests that the greedy one keeps open: some fifty times those of another
+GREED = 200  # concurrent requests of the greedy client, about fifty times those of a modest one
 
 
 def completion(number: int, max_tokens: int) -> Case:
-    """Runs for `max_tokens` steps."""
+    """Returns a request that runs for `max_tokens` steps."""
     body = {"model": MODEL, "prompt": [100 + number % 900] * 8, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
     return Case("completion", COMPLETIONS, orjson.dumps(body))
 
@@ -48,7 +48,7 @@ def usable(fleet: Fleet) -> float:
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[Fleet]:
-    """A gateway that knows where four workers will be, and none of them."""
+    """A fleet without workers, whose gateway has the addresses of four."""
     flags = {"worker_flags": "--executor fake --fake-step-s 0.02", "gateway_flags": "--grace-s 30"}
     down = tuple(f"worker-{index}" for index in range(4))
     with Fleet(tmp_path, down=down, workers=4, **SMALL, **flags) as started:
@@ -57,7 +57,7 @@ def empty(tmp_path: Path) -> Iterator[Fleet]:
         yield started
 
 
-def test_scale_from_none_to_one_to_four_to_none(empty: Fleet) -> None:
+def test_fleet_scales_from_zero_to_four_workers_and_to_zero(empty: Fleet) -> None:
     fleet, tokens = empty, 40
     with Clients(fleet.urls) as clients:
 
@@ -104,8 +104,8 @@ def shared(tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
-def test_one_that_asks_for_fifty_times_as_much_takes_nothing_from_the_others(shared: Fleet) -> None:
-    """The nine send at a rate of their own; as many of their answers are there in time as were alone."""
+def test_modest_clients_keep_a_fair_share_despite_a_greedy_client(shared: Fleet) -> None:
+    """The modest clients send at a fixed rate. The greedy client costs them at most a tenth of the responses in time."""
     with Clients(shared.urls) as clients:
         alone = served_to_the_modest(clients)
         over = threading.Event()

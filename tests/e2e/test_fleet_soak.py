@@ -1,4 +1,4 @@
-"""Random faults for a while: no request fails, and what survives them grows neither in memory nor in open files."""
+"""Random faults for half an hour. No request fails, and the memory and open files of the surviving processes do not grow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOAK_S = 1800.0
 FAULT_EVERY_S = 10.0
 FAULT_S = 4.0  # from a fault to its repair
 SAMPLE_S = 1.0
-MAX_GROWTH = 0.05  # of resident memory after the first third
+MAX_GROWTH = 0.05  # of the resident memory after the first third
 MAX_MORE_FILES = 5
 pytestmark = [
     pytest.mark.timeout(SOAK_S + 600),
@@ -36,11 +36,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield started
 
 
-Fault = tuple[str, Callable[[], None], Callable[[], None]]  # its name, how it begins, how it is repaired
+Fault = tuple[str, Callable[[], None], Callable[[], None]]  # name, function that causes it, function that repairs it
 
 
 def faults_of(fleet: Fleet) -> list[Fault]:
-    """Of everything but the survivors."""
+    """Returns the faults of all processes except SURVIVORS."""
 
     def killed(name: str) -> Fault:
         return f"SIGKILL {name}", lambda: fleet.kill(name), lambda: fleet.start(name)
@@ -67,7 +67,7 @@ def faults_of(fleet: Fleet) -> list[Fault]:
     ]
 
 
-def test_random_faults_leave_nothing_behind(fleet: Fleet) -> None:
+def test_fleet_does_not_leak_under_random_faults(fleet: Fleet) -> None:
     rng = random.Random(17)
     with Clients(fleet.urls) as clients:
         cases = make_cases(66, seed=8)
@@ -99,7 +99,10 @@ def test_random_faults_leave_nothing_behind(fleet: Fleet) -> None:
 
 
 def alone(fleet: Fleet, clients: Clients, cases: list[Case]) -> None:
-    """The survivors serve once without their twins: what that load takes is no growth later."""
+    """Lets the survivors serve all requests while the second tokenizer and detokenizer are down.
+
+    The memory for this load then counts as used before the soak, and not as growth.
+    """
     twins = ("tokenizer-1", "detokenizer-1")
     for name in twins:
         fleet.kill(name)
@@ -110,13 +113,13 @@ def alone(fleet: Fleet, clients: Clients, cases: list[Case]) -> None:
 
 
 def soak(fleet: Fleet, rng: random.Random, memory: dict[str, list[float]]) -> None:
-    """A fault every FAULT_EVERY_S, one at a time; samples what the survivors hold."""
+    """Causes a fault every FAULT_EVERY_S seconds, one at a time, and samples the resident memory of the survivors."""
     faults = faults_of(fleet)
     order: list[Fault] = []
     end = time.monotonic() + SOAK_S
     while time.monotonic() < end:
         begun = time.monotonic()
-        order = order or rng.sample(faults, len(faults))  # each once before any comes again
+        order = order or rng.sample(faults, len(faults))  # each fault once before any is repeated
         name, begin, repair = order.pop()
         begin()
         watch(fleet, memory, begun + FAULT_S)
@@ -135,6 +138,6 @@ def watch(fleet: Fleet, memory: dict[str, list[float]], until: float) -> None:
 
 
 def halves(samples: list[float]) -> tuple[float, float]:
-    """The median just after the first third, and that of the last sixth."""
+    """Returns the medians of the samples just after the first third and of the last sixth."""
     sixth = max(1, len(samples) // 6)
     return median(samples[2 * sixth : 3 * sixth]), median(samples[-sixth:])

@@ -1,4 +1,4 @@
-"""A worker that runs one request and lets two wait: who goes first, who is turned away, and who is not disturbed."""
+"""A worker with one running request and two queued ones: order by priority, refusals, and requests that are not disturbed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.local.ports import free_ports
 from tests.e2e.system import System, wait_until
 
 FLAGS = "--enable-priority-scheduling --max-running-requests 1 --max-queued-requests 2"
-LONG = 600  # tokens that outlast what happens beside them
+LONG = 600  # tokens of a request that runs longer than a test needs
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,13 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def slow_down(system: System, seconds: float | None) -> None:
-    """Has the worker wait after each step, so that a running request outlasts a test. None: full speed."""
+    """Makes the worker wait after each step, so that a running request outlasts a test. None restores full speed."""
     admin = f"http://127.0.0.1:{system.parts['gateway'].settings.admin_port}"
     httpx.post(f"{admin}/slow_down", json={"forward_sleep_time": seconds}, timeout=60).raise_for_status()
 
 
 class Crowd:
-    """Requests in threads of their own. ended: their names, in the order in which their answers were whole."""
+    """Requests in threads. `ended` has the names of requests in the order in which their responses were complete."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -41,7 +41,7 @@ class Crowd:
         self._threads: list[threading.Thread] = []
 
     def ask(self, name: str, priority: int, max_tokens: int, until: Callable[[], bool]) -> None:
-        """Returns when the request is where it should be."""
+        """Starts a request and returns when the condition is true, for example when the request runs or is queued."""
         thread = threading.Thread(target=self._ask, args=(name, priority, max_tokens))
         self._threads.append(thread)
         thread.start()
@@ -76,7 +76,7 @@ def gauge(system: System, name: str, value: float) -> Callable[[], bool]:
     return lambda: system.metric("worker-0", f"sglang:num_{name}_reqs") == value
 
 
-def test_the_more_urgent_goes_first_and_displaces_what_runs(system: System) -> None:
+def test_worker_preempts_and_orders_by_priority(system: System) -> None:
     alone = {name: completion(system, name, 0, tokens) for name, tokens in (("low", LONG), ("middle", 8))}
     crowd = Crowd(system)
     before = system.metric("worker-0", "rootstock_worker_preempted_requests_total")
@@ -88,7 +88,7 @@ def test_the_more_urgent_goes_first_and_displaces_what_runs(system: System) -> N
     assert {name: crowd.texts[name] for name in alone} == alone
 
 
-def test_equal_priorities_are_served_in_the_order_of_arrival(system: System) -> None:
+def test_worker_serves_equal_priorities_in_order_of_arrival(system: System) -> None:
     crowd = Crowd(system)
     crowd.ask("running", 0, LONG, gauge(system, "running", 1))
     crowd.ask("first", 0, 4, gauge(system, "queue", 1))
@@ -97,7 +97,7 @@ def test_equal_priorities_are_served_in_the_order_of_arrival(system: System) -> 
     assert crowd.ended == ["running", "first", "second"]
 
 
-def test_worker_counts_routing_keys_in_its_metrics(system: System) -> None:
+def test_worker_metrics_count_routing_keys(system: System) -> None:
     def ask(key: str, tokens: int) -> None:
         sampling = {"max_new_tokens": tokens, "ignore_eos": True}
         httpx.post(f"{system.url}/generate", json={"text": "x", "routing_key": key, "sampling_params": sampling}, timeout=60)
@@ -124,7 +124,7 @@ def test_worker_counts_routing_keys_in_its_metrics(system: System) -> None:
 class TestFull:
     @pytest.fixture
     def full(self, system: System) -> Iterator[System]:
-        """One request runs and two wait, until the worker is set to full speed."""
+        """A system with one running and two queued requests. After the test, the worker is set to full speed."""
         crowd = Crowd(system)
         slow_down(system, 0.5)
         try:
@@ -137,7 +137,7 @@ class TestFull:
         crowd.join()
         assert sorted(crowd.ended) == ["runs", "waits 1", "waits 2"], "nobody else was disturbed"
 
-    def test_one_more_gets_503_with_retry_after(self, full: System) -> None:
+    def test_request_gets_503_with_retry_after_when_the_worker_is_full(self, full: System) -> None:
         for path, body in (("/v1/completions", {"model": "demo", "prompt": "x"}), ("/generate", {"text": "x"})):
             answer = httpx.post(full.url + path, json=body, timeout=60)
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
@@ -147,13 +147,13 @@ class TestFull:
                 client.completions.create(model="demo", prompt="x", stream=True)
             assert refusal.value.status_code == 503
 
-    def test_health_answers_meanwhile_and_is_not_queued(self, full: System) -> None:
+    def test_health_responds_without_queueing_when_the_worker_is_full(self, full: System) -> None:
         for path in ("/health", "/health_generate", "/readiness", "/v1/models"):
             assert httpx.get(full.url + path, timeout=60).status_code == 200
         assert gauge(full, "queue", 2)() and gauge(full, "running", 1)(), "all that while the worker was full"
 
-    def test_a_client_that_retries_gets_its_answer(self, full: System) -> None:
-        """As the official client does by itself, by the header."""
+    def test_client_gets_a_completion_after_retries(self, full: System) -> None:
+        """The official client retries because of the retry-after header."""
         slow_down(full, None)
         with openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=30, timeout=60) as client:
             answer = client.completions.create(model="demo", prompt="x", max_tokens=2)

@@ -1,6 +1,6 @@
-"""Strangers send what they like: the answers are as documented, nothing hangs, and nothing is left of it afterwards.
+"""Fuzzing of the whole system: responses are as documented, no process hangs or ends, and no memory or request leaks.
 
-One round by day, of the same seed every time; with ROOTSTOCK_TEST_NIGHTLY=1 twenty minutes of others, which are printed.
+By day, one round with a fixed seed. With ROOTSTOCK_TEST_NIGHTLY=1, rounds with random seeds for 20 minutes, which are printed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.e2e.fuzz_rounds import rounds
 from tests.e2e.system import System, wait_until
 from tests.night import NIGHTLY
 
-LASTS_S = 20 * 60.0 if NIGHTLY else 0.0  # or one round
-EXAMPLES, HEADS = (50, 300) if NIGHTLY else (16, 100)  # a path, of some requests at once; of one connection each
+LASTS_S = 20 * 60.0 if NIGHTLY else 0.0  # 0: a single round
+EXAMPLES, HEADS = (50, 300) if NIGHTLY else (16, 100)  # examples for each path, and raw connections, of a round
 WARM_UP_SEED, DAY_SEED = 1, 2
 SPARE_MB = 50.0
 SETTLE_S = 60.0
 GATEWAY = f"--request-timeout-s {DEADLINE_S} --tokenize-timeout-s {DEADLINE_S} --queue-timeout-s {DEADLINE_S}"
-WORKER = "--context-len 256 --max-total-tokens 8192"  # its KV cache, whose pages are the process's once written, is soon full
+WORKER = "--context-len 256 --max-total-tokens 8192"  # a small KV pool is soon written in full and then stops growing
 IDLE = {
     "gateway": ("rootstock_gateway_requests_in_flight", "rootstock_gateway_bodies_waiting"),
     "tokenizer": ("rootstock_tokenizer_in_flight", "rootstock_tokenizer_held_bytes"),
@@ -37,7 +37,7 @@ IDLE = {
 
 
 def seeds() -> Iterator[int]:
-    """Never ends."""
+    """Yields seeds without end: random ones by night, and consecutive ones by day."""
     yield from (random.randrange(1 << 32) for _ in count()) if NIGHTLY else count(DAY_SEED)
 
 
@@ -49,12 +49,12 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """After the rounds. before: MiB by process, once warm; pids: at the start; answered: see Fuzzer."""
+    """The system after all rounds."""
 
     system: System
-    pids: Mapping[str, int]
-    before: Mapping[str, float]
-    answered: Mapping[str, int]
+    pids: Mapping[str, int]  # process ids at the start
+    before: Mapping[str, float]  # resident MiB by process after the warm-up round
+    answered: Mapping[str, int]  # responses by status; see Fuzzer
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +77,20 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
         yield Fuzzed(system, pids, before, fuzzer.answered)
 
 
-def test_strangers_are_answered_as_documented(fuzzed: Fuzzed) -> None:
-    """What was not ends the rounds, with the smallest request for it."""
+def test_fuzzed_responses_are_as_documented(fuzzed: Fuzzed) -> None:
+    """A response with a fault fails the fixture, with the smallest example. Here many requests are served and many refused."""
     assert min(fuzzed.answered["200"], fuzzed.answered["400"]) > 2 * EXAMPLES, "much is served, and much is refused"
     assert fuzzed.system.status("/health_generate") == 200
 
 
-def test_strangers_end_no_process_and_leave_no_request(fuzzed: Fuzzed) -> None:
+def test_fuzzing_ends_no_process_and_leaves_no_request(fuzzed: Fuzzed) -> None:
     idle = [(name, metric) for name, metrics in IDLE.items() for metric in metrics]
     wait_until(lambda: not any(fuzzed.system.metric(*each) for each in idle), SETTLE_S, "all requests to end")
     assert {name: child.pid for name, child in fuzzed.system.children.items() if child.running} == fuzzed.pids
 
 
-def test_access_log_holds_nothing_that_clients_wrote(fuzzed: Fuzzed) -> None:
-    """Each string is one of a closed set or an id, whatever was in bodies, paths, queries and headers."""
+def test_access_log_contains_no_text_of_clients(fuzzed: Fuzzed) -> None:
+    """Each string in the log is an id or from a closed set, whatever bodies, paths, queries and headers contain."""
     lines = [json.loads(line) for line in fuzzed.system.log("access").splitlines()]
     assert len(lines) > 4 * EXAMPLES
     documented = set(Fuzzer(fuzzed.system.url).document["paths"]) | {"other"}
@@ -103,7 +103,7 @@ def test_access_log_holds_nothing_that_clients_wrote(fuzzed: Fuzzed) -> None:
     assert {name for name, values in texts.items() if values} == {"ts", "level", "service", "logger", "msg"}
 
 
-def test_strangers_leave_no_memory_behind(fuzzed: Fuzzed) -> None:
+def test_fuzzing_does_not_leak_memory(fuzzed: Fuzzed) -> None:
     after: dict[str, float] = {}
 
     def settled() -> bool:

@@ -1,4 +1,4 @@
-"""Gateway, tokenizer and detokenizer run where torch cannot be imported, in little memory."""
+"""Gateway, tokenizer and detokenizer run in little memory and without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.meta_path.insert(0, Block())
 LIGHT = ("gateway", "tokenizer", "detokenizer")
 
 
-def test_they_serve_without_torch_in_under_200_mb(tmp_path: Path) -> None:
+def test_light_services_run_without_torch_in_under_200_mb(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     system = System(tmp_path / "logs")
     for name in LIGHT:

@@ -1,4 +1,4 @@
-"""All connections between processes, and to both Redis servers, over TLS: who is let in, certificates that are replaced."""
+"""Mutual TLS on all connections between processes and to both Redis servers: refused connections and replaced certificates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = ("tokenizer", "detokenizer", *WORKERS, *GATEWAYS)
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[SecuredSystem]:
-    """Two gateways, so that they speak to each other; a prefill worker, so that KV is read; control services."""
+    """A system with two gateways that call each other, a prefill worker whose KV is read, and control services."""
     (admin_port,) = free_ports(1)
     flags = {"gateway_flags": "--disaggregation-min-tokens 24", "admin_port": admin_port, "max_total_tokens": 8192}
     roles = {"prefill_workers": 1, "decode_workers": 1, "gateways": 2}
@@ -42,7 +42,7 @@ def system(tmp_path: Path) -> Iterator[SecuredSystem]:
 
 
 class Streams:
-    """Asks of one gateway, one after the other in each of STREAMS threads, until it is left. failed: what went wrong."""
+    """Clients of one gateway: STREAMS threads, each with one request after the other until exit. `failed` has the faults."""
 
     def __init__(self, system: SecuredSystem) -> None:
         self._system = system
@@ -63,7 +63,7 @@ class Streams:
             assert not thread.is_alive()
 
     def more(self, count: int, what: str) -> None:
-        """Waits until so many have ended from here on."""
+        """Waits until `count` more requests have ended."""
         enough = self.ended + count
         wait_until(lambda: self.ended >= enough or bool(self.failed), 90, f"{count} answers {what}")
         assert not self.failed, self.failed[:3]
@@ -72,7 +72,7 @@ class Streams:
         turn = 0
         while not self._over.is_set():
             turn += 1
-            text = f"{number}.{turn} " + "count from 3 to 9, " * 40  # long enough for the workers that compute prompts
+            text = f"{number}.{turn} " + "count from 3 to 9, " * 40  # long enough for a prefill worker
             asked = {"model": "demo", "prompt": text, "max_tokens": 40, "stream": True, "ignore_eos": True}
             request = urllib.request.Request(
                 f"{self._system.url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
@@ -90,7 +90,7 @@ class Streams:
 
 
 def listening(system: SecuredSystem, name: str) -> set[int]:
-    """Ports of a process."""
+    """Returns the ports on which a process listens."""
     found = psutil.Process(system.children[name].pid).net_connections("inet")
     return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
 
@@ -123,13 +123,13 @@ def port_of(system: SecuredSystem, name: str, flag: str = "--port") -> int:
 
 
 def served_over_tls(system: SecuredSystem) -> dict[str, tuple[int, str]]:
-    """(port, role) of all that gRPC is spoken at."""
+    """Returns (port, role) of each gRPC server that uses TLS."""
     ports = {name: (port_of(system, name), role_of(name)) for name in PARTS if role_of(name) != "gateway"}
     ports |= {f"{name}'s peers": (port_of(system, name, "--peer-port"), "gateway") for name in GATEWAYS}
     return ports | {f"{name}'s control": (port_of(system, name, "--control-port"), "worker") for name in WORKERS}
 
 
-def test_nobody_is_let_in_without_certificate_and_token(system: SecuredSystem, tmp_path: Path) -> None:
+def test_connections_are_refused_without_certificate_and_token(system: SecuredSystem, tmp_path: Path) -> None:
     wait_until(lambda: connected(system), 60, "all connections")
     code, _ = system.post("/v1/completions", {"model": "demo", "prompt": "3 4 5", "max_tokens": 4})
     assert code == 200
@@ -165,7 +165,7 @@ def test_nobody_is_let_in_without_certificate_and_token(system: SecuredSystem, t
 
 
 def operated(system: SecuredSystem, role: str) -> subprocess.CompletedProcess[str]:
-    """An operation from a shell, with that role's certificate."""
+    """Runs an operation of the control CLI with the certificate of that role."""
     words = ["--address", f"{HOST}:{port_of(system, 'prefill-0', '--control-port')}", "GetInternalState"]
     env = dict(os.environ, ROOTSTOCK_MTLS_TOKEN_FILE=str(system.token))
     for name, path in zip(("CERT", "KEY", "CA"), system.mounted[role].paths, strict=True):
@@ -175,7 +175,7 @@ def operated(system: SecuredSystem, role: str) -> subprocess.CompletedProcess[st
 
 
 def connected(system: SecuredSystem) -> bool:
-    """Whether both gateways are, to everything."""
+    """Whether both gateways are connected to all tokenizers, detokenizers and workers."""
     wanted = {"tokenizer": 1, "detokenizer": 1, "worker": 2}
     return all(
         system.metric(name, "rootstock_gateway_connected", service=service) == count
@@ -184,9 +184,11 @@ def connected(system: SecuredSystem) -> bool:
     )
 
 
-def test_certificates_and_their_authority_are_replaced_under_streams(system: SecuredSystem, tmp_path: Path) -> None:
-    """All of them, step by step; then one process after the other is killed, so that the others connect to it by the new ones
-    alone. No answer is lost."""
+def test_certificates_and_authority_are_replaced_while_requests_run(system: SecuredSystem, tmp_path: Path) -> None:
+    """Replaces all certificates and the authority step by step, then restarts processes, so that others reconnect.
+
+    No request fails.
+    """
     new = Authority(tmp_path / "new")
     wait_until(lambda: connected(system), 60, "all connections")
     with Streams(system) as streams:

@@ -1,4 +1,4 @@
-"""The official client, unmodified: same text streamed and not, and usage that counts what was really there."""
+"""The official client, unmodified: the same text streamed and whole, and usage that counts the actual tokens."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def completion_both_ways(client: openai.AsyncOpenAI, rng: random.Random, t
 def check_text(
     choice: Any, completion_tokens: int, text: str, chosen: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The text is what the tokens decode to, up to the stop string, of which no part is left; usage counts those tokens."""
+    """Checks that the text is the decoded tokens up to the stop string, without any part of it, and that usage counts them."""
     ids = choice.token_ids
     assert completion_tokens == len(ids) <= chosen["max_tokens"]
     decoded = tokenizer.decode(ids, skip_special_tokens=True)
@@ -124,7 +124,7 @@ def check_text(
 
 
 async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many prompts passed the check: all of them, or the first failure is raised."""
+    """Returns the number of prompts if all pass the check; otherwise raises the first failure."""
     client = client_of(system)
     limit = asyncio.Semaphore(16)
 
@@ -138,10 +138,10 @@ async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 
 
 @pytest.mark.parametrize("check", [chat_both_ways, completion_both_ways])
-def test_streams_equal_whole_answers_and_usage_is_true(
+def test_stream_equals_whole_response_and_usage_counts_tokens(
     exact_system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """In float32: in bfloat16 a draw near an edge may fall to either side, by who is computed beside it and what was cached."""
+    """Runs in float32: in bfloat16 a draw can depend on the other requests of a step and on the cache."""
     assert asyncio.run(each_of(exact_system, check, tokenizer)) == NUM_PROMPTS
 
 
@@ -175,7 +175,7 @@ def test_n_choices_models_and_errors(system: System) -> None:
     assert long.value.code == "context_length_exceeded"
 
 
-def test_a_stop_string_may_be_a_special_token_where_those_are_shown(system: System) -> None:
+def test_stop_string_may_be_a_special_token_when_special_tokens_are_shown(system: System) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}
     shown = {**body, "ignore_eos": True, "skip_special_tokens": False, "stop": "<|im_end|>", "max_tokens": 200}
     status, answer = system.post("/v1/chat/completions", shown)
@@ -191,7 +191,7 @@ def test_a_stop_string_may_be_a_special_token_where_those_are_shown(system: Syst
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_both_names_of_the_limit_limit(system: System, field: str, path: str) -> None:
+def test_both_names_of_max_tokens_limit_the_output(system: System, field: str, path: str) -> None:
     asked = {"prompt": "Hi"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
     status, answer = system.post(f"/v1/{path}", {"model": "demo", field: 3, "ignore_eos": True, **asked})
     assert status == 200, answer

@@ -1,5 +1,5 @@
-"""Prefill and decode apart in whole systems: what a decode worker reads is what it would have computed, and whoever is lost,
-every answer is right. Deterministic, so that bits are compared with a system of one worker."""
+"""Separate prefill and decode workers in whole systems. A decode worker reads the same KV that it would have computed, and every
+response is right when a process is lost. Workers are deterministic, so that a system of one worker is compared bitwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.night import NIGHTLY
 ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 1)
 CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
 PAGE = 16  # tokens
-ROUNDS = 24 if NIGHTLY else 1  # of each kind of loss
+ROUNDS = 24 if NIGHTLY else 1  # rounds of each kind of loss
 TRIES = 12
 AT_ONCE = 6
 
@@ -39,12 +39,12 @@ def pulled(system: System, name: str = "decode-0") -> float:
 
 
 def workers(system: System) -> float:
-    """That the gateway is connected to."""
+    """Returns the number of workers to which the first gateway is connected."""
     name = next(name for name in system.parts if name.startswith("gateway"))
     return system.metric(name, "rootstock_gateway_connected", service="worker")
 
 
-def test_mixed_requests_get_one_workers_answers(tmp_path: Path, plain_answers: PlainAnswers) -> None:
+def test_mixed_requests_get_the_results_of_one_worker(tmp_path: Path, plain_answers: PlainAnswers) -> None:
     assert WorkerSettings.model_fields["page_size"].default == PAGE, "pages are of one size there too"
     expected = plain_answers.of(ASKS)
     with apart(tmp_path, worker_flags=CROWD) as system:
@@ -54,7 +54,7 @@ def test_mixed_requests_get_one_workers_answers(tmp_path: Path, plain_answers: P
         wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
         assert wrong == []
         assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="shm") > 0
-        # Scores, embeddings and an echo without output end with their prompt and are not handed over, nor are short prompts.
+        # Not handed over: short prompts, and scores, embeddings and an echo without output, which end with their prompt.
         generating = [ask for ask in ASKS if ask.kind not in ("score", "embedding", "echo")]
         assert pulled(system) > 0
         assert system.metric("gateway", "rootstock_gateway_handovers_total") >= len(generating) / 3
@@ -65,7 +65,7 @@ def test_mixed_requests_get_one_workers_answers(tmp_path: Path, plain_answers: P
 
 
 def bodies(count: int, seed: int) -> list[dict[str, Any]]:
-    """Prompts of ids that have nothing in common, of different lengths."""
+    """Returns requests with random prompts of different lengths that have no common prefix."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(4, 1200) for _ in range(rng.randrange(40, 260))] for _ in range(count)]
     return [
@@ -88,9 +88,11 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.needs("openssl")
-def test_what_is_moved_over_tls_and_what_is_computed(tmp_path: Path) -> None:
-    """Whole pages are moved, once each, some while later ones are computed; the rest of a page and the output are computed where
-    they are decoded."""
+def test_decode_worker_reads_whole_pages_once_over_tls(tmp_path: Path) -> None:
+    """Each whole page is read once, some while the prompt is still computed.
+
+    The decode worker computes the rest of the last page and the output.
+    """
     certificate, key, authority = Authority(tmp_path / "authority").files("workers")
     tls = f"--disaggregation-tls-cert-file {certificate} --disaggregation-tls-key-file {key}"
     tls += f" --disaggregation-tls-ca-file {authority} --disaggregation-shm-dir ''"
@@ -120,7 +122,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 async def _answers(system: System, asked: list[dict[str, Any]], url: str = "") -> list[httpx.Response]:
-    """url: of a gateway, empty for the first."""
+    """Sends all requests to a gateway and returns the responses. The default of `url` is the first gateway."""
     limit = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(base_url=url or system.url, timeout=150) as http:
 
@@ -133,8 +135,8 @@ async def _answers(system: System, asked: list[dict[str, Any]], url: str = "") -
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("who", ["prefill-0", "decode-0"])
-def test_nobody_notices_who_is_lost(fleet: System, who: str, how: signal.Signals) -> None:
-    """At any moment of requests that are queued, computed, kept, read and decoded."""
+def test_results_stay_equal_when_a_worker_is_lost(fleet: System, who: str, how: signal.Signals) -> None:
+    """The worker is lost at a random moment, while requests are queued, computed, reserved, read and decoded."""
     for turn in range(ROUNDS):
         asked = bodies(18, 100 + turn)
         expected = [ids_of(answer.json()) for answer in asyncio.run(_answers(fleet, asked))]
@@ -156,8 +158,8 @@ def test_nobody_notices_who_is_lost(fleet: System, who: str, how: signal.Signals
         wait_until(lambda: rests(fleet), 60, "all pages to be nobody's")
 
 
-def test_what_is_kept_for_a_lost_gateway_is_free_and_others_do_not_notice(fleet: System) -> None:
-    """Its clients lose their connections; no page stays behind."""
+def test_workers_free_pages_and_other_clients_are_served_when_a_gateway_is_lost(fleet: System) -> None:
+    """The clients of the killed gateway lose their connections, and the workers free all pages."""
     for turn in range(ROUNDS):
         asked = bodies(8, 300 + turn)
         expected = [ids_of(answer.json()) for answer in asyncio.run(_answers(fleet, asked))]
@@ -187,7 +189,7 @@ def is_ready(url: str) -> bool:
 
 
 def rests(system: System) -> bool:
-    """Nothing is kept, read or running anywhere."""
+    """Whether no worker has a KV reservation, a read or a running request."""
     try:
         for name in ("prefill-0", "decode-0", "decode-1"):
             if any(
@@ -196,14 +198,16 @@ def rests(system: System) -> bool:
                 return False
             if system.metric(name, "sglang:kv_used_tokens"):
                 return False
-    except (OSError, AssertionError):  # it is not there yet, or has not turned yet
+    except (OSError, AssertionError):  # the worker is not up yet, or has no such metric yet
         return False
     return True
 
 
-def test_a_room_that_nobody_comes_for_ends_by_itself(fleet: System) -> None:
-    """A decode worker that stands still while it should read: the prompt is computed elsewhere, and the pages are free again
-    while it still does. It may be given up before it is asked: then there is no room, and it is done once more."""
+def test_kv_reservation_expires_when_decode_workers_are_stopped(fleet: System) -> None:
+    """KV reservations expire if both decode workers are stopped. The prefill worker then finishes the requests.
+
+    If the gateway leaves a decode worker before the handover, no reservation exists. The test then repeats the request.
+    """
 
     def rooms(what: str) -> float:
         return fleet.metric("prefill-0", f"rootstock_worker_rooms{what}")

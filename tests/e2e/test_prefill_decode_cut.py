@@ -1,4 +1,4 @@
-"""A decode worker that is cut off from its prefill worker, and from nobody else: no request fails, and all answers are right."""
+"""A decode worker that cannot reach its prefill worker while gateways reach both: no request fails and all results are right."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.e2e.system import System, wait_until
 from tests.e2e.test_prefill_decode import PAGE, apart, bodies, ids_of, pulled, workers
 from tests.night import NIGHTLY
 
-CUT_AFTER_S = 0.3  # some are computed then, some read, some decoded
-AFTER = 64  # prompts, of which one in 16 is read although reading was slower than computing while nothing came
+CUT_AFTER_S = 0.3  # at that time some requests are computed, some read and some decoded
+AFTER = 64  # requests after the cut: one in 16 prompts is read although the last reads were slower than computing
 
 pytestmark = [
     pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1"),
@@ -29,8 +29,11 @@ pytestmark = [
 
 @contextmanager
 def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
-    """Behind a cable of its own, over which it reads from another address than the one from which the gateway reaches it. A flag
-    that is given twice counts as given last."""
+    """Starts a system whose decode worker is in a network namespace.
+
+    The decode worker reads from another address of the near end than the one that the gateway uses. Flags are appended: of a flag
+    that is given twice, the second value is used.
+    """
     with Namespace() as namespace:
         system = apart(folder, worker_flags="--chunked-prefill-size 64 --disaggregation-shm-dir ''")
         at = {"prefill-0": namespace.other, "decode-0": namespace.far}
@@ -50,7 +53,7 @@ def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
 
 
 async def answers(system: System, asked: list[dict[str, Any]], salt: str) -> list[list[int]]:
-    """All at once; their ids."""
+    """Sends all requests at once and returns the token ids of the responses."""
     async with httpx.AsyncClient(base_url=system.url, timeout=120) as http:
         said = await asyncio.gather(*(http.post("/v1/completions", json={**body, "cache_salt": salt}) for body in asked))
     assert [each.status_code for each in said] == [200] * len(said)
@@ -61,7 +64,7 @@ def handovers(system: System) -> float:
     return system.metric("gateway", "rootstock_gateway_handovers_total")
 
 
-def test_who_cannot_reach_its_prefill_worker_computes_prompts_itself(tmp_path: Path) -> None:
+def test_decode_worker_computes_prompts_when_the_prefill_worker_is_unreachable(tmp_path: Path) -> None:
     asked = bodies(12, 41)
     with System(tmp_path / "one", worker_flags=f"--deterministic --page-size {PAGE}", log_level="info") as one:
         expected = asyncio.run(answers(one, asked, "one"))

@@ -1,8 +1,7 @@
-"""Prefill and decode apart: each of the processes is killed, or stands still, in each state that a request goes through.
+"""Separate prefill and decode workers: each process is killed or stopped in each state of a request.
 
-States are reached by operators' pace (docs/reference/control.md), by a worker that waits between two steps, and by a prefill
-worker that stands still while it is read; metrics say when they are. No request fails but the killed gateway's, every text is
-right, every page comes back.
+A test reaches a state by slowing down workers (docs/reference/control.md) or by stopping a prefill worker during a read. Metrics
+show that the state is reached. No request fails except those of a killed gateway, every text is right and every page is freed.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from tests.e2e.test_prefill_decode import PAGE, apart, bodies, ids_of, is_ready,
 from tests.night import NIGHTLY
 
 HOLD_S = 4.0
-READ_S = 10.0  # that a read of a worker that stands still may take
-FREE_S = 1.0  # after the last deadline
+READ_S = 10.0  # limit of a read from a stopped worker
+FREE_S = 1.0  # time after the last deadline in which the pages must be free
 PREFILL, DECODE = ("prefill-0",), ("decode-0", "decode-1")
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 STATES = ("queued", "computing", "held", "pulling", "published", "decoding")
 CELLS = [(state, who, how) for state in STATES for who in ("prefill", "decode", "gateway") for how in (KILL, STOP)]
 OF_THE_DAY = [("computing", "prefill", KILL), ("pulling", "decode", KILL)]
 SLOW_S = 2.0
-TRIES = 5  # to have a worker stand still while it is read
-SHORT, LONG = 12, 250  # tokens of prompts: beside the one that is looked at, and its own
+TRIES = 5  # attempts to stop a worker during a read
+SHORT, LONG = 12, 250  # prompt tokens of the other requests and of the tested one
 
-pytestmark = pytest.mark.timeout(900)  # a restart of a worker on a slow machine
+pytestmark = pytest.mark.timeout(900)  # for a restart of a worker on a slow machine
 salts = count()
 
 
 class Fleet:
-    """One prefill worker, two decode workers, two gateways."""
+    """A running system with one prefill worker, two decode workers and two gateways, and a thread pool of clients."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -82,7 +81,7 @@ class Fleet:
         return rests(self.system)
 
     def restore(self) -> None:
-        """All are there again, and none is slow."""
+        """Restarts or continues all processes, waits until they are connected, and sets full speed."""
         for name in (*PREFILL, *DECODE, "gateway-0", "gateway-1"):
             if self.system.children[name].exit_code is not None:
                 self.system.start(name)
@@ -120,7 +119,7 @@ def body(seed: int, length: int, tokens: int) -> dict[str, Any]:
 
 
 class Case:
-    """One request on its way, through one gateway or several, and others beside it, with what each says when nothing happens."""
+    """A tested request, sent through one or several gateways, the other running requests, and all expected token ids."""
 
     def __init__(self, fleet: Fleet, through: tuple[str, ...] = ("gateway-0",)) -> None:
         self.fleet = fleet
@@ -142,7 +141,7 @@ class Case:
         self._answers = {name: self.fleet.ask({**self._asked, "cache_salt": f"{next(salts)}"}, name) for name in self._through}
 
     def begin_beside(self, *others: int) -> None:
-        """They run when it returns, each on a worker of its own."""
+        """Starts other requests and returns when they run, each on a different worker."""
         running = (*PREFILL, *DECODE)
         for other in others:
             before = sum(map(self._runs, running))
@@ -157,7 +156,7 @@ class Case:
         return self.fleet.of(name, "rootstock_worker_pulled_tokens_total") - self._before[name]
 
     def reader(self) -> str:
-        """Which decode worker has the request, or reads ahead for it."""
+        """Returns the decode worker that has the request or prefetches its pages."""
 
         def has_it(name: str) -> bool:
             of = self.fleet.of
@@ -168,10 +167,14 @@ class Case:
         return next(filter(has_it, DECODE))
 
     def reach(self, state: str) -> str:
-        """Returns the decode worker that has the request, or will: of one that is queued any."""
+        """Brings the request into the state.
+
+        Returns:
+            The decode worker that has the request, or will have it. Any decode worker if the request is queued.
+        """
         fleet, of = self.fleet, self.fleet.of
         if state in ("queued", "computing"):
-            if state == "queued":  # behind another one, and not at a decode worker that has nothing to do
+            if state == "queued":  # behind other requests, and not on an idle decode worker
                 fleet.slow(DECODE, SLOW_S)
                 self.begin_beside(0, 1)
             fleet.slow(PREFILL, SLOW_S if state == "queued" else SLOW_S / 2)
@@ -205,8 +208,10 @@ class Case:
         return sum(map(self.pulled, DECODE)) >= LONG // PAGE * PAGE * len(self._answers)
 
     def _wait_for_its_first_chunk(self) -> None:
-        """A gateway that has not yet heard that the prefill worker has nothing to do asks a decode worker that has nothing to do
-        either: what is answered so is asked once more."""
+        """Waits until the prefill worker computes the request.
+
+        A gateway whose load data is old may send the prompt to an idle decode worker. The request is then sent again.
+        """
         for _ in range(TRIES):
             wait_until(lambda: self._has_a_room() or self._is_answered(), 60, "its first chunk")
             if self._has_a_room():
@@ -221,7 +226,7 @@ class Case:
         return all(answer.done() for answer in self._answers.values())
 
     def _begin_again(self) -> None:
-        """When it has been answered, and right."""
+        """Checks the responses and sends the request again."""
         for answer in self._answers.values():
             assert answer.result().status_code == 200, answer.result().text
             assert ids_of(answer.result().json()) == self._expected
@@ -230,7 +235,7 @@ class Case:
         self.begin()
 
     def _standing_still_while_it_is_read(self) -> str:
-        """The reader. What was read by the time that the other one stood still is asked for once more, when it has ended."""
+        """Stops the prefill worker during a read and returns the reader. Repeats the request if the read ended too early."""
         fleet = self.fleet
 
         def readers() -> list[str]:
@@ -247,7 +252,7 @@ class Case:
         raise AssertionError(f"it was read {TRIES} times before the other one stood still")
 
     def end(self, lost_gateway: str = "") -> None:
-        """All is as it would have been."""
+        """Checks that all responses have the expected token ids."""
         answers = [(answer, self._expected) for name, answer in self._answers.items() if name != lost_gateway]
         for answer, expected in (*answers, *self._beside):
             assert answer.result().status_code == 200, answer.result().text
@@ -259,7 +264,7 @@ class Case:
     CELLS if NIGHTLY else OF_THE_DAY,
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
-def test_nobody_notices(fleet: Fleet, state: str, who: str, how: signal.Signals) -> None:
+def test_results_stay_equal_when_a_process_is_lost_in_each_state(fleet: Fleet, state: str, who: str, how: signal.Signals) -> None:
     lost_gateway = "gateway-1" if who == "gateway" else ""
     case = Case(fleet, ("gateway-0", "gateway-1") if lost_gateway else ("gateway-0",))
     reader = case.reach(state)
@@ -278,10 +283,10 @@ def test_nobody_notices(fleet: Fleet, state: str, who: str, how: signal.Signals)
 
 
 def assert_free(fleet: Fleet, lost: set[str], lost_at: float) -> None:
-    """Of workers that live nothing is kept beyond the last deadline: of a room, or of a read of who stands still."""
+    """Waits until the surviving workers are idle. The limit is the last deadline of a reservation or of a read."""
     survivors = [name for name in (*PREFILL, *DECODE) if name not in lost]
     answered_at = time.monotonic()
-    until = max(lost_at + SLOW_S + READ_S, answered_at + HOLD_S) + FREE_S  # a read may begin when its worker's pause is over
+    until = max(lost_at + SLOW_S + READ_S, answered_at + HOLD_S) + FREE_S  # a read may begin after its worker's pause
 
     def is_free() -> bool:
         kept = ("rootstock_worker_rooms", "rootstock_worker_quarantined_tokens", "rootstock_worker_importing_requests")
@@ -290,7 +295,7 @@ def assert_free(fleet: Fleet, lost: set[str], lost_at: float) -> None:
     wait_until(is_free, until - time.monotonic(), "what was kept to be free")
 
 
-def test_a_room_whose_time_is_over_is_refused_once_and_its_prompt_is_computed(fleet: Fleet) -> None:
+def test_expired_kv_reservation_is_refused_once_and_the_prompt_is_computed(fleet: Fleet) -> None:
     case = Case(fleet)
     refused = {name: fleet.of(name, "rootstock_worker_refused_pulls_total") for name in DECODE}
     expired = fleet.of("prefill-0", "rootstock_worker_rooms_expired_total")

@@ -1,6 +1,6 @@
-"""A model without any sense, and a hundred schemas made at random: whatever it samples at temperature 1 parses and validates.
+"""A model with random weights under random schemas: every output at temperature 1 parses and satisfies its schema.
 
-Every schema here bounds its output, so that each answer has to end by itself, too.
+Every schema bounds its output, so that each response must also end by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.night import NIGHTLY
 
 NUM_SCHEMAS = 200 if NIGHTLY else 60
 IN_FLIGHT = 32
-MAX_TOKENS = 3500  # far more than the longest that these schemas allow is likely to take
+MAX_TOKENS = 3500  # much longer than any likely output under these schemas
 DEPTH = 3
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 NAMES = ["a", "b", "name", "naïve 世界", 'quo"te', "a\\b", "line\nend", "x_1", "$ref", "🙂"]
@@ -90,7 +90,7 @@ def _union(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _tagged(rng: random.Random, depth: int) -> dict[str, Any]:
-    """One of two kinds of object that a constant tells apart."""
+    """Returns a union of two kinds of objects that differ in a constant."""
     bodies = [{"kind": {"const": kind}, "value": make_schema(rng, depth - 1)} for kind in ("a", "b")]
     return {"oneOf": [{"type": "object", "properties": body, "required": ["kind", "value"]} for body in bodies]}
 
@@ -102,7 +102,7 @@ def schemas() -> list[dict[str, Any]]:
 
 
 def write_random_model(folder: Path) -> Path:
-    """The demo's shape and tokenizer, with weights as they are before any training."""
+    """Writes a model of the demo's shape, with its tokenizer and with untrained weights."""
     torch.manual_seed(5)
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM
@@ -120,14 +120,14 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 class Interviewer:
-    """Asks with one schema each, half of them streamed. Owns the clients' limit."""
+    """Sends one request for each schema, half of them streamed. Owns the limit of concurrent requests."""
 
     def __init__(self, client: openai.AsyncOpenAI) -> None:
         self._client = client
         self._limit = asyncio.Semaphore(IN_FLIGHT)
 
     async def answer(self, index: int, schema: dict[str, Any]) -> tuple[str, str | None]:
-        """Text and finish reason."""
+        """Returns text and finish reason."""
         options: dict[str, Any] = {
             "model": "senseless",
             "messages": [{"role": "user", "content": f"Question {index}"}],
@@ -157,7 +157,7 @@ async def answers(system: System) -> list[tuple[str, str | None]]:
         return await asyncio.gather(*(interviewer.answer(index, schema) for index, schema in enumerate(schemas())))
 
 
-def test_all_answers_end_parse_and_validate(system: System) -> None:
+def test_outputs_end_and_satisfy_random_schemas(system: System) -> None:
     given = asyncio.run(answers(system))
     assert Counter(reason for _, reason in given) == {"stop": NUM_SCHEMAS}
     for (text, _), schema in zip(given, schemas(), strict=True):
@@ -167,8 +167,8 @@ def test_all_answers_end_parse_and_validate(system: System) -> None:
     assert len({text for text, _ in given}) > NUM_SCHEMAS / 2, "the answers differ as their schemas do"
 
 
-def test_without_a_schema_the_model_makes_no_json(system: System) -> None:
-    """So it is the mask, and not the model, that made the answers above."""
+def test_random_model_writes_no_json_without_a_schema(system: System) -> None:
+    """This shows that the grammar, and not the model, produces the JSON in the test above."""
     body = {"model": "senseless", "prompt": "JSON", "max_tokens": 50, "temperature": 1, "seed": 1, "n": 8}
     status, answer = system.post("/v1/completions", body)
     assert status == 200
@@ -181,15 +181,15 @@ NUM_CALLERS = 24
 
 
 def _tools(index: int) -> list[dict[str, Any]]:
-    """Two with random parameters, in $defs of their own."""
+    """Returns two tools with random parameters, each with its own $defs."""
     rng = random.Random(100 + index)
     leaf = {"leaf": {"type": "integer", "minimum": 0, "maximum": 9}}
     parameters = [{"$defs": leaf, **_object(rng, 2), "additionalProperties": False} for _ in range(2)]
     return [{"type": "function", "function": {"name": f"tool_{n}", "parameters": each}} for n, each in enumerate(parameters)]
 
 
-def test_tools_that_must_be_called_are_called_with_what_they_take(system: System) -> None:
-    """By a model that has never seen a call: required, named, and one at most, whole and streamed."""
+def test_forced_calls_have_valid_arguments(system: System) -> None:
+    """The model was never trained on calls. Cases: required, named and non-parallel calls, whole and streamed."""
     found = asyncio.run(_calls(system))
     for index, (calls, reason) in enumerate(found):
         assert reason == "tool_calls" and calls and (index % 3 or len(calls) == 1)

@@ -79,7 +79,7 @@ GENERATED = (
     *("z.uuid()", "z.iso.date()", "z.ipv4()", "z.cidrv4()", "z.nanoid()", "z.ulid()", "z.int().multipleOf(5)", "z.boolean()"),
     *('z.record(z.enum(["a", "b"]), z.number())', "z.e164()", 'z.literal(["a", 1, true])'),
 )
-# Tools that agents send beside functions, and that this server does not have.
+# Tools that agents send together with functions, and that this server does not have.
 HOSTED = {
     CHAT: [{"type": "custom", "custom": {"name": "a"}}],
     RESPONSES: [{"type": "web_search"}, {"type": "local_shell"}, {"type": "image_generation"}, {"type": "custom", "name": "a"}],
@@ -118,7 +118,7 @@ def bare_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]:
-    """A model whose folder has neither a tokenizer.json nor a chat template, with a strict template beside it."""
+    """A model folder without tokenizer.json and chat template. A setting gives it a strict template."""
     folder = tmp_path_factory.mktemp("bare")
     template = folder / "strict.jinja"
     template.write_text(STRICT)
@@ -158,8 +158,8 @@ class TestChats:
         assert faults_of(bodies_of(row), fault) == []
 
     @of("A7", (CHAT, RESPONSES))
-    def test_switch_reaches_a_template_that_reads_it(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
-        """The template reads `think` and no other switch."""
+    def test_thinking_switch_reaches_the_template(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
+        """The template reads only the switch `think`."""
         for name in ("think", "enable_thinking", "thinking"):
             response = post(bare.set(), path, {**body_of(path, most=2), name: True}, stream)
             if name == "think":
@@ -168,7 +168,7 @@ class TestChats:
                 error = response.json()["error"]
                 assert (response.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
 
-    def test_switch_may_be_unread_when_the_field_does_not_name_it(self, bare: ChangedTokenizer) -> None:
+    def test_unread_thinking_switch_is_accepted_from_a_general_field(self, bare: ChangedTokenizer) -> None:
         for path, switch in (
             (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
             (MESSAGES, {"thinking": {"type": "disabled"}}),
@@ -209,12 +209,12 @@ RECITING = (
 )
 ENDED = ("Hello there.", "Hello there.<|return|> And more.")  # one for each end of sequence
 TEXTS = (*(output.text for output in OUTPUTS), *ENDED, *(call for _, call in IN_WORDS.values()))
-MOST = 400  # tokens, which no output has
+MOST = 400  # tokens, more than any output has
 
 
 @pytest.fixture(scope="module")
 def reciting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]:
-    """A model that writes TEXTS. The configs name other ends of sequence than the tokenizer."""
+    """A model that writes TEXTS. The config files and the tokenizer name different end-of-sequence tokens."""
     folder = tmp_path_factory.mktemp("reciting")
     write_reciting_model(folder / "model", TEXTS, RECITING)
     tokenizer = load_tokenizer(folder / "model")
@@ -244,9 +244,7 @@ class TestOutputs:
     """Calls and reasoning that a model writes in a broken form, and the ends of outputs."""
 
     @pytest.mark.parametrize(("family", "row"), FAMILY_ROWS, ids=[f"{row}-{family}" for family, row in FAMILY_ROWS])
-    def test_calls_are_those_of_the_output_when_its_form_is_broken(
-        self, reciting: ChangedTokenizer, family: str, row: str
-    ) -> None:
+    def test_calls_are_parsed_when_the_output_breaks_the_format(self, reciting: ChangedTokenizer, family: str, row: str) -> None:
         reasoning = "harmony" if family == "harmony" else "think"
         system = reciting.set("--tool-call-parser", family, "--reasoning-parser", reasoning)
 
@@ -287,7 +285,7 @@ class TestSchemas:
     def test_forced_call_has_no_arguments_when_the_function_has_no_parameters(
         self, system: System, path: str, stream: bool
     ) -> None:
-        """Strict or not. An open object stays open."""
+        """The function may be strict or not. The schema of an open object also gives an empty object."""
 
         def fault(case: tuple[Any, bool]) -> str:
             answer = ask(

@@ -1,5 +1,5 @@
-"""Chains of responses over two gateways, while one thing after the other is killed: what was acknowledged as kept is kept, and
-goes on at another gateway."""
+"""Chains of responses over two gateways, while one process after the other is killed. A stored response is never lost, and the
+other gateway can continue its chain."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PATIENCE_S = 120.0
 
 @dataclass
 class Chain:
-    """kept: ids that were acknowledged, in order. lost: acknowledged and then not found. tries: requests in all."""
+    """A chain of responses, and the outcome of its requests."""
 
-    kept: list[str] = field(default_factory=list)
-    unkept: int = 0
-    lost: list[str] = field(default_factory=list)
-    tries: int = 0
+    kept: list[str] = field(default_factory=list)  # ids of stored responses, in order
+    unkept: int = 0  # responses that were not stored
+    lost: list[str] = field(default_factory=list)  # ids of stored responses that were not found later
+    tries: int = 0  # all requests
 
 
 def clients(system: System) -> list[OpenAI]:
@@ -36,7 +36,7 @@ def clients(system: System) -> list[OpenAI]:
 
 
 def go_on(both: list[OpenAI], number: int, chain: Chain) -> None:
-    """Until all its turns are kept, each at the other gateway than the last."""
+    """Sends requests until all turns of the chain are stored, each to the other gateway than the one before."""
     while len(chain.kept) < TURNS:
         chain.tries += 1
         client, streams = both[(number + chain.tries) % 2], chain.tries % 3 == 0
@@ -60,7 +60,7 @@ def go_on(both: list[OpenAI], number: int, chain: Chain) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_chains_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_stored_responses_are_not_lost_when_processes_are_killed(tmp_path: Path) -> None:
     with System(tmp_path, gateways=2, log_level="warning") as system, ThreadPoolExecutor(CHAINS) as pool:
         both, chains = clients(system), [Chain() for _ in range(CHAINS)]
         running = [pool.submit(go_on, both, number, chain) for number, chain in enumerate(chains)]

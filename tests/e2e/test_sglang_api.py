@@ -1,4 +1,4 @@
-"""SGLang's own endpoints through the whole system: batches, streams, aborts, and sessions that survive their clients."""
+"""SGLang's own endpoints through the whole system: batches, streams, aborts, and sessions whose clients disconnect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def generate(http: httpx.Client, **body: Any) -> Any:
 
 
 def events(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """Of a stream that ends well."""
+    """Returns the events of a stream without an error."""
     found = []
     with http.stream("POST", "/generate", json={"sampling_params": GREEDY, "stream": True, **body}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -58,7 +58,7 @@ def used(system: System) -> float:
 class TestGenerate:
     PROMPTS = ("Count from 3", "Repeat: naïve 日本語", "x")
 
-    def test_a_batch_is_its_prompts(self, http: httpx.Client, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_generate_batch_equals_single_prompts(self, http: httpx.Client, tokenizer: PreTrainedTokenizerBase) -> None:
         batch = generate(http, text=list(self.PROMPTS))
         single = [generate(http, text=text) for text in self.PROMPTS]
         ids = generate(http, input_ids=[tokenizer(text).input_ids for text in self.PROMPTS])
@@ -66,7 +66,7 @@ class TestGenerate:
         assert [a["text"] for a in batch] == [tokenizer.decode(a["output_ids"]) for a in batch]
         assert [a["meta_info"]["prompt_tokens"] for a in batch] == [len(tokenizer(text).input_ids) for text in self.PROMPTS]
 
-    def test_a_stream_of_a_batch_with_n_ends_as_the_whole(self, http: httpx.Client) -> None:
+    def test_generate_stream_ends_like_the_whole_response(self, http: httpx.Client) -> None:
         sampling = {"temperature": 1, "sampling_seed": 7, "n": 2, "max_new_tokens": 12}
         whole = generate(http, text=list(self.PROMPTS), sampling_params=sampling, return_logprob=True, top_logprobs_num=2)
         last: dict[int, dict[str, Any]] = {}
@@ -83,19 +83,19 @@ class TestGenerate:
             values = [e[0] for e in meta["output_token_logprobs"]]
             assert [e[0] for e in got["output_token_logprobs"]] == pytest.approx(values, abs=2e-4)
 
-    def test_each_prompt_has_its_own_parameters(self, http: httpx.Client) -> None:
+    def test_generate_applies_parameters_per_prompt(self, http: httpx.Client) -> None:
         params = [{**GREEDY, "max_new_tokens": 3}, {"regex": "[0-9]{4}"}, {"temperature": 0, "allowed_token_ids": [80]}]
         first, second, third = generate(http, text=list(self.PROMPTS), sampling_params=params)
         assert first["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
         assert second["text"].isdigit() and len(second["text"]) == 4
         assert set(third["output_ids"]) == {80}
 
-    def test_abort_by_rid_at_another_gateway_gives_what_has_come(self, http: httpx.Client, system: System) -> None:
+    def test_abort_at_another_gateway_returns_the_output_so_far(self, http: httpx.Client, system: System) -> None:
         answers: list[httpx.Response] = []
 
         def ask() -> None:
             body = {"text": "Count", "rid": "endless", "sampling_params": {**GREEDY, "max_new_tokens": 3500}}
-            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:  # it may not listen yet
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:  # the gateway may not listen yet
                 answers.append(client.post(f"{system.parts['gateway-1'].url}/generate", json=body))
 
         thread = threading.Thread(target=ask)
@@ -114,7 +114,7 @@ class TestGenerate:
 
 
 class Talk:
-    """One session as a client keeps it: `contexts` holds every turn's whole context by its rid."""
+    """A session as its client sees it. `contexts` has the whole context after each turn by the turn's rid."""
 
     def __init__(self, http: httpx.Client, session: str) -> None:
         self.http = http
@@ -129,7 +129,7 @@ class Talk:
         return self.http.post("/generate", json=body)
 
     def turn(self, name: str, ids: list[int], context: list[int], **params: Any) -> dict[str, Any]:
-        """Checks that it is what the context and `ids` together would give without a session."""
+        """Sends a turn and checks that its output is that of context and `ids` without a session."""
         answer = self.ask(name, ids, **params)
         assert answer.status_code == 200, answer.text
         turn: dict[str, Any] = answer.json()
@@ -144,7 +144,7 @@ FIRST, SECOND, THIRD = [70 + i % 40 for i in range(40)], [200, 201, 202], [300, 
 
 
 class TestSessions:
-    def test_append_branch_offset_and_drop(self, http: httpx.Client) -> None:
+    def test_session_appends_branches_offsets_and_drops(self, http: httpx.Client) -> None:
         talk = Talk(http, "growing")
         talk.turn("t1", FIRST, [])
         second = talk.turn("t2", SECOND, talk.contexts["t1"], rid="t1")
@@ -155,7 +155,7 @@ class TestSessions:
         talk.turn("dropped", THIRD, [*talk.contexts["t1"], *SECOND], rid="t2", drop_previous_output=True)
         talk.turn("again", SECOND, talk.contexts["t3"], rid="t3")
 
-    def test_replace_forgets_the_turns_behind(self, http: httpx.Client) -> None:
+    def test_session_replace_removes_later_turns(self, http: httpx.Client) -> None:
         talk = Talk(http, "replaced")
         talk.turn("t1", FIRST, [])
         talk.turn("t2", SECOND, talk.contexts["t1"], rid="t1")
@@ -166,7 +166,7 @@ class TestSessions:
             assert answer.status_code == 400 and gone in answer.json()["error"]["message"]
         talk.turn("t4", SECOND, talk.contexts["new"])
 
-    def test_closed_and_unknown(self, http: httpx.Client) -> None:
+    def test_session_is_unknown_when_closed(self, http: httpx.Client) -> None:
         talk = Talk(http, "closing")
         talk.turn("t1", FIRST, [])
         assert http.post("/open_session", json={"capacity_of_str_len": 0, "session_id": "closing"}).status_code == 400
@@ -174,7 +174,7 @@ class TestSessions:
         assert http.post("/close_session", json={"session_id": "closing"}).status_code == 404
         assert talk.ask("t2", SECOND).status_code == 404
 
-    def test_a_turn_under_a_grammar_is_a_turn(self, http: httpx.Client, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_session_accepts_a_turn_with_a_grammar(self, http: httpx.Client, tokenizer: PreTrainedTokenizerBase) -> None:
         talk = Talk(http, "structured")
         talk.turn("t1", FIRST, [])
         body = {"input_ids": SECOND, "rid": "t2", "session_params": {"id": "structured", "rid": "t1"}}
@@ -182,7 +182,7 @@ class TestSessions:
         assert len(turn["text"]) == 20 and set(turn["text"]) <= set("abcdef")
         talk.turn("t3", THIRD, [*talk.contexts["t1"], *SECOND, *turn["output_ids"]], rid="t2")
 
-    def test_a_client_gone_in_mid_turn_leaves_the_session_as_it_was(self, http: httpx.Client, system: System) -> None:
+    def test_session_is_unchanged_when_the_client_disconnects(self, http: httpx.Client, system: System) -> None:
         talk = Talk(http, "deserted")
         talk.turn("t1", FIRST, [])
         held = system.metric("worker-0", "rootstock_worker_session_tokens")
@@ -194,7 +194,7 @@ class TestSessions:
         assert answer.status_code == 400, "what was cut off is no turn"
         talk.turn("t2", SECOND, talk.contexts["t1"])
 
-    def test_closing_all_leaves_nothing(self, http: httpx.Client, system: System) -> None:
+    def test_closed_sessions_free_everything(self, http: httpx.Client, system: System) -> None:
         for name in ("growing", "replaced", "structured", "deserted"):
             assert http.post("/close_session", json={"session_id": name}).status_code in (200, 400)
         gauges = ("rootstock_worker_sessions", "rootstock_worker_session_tokens", "sglang:num_used_tokens")
@@ -202,7 +202,7 @@ class TestSessions:
 
 
 def leave_in_mid_turn(system: System, session: dict[str, str]) -> None:
-    """Closes the connection after the first events of a turn that would go on for long."""
+    """Disconnects after the first events of a long turn."""
     params = {**GREEDY, "max_new_tokens": 3000}
     body = {"input_ids": SECOND, "rid": "half", "stream": True, "sampling_params": params, "session_params": session}
     data = json.dumps(body).encode()

@@ -1,5 +1,5 @@
-"""What guesses saves steps and changes nothing that is said: mixed requests in a crowd, in a pool that is far too small, against
-a system that guesses nothing and has room. Both are deterministic, so bits are compared."""
+"""Drafting saves steps and changes no output. Mixed requests with draft tokens in a pool that is far too small are compared
+bitwise with a system that has no drafter and a large pool. Both are deterministic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS] if NIGHTLY else ["eagle3"])
-def test_mixed_requests_get_the_same_answers_to_the_last_bit(tmp_path: Path, plain_answers: PlainAnswers, algorithm: str) -> None:
+def test_mixed_requests_get_bitwise_equal_results_with_drafting(
+    tmp_path: Path, plain_answers: PlainAnswers, algorithm: str
+) -> None:
     expected = plain_answers.of(ASKS)
     order = random.Random(1).sample(range(len(ASKS)), len(ASKS))
     flags = f"--deterministic {CROWD} {ALGORITHMS[algorithm]}"

@@ -1,5 +1,5 @@
-"""Structured output through the whole system, with OpenAI's client as it is: what comes satisfies what was asked, and neither
-a bad grammar nor the death of its compiler hurts anyone else."""
+"""Structured output through the whole system with OpenAI's unmodified client: outputs satisfy their grammar, and neither a bad
+grammar nor the death of its compiler affects other requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_person(text: str) -> bool:
     return True
 
 
-Kind = tuple[dict[str, Any], Callable[[str], object]]  # what a request says, and whether a text satisfies it
+Kind = tuple[dict[str, Any], Callable[[str], object]]  # fields of a request, and a check of the text
 KINDS: dict[str, Kind] = {
     "json_schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, is_person),
     "json_object": ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
@@ -59,7 +59,7 @@ def client(system: System) -> Iterator[openai.OpenAI]:
 
 
 def chat(client: openai.OpenAI, **options: Any) -> list[Any]:
-    """The choices of an answer that is whole at once."""
+    """Returns the choices of a response that is not streamed."""
     values = {"model": "demo", "messages": ADA, "max_tokens": 400, **options}
     return list(client.chat.completions.create(**values).choices)
 
@@ -70,10 +70,10 @@ def streamed(client: openai.OpenAI, **options: Any) -> str:
 
 
 class TestEveryKind:
-    """Choices and batches take turns: a constraint is put on each of their requests as on one."""
+    """Each kind of constraint. Sampled choices and batches of prompts share the kinds between them: one half each."""
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_whole_and_streamed_are_the_same_and_satisfy_it(self, client: openai.OpenAI, kind: str) -> None:
+    def test_constraint_holds_for_whole_and_streamed_output(self, client: openai.OpenAI, kind: str) -> None:
         options, satisfies = KINDS[kind]
         (choice,) = chat(client, temperature=0, **options)
         assert choice.finish_reason == "stop"
@@ -82,7 +82,7 @@ class TestEveryKind:
 
     @pytest.mark.by_day(one_in=2, seed=5)
     @pytest.mark.parametrize("kind", list(KINDS)[::2])
-    def test_each_of_several_sampled_choices_satisfies_it(self, client: openai.OpenAI, kind: str) -> None:
+    def test_constraint_holds_for_each_sampled_choice(self, client: openai.OpenAI, kind: str) -> None:
         options, satisfies = KINDS[kind]
         ended = [
             c for seed in (1, 2) for c in chat(client, n=2, seed=seed, temperature=0.7, **options) if c.finish_reason == "stop"
@@ -92,7 +92,7 @@ class TestEveryKind:
 
     @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("kind", list(KINDS)[1::2])
-    def test_each_prompt_of_a_batch_satisfies_it(self, client: openai.OpenAI, kind: str) -> None:
+    def test_constraint_holds_for_each_prompt_of_a_batch(self, client: openai.OpenAI, kind: str) -> None:
         options, satisfies = KINDS[kind]
         extra = options.get("extra_body") or {"response_format": options["response_format"]}
         prompts = ["Give the JSON for name Ada, age 36.", "Count", "<f>"]
@@ -106,7 +106,7 @@ class TestEveryKind:
 
 @pytest.mark.parametrize("stop_ids", [[], [0, 7]], ids=["no-stop-ids", "stop-ids"])
 def test_answer_has_no_stop_reason_when_a_grammar_ends(system: System, stop_ids: list[int]) -> None:
-    """No stop token ends it, so none is named, on any API."""
+    """No stop token ends the output, so no API names one."""
     more = {"temperature": 0, "stop_token_ids": stop_ids} if stop_ids else {"temperature": 0}
     grammar = {**more, "regex": "ab{2}"}
     _, generated = system.post("/generate", {"text": "Hi", "sampling_params": {**grammar, "max_new_tokens": 9}})
@@ -131,7 +131,7 @@ class Address(BaseModel):
 
 
 class Customer(BaseModel):
-    """As people write it: nested, optional, literals and bounded lists."""
+    """A model as users write it: nested, with optional values, literals and bounded lists."""
 
     name: Annotated[str, Field(max_length=10, description="Family name last.")]
     kind: Literal["person", "company"]
@@ -152,7 +152,7 @@ class TestPydantic:
             final = stream.get_final_completion()
         assert isinstance(final.choices[0].message.parsed, Customer)
 
-    def test_the_schema_does_not_stop_the_model_from_saying_what_it_knows(self, client: openai.OpenAI) -> None:
+    def test_schema_keeps_the_right_answer(self, client: openai.OpenAI) -> None:
         class Person(BaseModel):
             name: str
             age: int
@@ -165,7 +165,7 @@ ROUTES = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 def ask_for_call(system: System, route: str, parameters: Any, strict: bool, **more: Any) -> tuple[int, dict[str, Any]]:
-    """A forced call of the function `f`. Without parameters if they are `...`."""
+    """Requests a forced call of the function `f`, without parameters if they are `...`."""
     given = {} if parameters is ... else {"input_schema" if route == "/v1/messages" else "parameters": parameters}
     function = {"name": "f", "strict": strict, **given}
     body: dict[str, Any] = {"model": "demo", "temperature": 1, **more}
@@ -181,7 +181,7 @@ def ask_for_call(system: System, route: str, parameters: Any, strict: bool, **mo
 
 
 def arguments_of(route: str, answer: dict[str, Any]) -> Any:
-    """Arguments of the first call."""
+    """Returns the arguments of the first call."""
     if route == "/v1/chat/completions":
         return json.loads(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
     if route == "/v1/messages":
@@ -222,7 +222,7 @@ class TestForcedCalls:
         assert answer["error"].get("param", f"tools[0]{field}") == f"tools[0]{field}"
 
     @pytest.mark.parametrize("route", ROUTES)
-    def test_strict_function_is_held_to_a_lookahead(self, system: System, route: str) -> None:
+    def test_strict_function_enforces_a_lookahead(self, system: System, route: str) -> None:
         parameters = objects(a={"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{2,4}$"})
         status, answer = ask_for_call(system, route, parameters, strict=True)
         assert status == 200, answer
@@ -233,7 +233,7 @@ def schema(**properties: Any) -> dict[str, Any]:
     return {"guided_json": {"type": "object", "properties": properties}}
 
 
-# One of each way to a refusal; each of the reasons is in tests/grammar.
+# One example for each component that refuses a grammar; tests/grammar has every reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not": (schema(a={"not": {"type": "null"}}), "json_schema: #/properties/a/not: this keyword is not supported"),
     "unknown keyword": (schema(**{"a/b": {"maxLenght": 3}}), "#/properties/a~1b/maxLenght: this keyword is not supported"),
@@ -259,7 +259,7 @@ IN_A_STREAM = ["not", "regex", "ebnf", "structural tag", "nothing to choose from
 class TestRefusals:
     @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("case", [case for case in REFUSED if case not in IN_A_STREAM])
-    def test_400_says_what_and_where(self, client: openai.OpenAI, case: str) -> None:
+    def test_bad_grammar_gets_400_with_fault_and_position(self, client: openai.OpenAI, case: str) -> None:
         extra, message = REFUSED[case]
         with pytest.raises(openai.BadRequestError) as refusal:
             client.chat.completions.create(model="demo", messages=ADA, extra_body=extra)
@@ -268,14 +268,14 @@ class TestRefusals:
 
     @pytest.mark.by_day(one_in=2, seed=8)
     @pytest.mark.parametrize("case", IN_A_STREAM)
-    def test_no_stream_has_begun_then(self, client: openai.OpenAI, case: str) -> None:
-        """One for each who refuses: the gateway, and the worker for each kind of grammar."""
+    def test_bad_grammar_gets_400_before_the_stream_begins(self, client: openai.OpenAI, case: str) -> None:
+        """The gateway refuses some of these, and the worker refuses others, one for each kind of grammar."""
         extra, message = REFUSED[case]
         with pytest.raises(openai.BadRequestError, match=re.escape(message)) as refusal:
             client.chat.completions.create(model="demo", messages=ADA, stream=True, extra_body=extra)
         assert refusal.value.type == "invalid_request_error"
 
-    def test_a_refused_request_leaves_nothing_behind(self, system: System, client: openai.OpenAI) -> None:
+    def test_refused_requests_leave_the_worker_idle(self, system: System, client: openai.OpenAI) -> None:
         for extra, _ in REFUSED.values():
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(model="demo", prompt="hi", n=3, extra_body=extra)
@@ -283,19 +283,19 @@ class TestRefusals:
 
 
 def held(system: System) -> float:
-    """Tokens and requests of the worker that is not idle."""
+    """Returns the tokens in use plus the running and queued requests of the worker; 0 if it is idle."""
     names = ("sglang:num_used_tokens", "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_grammar_queue_reqs")
     return sum(system.metric("worker-0", name) for name in names)
 
 
 class TestTogether:
-    def test_many_requests_for_one_new_schema(self, system: System) -> None:
+    def test_concurrent_requests_share_a_new_schema(self, system: System) -> None:
         fresh = {"type": "object", "properties": {"fresh": {"enum": ["a", "bb", 3]}, "more": PERSON}, "required": ["more"]}
         texts = asyncio.run(all_at_once(system, [{"extra_body": {"json_schema": fresh}, "temperature": 0}] * 16))
         jsonschema.validate(json.loads(texts[0]), fresh)
         assert set(texts) == {texts[0]}
 
-    def test_plain_answers_do_not_change_beside_structured_ones(self, system: System) -> None:
+    def test_plain_outputs_do_not_change_among_structured_requests(self, system: System) -> None:
         plain = [
             {"messages": [{"role": "user", "content": content}], "temperature": 0}
             for content in (
@@ -311,7 +311,7 @@ class TestTogether:
         structured = [
             {**options, "temperature": 1, "seed": seed} for seed in range(2) for _, (options, _) in sorted(KINDS.items())
         ]
-        # New ones, so that their compiling, too, goes on beside the plain answers.
+        # New grammars, so that they compile while the plain requests run.
         structured += [{"extra_body": {"regex": f"[a-z]{{3,{n}}}\\d"}, "temperature": 1} for n in range(10, 16)]
         together = [request for pair in zip(structured, plain * 4, strict=False) for request in pair]
         texts = asyncio.run(all_at_once(system, together))
@@ -330,14 +330,14 @@ async def all_at_once(system: System, requests: list[dict[str, Any]]) -> list[st
 
 
 def compilers(system: System) -> list[psutil.Process]:
-    """The process that forks compilers, and then its children."""
+    """Returns the process that forks compilers, followed by its children."""
     worker = psutil.Process(system.children["worker-0"].pid)
     forkers = [process for process in worker.children() if any("compiler_child" in part for part in process.cmdline())]
     return forkers + [child for forker in forkers for child in forker.children()]
 
 
 def kill_in_the_middle(system: System, victim: int) -> bool:
-    """One of the compilers, once there is a compilation; whether there was."""
+    """Kills the forking process (victim 0) or the compiler (victim 1). Returns False if no compilation runs."""
     found = compilers(system)
     if len(found) > 1:
         found[victim].kill()
@@ -345,13 +345,13 @@ def kill_in_the_middle(system: System, victim: int) -> bool:
 
 
 def slow_to_compile(marker: str) -> dict[str, Any]:
-    """Takes about a second, so that there is a middle."""
+    """Returns a schema that takes about a second to compile, so that a test can kill the compiler in time."""
     return {"enum": [f"{marker}-{index * 7919 % 100_003}" for index in range(10_000)]}
 
 
 class TestCompilerKilled:
     @pytest.mark.parametrize("victim", [0, 1], ids=["the process that forks", "the fork"])
-    def test_in_mid_compilation(self, system: System, client: openai.OpenAI, victim: int) -> None:
+    def test_service_continues_when_a_compiler_is_killed(self, system: System, client: openai.OpenAI, victim: int) -> None:
         assert chat(client, temperature=0, extra_body={"regex": f"[ab]{{2}}{victim}"})
         slow = slow_to_compile(f"victim{victim}")
 
@@ -372,6 +372,6 @@ class TestCompilerKilled:
         assert re.fullmatch(f"[ab]{{3}}{victim}", again[0].message.content)
         wait_until(lambda: held(system) == 0, 60, "nothing to be held")
 
-    def test_no_process_is_left_behind(self, system: System, client: openai.OpenAI) -> None:
+    def test_compiler_processes_end_after_compilation(self, system: System, client: openai.OpenAI) -> None:
         assert chat(client, temperature=0, extra_body={"regex": "[cd]{2}"})
         wait_until(lambda: len(compilers(system)) == 1, 60, "the last compilation to end")

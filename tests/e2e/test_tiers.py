@@ -1,5 +1,5 @@
-"""Tiers of KV in whole systems: mixed requests in a crowd, in a pool that is far too small, whose prefixes come back from host
-memory and, behind a killed worker, from files. Deterministic, so that bits are compared with a system that has room."""
+"""KV tiers in whole systems. In a pool that is far too small, prefixes of mixed requests come back from host memory and, after a
+restart of the worker, from files. The system is deterministic and is compared bitwise with one that has a large pool."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ POOL_TOKENS = 768
 
 
 def read_from(system: System) -> tuple[float, float]:
-    """Tokens that the worker has had from its host's memory, and from its files."""
+    """Returns the tokens that the worker has read from host memory and from files."""
     return system.metric("worker-0", "sglang:load_back_tokens_total"), system.metric("worker-0", "sglang:prefetched_tokens_total")
 
 
-def test_mixed_requests_get_the_same_answers_wherever_their_prefixes_are(tmp_path: Path, plain_answers: PlainAnswers) -> None:
+def test_mixed_requests_get_bitwise_equal_results_from_every_tier(tmp_path: Path, plain_answers: PlainAnswers) -> None:
     expected = plain_answers.of(ASKS)
     tiers = f"--enable-hierarchical-cache --hicache-size 1 --hicache-storage-backend file --hicache-storage-dir {tmp_path / 'kv'}"
     flags = f"--deterministic {CROWD} {tiers}"
@@ -33,7 +33,7 @@ def test_mixed_requests_get_the_same_answers_wherever_their_prefixes_are(tmp_pat
             wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
             assert wrong == [], f"in turn {turn}"
             host, files = read_from(system)
-            came = (1, host, files)[turn]  # in the first turn as it happens
+            came = (1, host, files)[turn]  # the first turn has no requirement
             assert came > 0, "prefixes came back from the host, and from files behind the killed worker"
             assert '"level":"error"' not in system.log("worker-0"), "no step failed and no invariant broke"
             if turn == 1:

@@ -1,4 +1,4 @@
-"""One request through all four services is one trace, and its id is in their logs."""
+"""A request through all four services is a single trace, whose id is in all logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 from tests.e2e.system import System
 from tests.services.collector import CALLER, SAMPLED, TRACE, Collector, Received
 
-CLOCK_NS = 5_000_000  # between the processes of one machine
+CLOCK_NS = 5_000_000  # tolerance between clock readings of processes on one machine
 PARENTS = {
     "tokenize": "POST /v1/chat/completions",
     "EncodeChat": "tokenize",

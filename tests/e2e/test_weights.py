@@ -1,4 +1,4 @@
-"""New weights come to a fleet worker by worker while answers are on their way: none is made of two."""
+"""New weights reach a fleet worker by worker while responses are generated. No response mixes two model versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.local.ports import HOST, free_ports
 from tests.e2e.system import DEMO, System, wait_until
 from tests.e2e.test_faults import open_stream
 
-STEP_S = 0.1  # at least: an answer lasts while another worker takes new weights
+STEP_S = 0.1  # smallest pause between steps: a response then lasts longer than the other worker's change of weights
 
 
 def control_of(system: System, name: str) -> str:
@@ -21,7 +21,7 @@ def control_of(system: System, name: str) -> str:
 
 
 def train(folder: Path) -> None:
-    """Other weights of the same shape stand there; who has the old file open keeps that."""
+    """Replaces the model file by other weights of the same shape. A process that has the old file open keeps its contents."""
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-2] ^= 0x40
     (folder / "new").write_bytes(data)
@@ -29,7 +29,7 @@ def train(folder: Path) -> None:
 
 
 def renew(address: str) -> tuple[str, str]:
-    """Has a worker take the weights that stand in its folder. Returns the revisions before and after."""
+    """Makes a worker load the weights in its folder. Returns the revisions before and after."""
     with grpc.insecure_channel(address) as channel:
         control = control_pb2_grpc.ControlStub(channel)
         before = control.GetInternalState(control_pb2.GetInternalStateRequest(), timeout=60).revision
@@ -38,14 +38,16 @@ def renew(address: str) -> tuple[str, str]:
         return before, control.GetInternalState(control_pb2.GetInternalStateRequest(), timeout=60).revision
 
 
-def test_an_answer_begun_on_old_weights_never_goes_on_with_new_ones(tmp_path: Path) -> None:
+def test_response_ends_with_an_error_when_the_model_version_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     shutil.copytree(DEMO, folder)
     with System(tmp_path / "logs", model=str(folder), workers=2, admin_port=free_ports(1)[0]) as system:
         for name in ("worker-0", "worker-1"):
             with grpc.insecure_channel(control_of(system, name)) as channel:
                 slow = control_pb2.SlowDownRequest(step_delay_s=STEP_S)
-                control_pb2_grpc.ControlStub(channel).SlowDown(slow, timeout=60, wait_for_ready=True)  # one may still start
+                control_pb2_grpc.ControlStub(channel).SlowDown(
+                    slow, timeout=60, wait_for_ready=True
+                )  # the worker may still start
         stream = open_stream(system, 400)
         stream.settimeout(60)
         assert stream.recv(4096)
@@ -56,7 +58,7 @@ def test_an_answer_begun_on_old_weights_never_goes_on_with_new_ones(tmp_path: Pa
         assert before and after and before != after
         system.kill(first)
         wait_until(lambda: system.metric("gateway", "rootstock_gateway_queue_length") == 1, 60, "the wait for the old weights")
-        system.start(first)  # with the new ones
+        system.start(first)  # with the new weights
         data = b""
         while chunk := stream.recv(65536):
             data += chunk
