@@ -117,7 +117,9 @@ class AdminOperations:
     async def _abort(self, body: Abort) -> AdminResult:
         worker_id = self._directory.find(body.worker)[0].worker_id if body.worker is not None else ""
         if body.worker is not None and not worker_id:
-            message = "This gateway has not met that worker, so that it does not know its id: name it by that."
+            message = (
+                "This gateway does not know the id of that worker, which has never been connected. Name the worker by its id."
+            )
             raise ApiError(409, message, param="worker", code="worker_unknown")
         report = await self._aborter.abort(AbortScope(None if body.abort_all else body.rid, None, worker_id))
         unreached = [{"gateway": peer.address, "message": peer.message} for peer in report.unreached]

@@ -326,7 +326,9 @@ class Connection(HttpToolsProtocol):
 
     async def _overloaded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves as the application of a connection above the limit: answers 503 and ends the connection."""
-        error = unavailable("The server has as many connections as it can.", self._limits.retry_after_s, "too_many_connections")
+        error = unavailable(
+            "The server has reached its limit of connections. Retry later.", self._limits.retry_after_s, "too_many_connections"
+        )
         self._limits.on_refused(error)
         headers = [*error.headers(), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -11,7 +11,7 @@ Logprob = Annotated[float, Field(le=0)]
 
 
 class ResponseModel(BaseModel):
-    """An object that has these members and no others."""
+    """Base class of documented response bodies. A body has the declared members only."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -22,7 +22,7 @@ def absent(description: str) -> Any:
 
 
 class CachedByTier(ResponseModel):
-    """Cached tokens by where their KV was: in the pool, in host memory, in the storage below it."""
+    """Cached prompt tokens by the tier that had their KV: device memory, host memory or storage."""
 
     device: Count
     host: Count
@@ -30,22 +30,22 @@ class CachedByTier(ResponseModel):
 
 
 class Error(ResponseModel):
-    """What is wrong with a request, or why it has no answer."""
+    """The fault of a request, or the reason for which the server did not serve the request."""
 
     message: str
     type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error", "server_error"]
-    param: str | None = Field(description="The request's field that is wrong.")
+    param: str | None = Field(description="The invalid field of the request.")
     code: str | None
 
 
 class ErrorBody(ResponseModel):
-    """Of every answer that is none. In a stream: its last event."""
+    """The body of every error response. In a stream, the data of the last event."""
 
     error: Error
 
 
 class SamplingDefaultValues(ResponseModel):
-    """Of parameters that a request leaves out."""
+    """Values of the sampling parameters that a request leaves out."""
 
     temperature: float
     top_p: float
@@ -60,9 +60,11 @@ class Health(ResponseModel):
 
 class ReadinessReport(ResponseModel):
     ready: bool
-    missing: list[Literal["worker", "tokenizer", "detokenizer", "stopping"]] = Field(description="What a request would wait for.")
+    missing: list[Literal["worker", "tokenizer", "detokenizer", "stopping"]] = Field(
+        description="Services that a request would wait for."
+    )
 
 
 class IntakeReport(ResponseModel):
     ready: bool
-    missing: list[Literal["model", "stopping"]] = Field(description="Why no request is to be sent here.")
+    missing: list[Literal["model", "stopping"]] = Field(description="Reasons for which a load balancer must not send requests.")

@@ -21,19 +21,19 @@ _SCHEMES = {"bearer": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type"
 _REQUEST_ID = {
     "name": "x-request-id",
     "in": "header",
-    "description": f"Letters, digits and ._:- up to {MAX_REQUEST_ID_CHARS - 8}; what is none is replaced.",
+    "description": f"Request id: 1 to {MAX_REQUEST_ID_CHARS - 8} letters, digits and ._:- characters. An invalid id is replaced.",
     "schema": {"type": "string"},
 }
 _ROUTING_KEY = {
     "name": "x-smg-routing-key",
     "in": "header",
-    "description": "As the body's routing_key, which goes first.",
+    "description": "Same as routing_key in the body, which takes precedence.",
     "schema": {"type": "string", "maxLength": MAX_ROUTING_KEY_CHARS},
 }
 _REPORT = {
     "name": "x-rootstock-report",
     "in": "header",
-    "description": "1: the answer says what became of the request, in `rootstock`. Where the playground is served.",
+    "description": "1 adds workers and waiting times to the response, in `rootstock`, if the gateway serves the playground.",
     "schema": {"type": "string"},
 }
 
@@ -132,16 +132,16 @@ def _operation(operation: ApiOperation, schemas: Schemas, keys: bool, method: st
 def _answers(operation: ApiOperation, schemas: Schemas, keys: bool) -> dict[str, Any]:
     streams = ("cache-control", "x-accel-buffering") if EVENTS in operation.content else ()
     omits = ("x-rootstock-omitted-tools",) if operation.takes_tools else ()
-    said = "What was asked for."
+    said = "The result."
     if EVENTS in operation.content:
-        last = "each event is named by its type" if operation.named else "the last one's is [DONE], or an error's"
-        said += f" In a stream the schema is that of each event's data; {last}."
+        last = "Each event is named by its type" if operation.named else "The last event is [DONE] or an error"
+        said += f" In a stream, the schema describes the data of each event. {last}."
     errors = operation.errors
     always = errors.headers if errors is not None else ()
     described = headers(200, keys, (*always, *operation.headers), (*streams, *omits, *operation.sometimes))
     own = {200: _answer(said, operation.content, schemas, described)}
     for status, content in operation.others.items():
-        own[status] = _answer("Not now.", content, schemas, headers(status, keys))
+        own[status] = _answer("The gateway is not ready.", content, schemas, headers(status, keys))
     return {str(status): own.get(status) or reference(status, errors) for status in operation.answers(keys)}
 
 
@@ -179,15 +179,15 @@ def _options(operation: ApiOperation, keys: bool, origins: bool) -> dict[str, An
     statuses = {*OF_ANY, 401, 503}.intersection(operation.answers(keys)) - operation.others.keys()
     answers: dict[str, Any] = {str(status): reference(status, operation.errors) for status in sorted(statuses)}
     always = ("allow", *(operation.errors.headers if operation.errors is not None else ()))
-    answers["204"] = {"description": "What may be asked of the path.", "headers": headers(204, keys, always)}
+    answers["204"] = {"description": "Methods of the path.", "headers": headers(204, keys, always)}
     if origins:
         told = {TEXT: {"schema": {"type": "string"}}}
-        answers["200"] = {"description": "A page of that origin may ask.", "content": told}
+        answers["200"] = {"description": "The origin is allowed.", "content": told}
         error = {JSON: {"schema": {"$ref": _SCHEMA_REF.format(model=ErrorBody.__name__)}}}
-        answers["400"] = {"description": "It may not, or the request is wrong.", "content": {**told, **error}}
+        answers["400"] = {"description": "The origin is not allowed, or the request is invalid.", "content": {**told, **error}}
     found = {
         "tags": [operation.tag],
-        "summary": "What may be asked of the path",
+        "summary": "Methods of the path",
         "operationId": _id_of("options", operation.path),
         "parameters": [each for each in _parameters(operation) if each["in"] == "path"],
         "responses": answers,

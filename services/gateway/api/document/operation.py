@@ -40,7 +40,7 @@ class ApiOperation:
     summary: str
     content: Content  # body of the 200 response
     body: type[BaseModel] | None = None  # type of the request body, or None for an operation without a body
-    statuses: Sequence[int] = ()  # statuses besides 200 and the ones that every operation has
+    statuses: Sequence[int] = ()  # statuses besides 200 and the common ones
     others: Mapping[int, Content] = field(default_factory=dict)  # further statuses whose body is not an error
     keyed: bool = True  # an API key is required if the gateway checks keys
     generates: bool = False  # counts against the limits of the API key, and has a deadline

@@ -9,35 +9,42 @@ from services.gateway.api.document.operation import JSON, ErrorFamily
 from services.gateway.request.errors import CODES
 
 HEADERS: dict[str, dict[str, Any]] = {
-    "x-request-id": {"description": "The request's own, or one that was made.", "schema": {"type": "string", "minLength": 1}},
-    "request-id": {"description": "As x-request-id.", "schema": {"type": "string", "minLength": 1}},
-    "x-rootstock-omitted-tools": {
-        "description": "Hosted tools that the request was served without: types, or type:name, separated by commas.",
+    "x-request-id": {
+        "description": "The id of the request, or a random id if the request has no valid one.",
         "schema": {"type": "string", "minLength": 1},
     },
-    "retry-after": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}},
-    "www-authenticate": {"description": "What a key is shown as.", "schema": {"const": "Bearer"}},
-    "allow": {"description": "Methods that the path takes.", "schema": {"type": "string", "pattern": "^[A-Z]+(, [A-Z]+)*$"}},
-    "cache-control": {"description": "Of a stream, and of pages.", "schema": {"const": "no-cache"}},
+    "request-id": {"description": "Same as x-request-id.", "schema": {"type": "string", "minLength": 1}},
+    "x-rootstock-omitted-tools": {
+        "description": "Hosted tools without which the request was served: types, or type:name, separated by commas.",
+        "schema": {"type": "string", "minLength": 1},
+    },
+    "retry-after": {"description": "Seconds after which the client may retry.", "schema": {"type": "integer", "minimum": 1}},
+    "www-authenticate": {"description": "Scheme of the API key.", "schema": {"const": "Bearer"}},
+    "allow": {"description": "Methods of the path.", "schema": {"type": "string", "pattern": "^[A-Z]+(, [A-Z]+)*$"}},
+    "cache-control": {"description": "Caches revalidate streams and pages.", "schema": {"const": "no-cache"}},
     "x-rootstock-stored": {
-        "description": "The response was to be stored and is not; it cannot be fetched or followed.",
+        "description": "The response is not stored, although the request asks for it. It cannot be fetched or followed.",
         "schema": {"const": "false"},
     },
-    "x-accel-buffering": {"description": "Of a stream.", "schema": {"const": "no"}},
+    "x-accel-buffering": {"description": "Proxies must not buffer a stream.", "schema": {"const": "no"}},
     "content-security-policy": {
-        "description": "The page's script and style by their hashes, and nothing from elsewhere.",
+        "description": "Allows the page's script and style by their hashes, and requests to this gateway.",
         "schema": {"type": "string", "pattern": "^default-src 'none'; script-src 'sha256-"},
     },
-    "x-content-type-options": {"description": "Of pages.", "schema": {"const": "nosniff"}},
-    "referrer-policy": {"description": "Of pages.", "schema": {"const": "no-referrer"}},
+    "x-content-type-options": {"description": "Browsers use the declared media type of a page.", "schema": {"const": "nosniff"}},
+    "referrer-policy": {"description": "Links of a page send no referrer.", "schema": {"const": "no-referrer"}},
 }
 _AMOUNT = {"type": "integer", "minimum": 0}
 _RATE_LIMITS: dict[str, dict[str, Any]] = {
-    f"x-ratelimit-{what}-{unit}": {"description": f"{said} {unit} of this key within a minute.", "schema": schema}
+    f"x-ratelimit-{what}-{unit}": {"description": said.format(unit), "schema": schema}
     for what, said, schema in (
-        ("limit", "Limit of", _AMOUNT),
-        ("remaining", "What is left of", _AMOUNT),
-        ("reset", "Time until none are counted of", {"type": "string", "pattern": "^[0-9]+(ms|s|m[0-9]+s)$"}),
+        ("limit", "Highest number of {} of the API key within a minute.", _AMOUNT),
+        ("remaining", "Number of {} that the limit still allows.", _AMOUNT),
+        (
+            "reset",
+            "Time until the full limit of {} is available again.",
+            {"type": "string", "pattern": "^[0-9]+(ms|s|m[0-9]+s)$"},
+        ),
     )
     for unit in ("requests", "tokens")
 }
@@ -49,20 +56,20 @@ def _codes_of(status: int) -> str:
 
 
 _STATUSES = {
-    400: ("BadRequest", "The request is wrong, or was aborted before it had anything to show."),
-    401: ("Unauthorized", "No valid API key was shown."),
-    403: ("Forbidden", "It is for operators, or for keys that may use the model."),
-    404: ("NotFound", "There is no such model, session, path or thing that is kept."),
-    405: ("MethodNotAllowed", "The path does not take this method."),
+    400: ("BadRequest", "The request is invalid, or was aborted before the first output."),
+    401: ("Unauthorized", "The request has no valid API key."),
+    403: ("Forbidden", "The operation is for operators, or the API key may not use the model."),
+    404: ("NotFound", "The model, session, path or stored object does not exist."),
+    405: ("MethodNotAllowed", "The path does not have this method."),
     408: ("RequestTimeout", "The request's head or body did not arrive in time."),
-    409: ("Conflict", "Somebody else is changing it all the time, or it is not in a state for that."),
+    409: ("Conflict", "Other requests change the object at the same time, or its state does not allow the operation."),
     413: ("ContentTooLarge", "The body, or a text in it, is too large."),
-    429: ("TooManyRequests", "A limit of the API key is reached, or what may be kept for it is full."),
+    429: ("TooManyRequests", "A rate limit or the storage limit of the API key is reached."),
     431: ("HeadTooLarge", "The request's head is too large."),
-    500: ("InternalServerError", "A fault of the server."),
-    503: ("ServiceUnavailable", "There is no room, or nobody to serve it, for now."),
+    500: ("InternalServerError", "An internal error."),
+    503: ("ServiceUnavailable", "The server is overloaded, or a service that the request needs is not connected."),
     504: ("DeadlineExceeded", "It took longer than the server allows."),
-    529: ("Overloaded", "There is no room, or nobody to serve it, for now."),
+    529: ("Overloaded", "The server is overloaded, or a service that the request needs is not connected."),
 }
 ERRORS = {status: (name, f"{said} {_codes_of(status)}".strip()) for status, (name, said) in _STATUSES.items()}
 _OF_FAMILIES = frozenset((529,))  # statuses that only APIs with an ErrorFamily have

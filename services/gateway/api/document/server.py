@@ -29,14 +29,16 @@ OPERATIONS = (
         "get",
         READINESS,
         _TAG,
-        "Whether requests can be answered, and what is missing",
+        "Whether the gateway can serve requests at once, and the missing services",
         _READY,
         others={503: _READY},
         keyed=False,
     ),
-    ApiOperation("get", READY, _TAG, "Whether requests are taken, for balancers", _TAKES, others={503: _TAKES}, keyed=False),
-    ApiOperation("get", DOCS, _TAG, "This document, for people", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES),
-    ApiOperation("get", DOCUMENT, _TAG, "This document", {JSON: dict[str, Any]}, statuses=(503,), keyed=False),
+    ApiOperation(
+        "get", READY, _TAG, "Whether the gateway accepts requests, for load balancers", _TAKES, others={503: _TAKES}, keyed=False
+    ),
+    ApiOperation("get", DOCS, _TAG, "The API reference as a page", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES),
+    ApiOperation("get", DOCUMENT, _TAG, "The OpenAPI document", {JSON: dict[str, Any]}, statuses=(503,), keyed=False),
 )
 
 

@@ -93,7 +93,7 @@ class NativeApi:
     async def _abort(self, request: Request) -> Response:
         given = await self._read(request, AbortRequest)
         if given.abort_all:
-            message = "'abort_all' ends everybody's requests: it is for operators, on the admin port."
+            message = "'abort_all' ends the requests of all API keys. It is for operators, on the admin port."
             raise ApiError(403, message, param="abort_all", code="forbidden")
         if not given.rid:
             raise bad_request("rid", "'rid' is required.", "missing_required_parameter")
