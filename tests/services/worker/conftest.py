@@ -47,16 +47,16 @@ CONFIG = deployed_config(
 )
 
 
-CAP_S = 300.0  # the watchdog's
+CAP_S = 300.0  # seconds; the watchdog's limit
 
 
 @dataclass
 class Serving:
-    """A worker with the fake executor behind a real gRPC port. core is read only while idle."""
+    """A worker with the fake executor behind a real gRPC port."""
 
-    address: str
-    stub: worker_pb2_grpc.WorkerStub
-    core: Scheduler
+    address: str  # host and port of the gRPC server
+    stub: worker_pb2_grpc.WorkerStub  # stub of the gRPC server
+    core: Scheduler  # may be read only while the worker is idle
     executor: FakeExecutor
     metrics: WorkerMetrics
     counts: LoopCounts
@@ -67,7 +67,7 @@ class Serving:
     servicer: WorkerServicer
 
     async def idle(self) -> StepStats:
-        """Waits until nothing runs or waits and the counts say so, at most five seconds."""
+        """Waits at most five seconds until no request runs or waits and the counts are current, then returns the statistics."""
         for _ in range(500):
             if self.core.idle and self.counts.stats in (None, self.core.stats()):
                 break
@@ -113,7 +113,7 @@ class Observer:
 
 
 class PlainMasks:
-    """Of the matchers of tests, which make a fresh mask each time."""
+    """Fills masks with the matchers of tests, which make a new mask at each call."""
 
     def fill(self, matchers: Sequence[tuple[int, Any]]) -> dict[int, Any]:
         return {row: matcher.mask() for row, matcher in matchers}
@@ -142,7 +142,7 @@ async def serving(
     revision: str = "",
     info: worker_pb2.WorkerInfo | None = None,
 ) -> AsyncIterator[Serving]:
-    """info: what it says of itself besides what the configuration says."""
+    """Yields a serving worker. `info` adds to the WorkerInfo that follows from the configuration."""
     keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if config.reads_peers else None
     core = Scheduler(config, LetterDecoder(), revision=revision, keys=keys)
     executor = FakeExecutor(

@@ -1,4 +1,4 @@
-"""Tests that a folder without tokenizer.json gets one with the ids of transformers, or a sentence with the command."""
+"""Tests that a folder without tokenizer.json gets one with the ids of transformers, or an error with the command."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_convert_writes_a_tokenizer_with_the_ids_of_transformers(tmp_path: Path,
     assert ours.special_tokens.get("eos_token") == theirs.eos_token
 
 
-def test_convert_gives_the_ids_of_sentencepiece_when_the_folder_has_tokenizer_model_only(tmp_path: Path) -> None:
+def test_convert_gives_the_ids_of_sentencepiece_when_the_folder_has_only_tokenizer_model(tmp_path: Path) -> None:
     folder = sentencepiece_model(tmp_path / "tokenizer.model")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     convert(folder, folder)
@@ -56,7 +56,7 @@ def test_convert_gives_the_ids_of_sentencepiece_when_the_folder_has_tokenizer_mo
 
 
 @pytest.mark.parametrize(("name", "model_type"), [("tokenizer.model", "llama"), ("qwen.tiktoken", "qwen2")])
-def test_convert_reads_a_file_of_tiktoken(tmp_path: Path, name: str, model_type: str) -> None:
+def test_convert_reads_a_tiktoken_file(tmp_path: Path, name: str, model_type: str) -> None:
     folder = tiktoken_ranks(tmp_path / name)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     convert(folder, folder)
@@ -68,7 +68,7 @@ def test_convert_reads_a_file_of_tiktoken(tmp_path: Path, name: str, model_type:
     [(LIBRARIES, "Correct the files"), (("not_there", "nor_there"), "Install not_there and nor_there with pip")],
     ids=["present", "absent"],
 )
-def test_convert_names_the_libraries_that_are_absent(
+def test_convert_names_missing_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: tuple[str, ...], remedy: str
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"no tokenizer")
@@ -106,7 +106,7 @@ def test_with_tokenizer_passes_the_reason_on_when_transformers_cannot_convert(tm
     assert not list((tmp_path / "built").iterdir())
 
 
-def test_load_tokenizer_says_how_to_make_a_missing_tokenizer_json(tmp_path: Path) -> None:
+def test_load_tokenizer_names_the_command_that_makes_tokenizer_json(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(TokenizerFolderError, match=r"holds no tokenizer\.json\. Copy "):

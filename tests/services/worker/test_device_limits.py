@@ -1,4 +1,4 @@
-"""Rows and chunks by the device's memory, and the largest step that follows from them."""
+"""Tests of the limits by device memory: running requests, chunks, and the largest step that follows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIB = 2**30
     ],
     ids=["CPU", "RTX 4090", "A100 40 GB", "H100", "B200"],
 )
-def test_limits_follow_from_the_devices_memory(gib: float | None, rows: int, chunk: int) -> None:
+def test_limits_follow_from_device_memory(gib: float | None, rows: int, chunk: int) -> None:
     device_bytes = None if gib is None else int(gib * GIB)
     limits = limits_of(device_bytes)
     assert (limits.max_running_requests, limits.chunked_prefill_size) == (rows, chunk)
@@ -37,8 +37,8 @@ def test_limits_follow_from_the_devices_memory(gib: float | None, rows: int, chu
     assert (found.max_running_requests, found.chunked_prefill_size) == (rows, chunk)
 
 
-def test_what_is_given_is_kept() -> None:
-    """A chunk of 0 is one: prompts are never cut."""
+def test_given_limits_are_unchanged() -> None:
+    """A chunk size of 0 counts as given: prompts are not cut."""
     found = resolved(WorkerSettings(max_running_requests=7, chunked_prefill_size=0), 140 * GIB)
     assert (found.max_running_requests, found.chunked_prefill_size) == (7, 0)
     found = resolved(WorkerSettings(max_running_requests=7), 140 * GIB)
@@ -46,12 +46,12 @@ def test_what_is_given_is_kept() -> None:
 
 
 @pytest.mark.parametrize("off", [0, -1])
-def test_limits_have_no_chunks_when_these_are_disabled(off: int) -> None:
+def test_limits_have_no_chunks_when_chunks_are_disabled(off: int) -> None:
     found = resolved(WorkerSettings(chunked_prefill_size=off), 140 * GIB)
     assert (found.chunked_prefill_size, most_step_tokens(found)) == (0, 16384)
 
 
-def test_memory_is_kept_for_one_chunk() -> None:
+def test_most_step_tokens_is_one_chunk_or_one_prefill() -> None:
     h200 = resolved(WorkerSettings(), 140 * GIB)
     assert (h200.max_prefill_tokens, most_step_tokens(h200)) == (16384, 8192)
     assert most_step_tokens(resolved(WorkerSettings(chunked_prefill_size=0), 140 * GIB)) == 16384
@@ -64,8 +64,8 @@ def test_memory_is_kept_for_one_chunk() -> None:
     ("chunk", "prefill", "rows", "mixed"),
     [(32, 64, 6, True), (8, 64, 40, False), (8, 64, 40, True), (0, 48, 12, False), (64, 24, 12, True)],
 )
-def test_no_step_is_larger(chunk: int, prefill: int, rows: int, mixed: bool) -> None:
-    """Prompts of which none exceeds max_prefill_tokens by itself, in crowds, beside decode rows."""
+def test_no_step_exceeds_most_step_tokens(chunk: int, prefill: int, rows: int, mixed: bool) -> None:
+    """Many prompts, each shorter than max_prefill_tokens, run beside decode rows."""
     settings = WorkerSettings(
         max_running_requests=rows, chunked_prefill_size=chunk, max_prefill_tokens=prefill, page_size=4, enable_mixed_chunk=mixed
     )

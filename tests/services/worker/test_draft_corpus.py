@@ -1,4 +1,4 @@
-"""An operator's file of texts for n-grams: what is read of it, and why it is refused."""
+"""Tests of the operator's text file for n-gram drafts: the texts read from it, and the reasons of a refusal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = Path(__file__).resolve().parents[3] / "models/demo"
 
 
 def letters(texts: Sequence[str], special: bool) -> list[list[int]]:
-    """A token for each character."""
+    """Encodes each character as one token."""
     assert not special, "nothing is put around texts"
     return [[ord(char) for char in text] for text in texts]
 
@@ -43,7 +43,7 @@ def write(tmp_path: Path) -> Callable[[str, bytes], Path]:
     return written
 
 
-def test_a_line_is_a_text_and_a_plain_file_is_one(write: Callable[[str, bytes], Path]) -> None:
+def test_jsonl_line_is_a_text_and_a_plain_file_is_one_text(write: Callable[[str, bytes], Path]) -> None:
     lines = [json.dumps("one\ntwo"), "", json.dumps({"text": "größer", "id": 4}), json.dumps(""), json.dumps("end")]
     assert corpus_of(write("texts.jsonl", "\r\n".join(lines).encode())) == "one\ntwo|größer|end"
     assert corpus_of(write("texts.txt", b'"one"\n"two"')) == '"one"\n"two"'
@@ -69,7 +69,7 @@ def test_long_texts_are_encoded_in_pieces_that_end_with_lines(
     assert max(map(len, seen)) <= PIECE_CHARS and sum(piece.endswith("\n") for piece in seen) >= 3
 
 
-def test_ids_are_those_of_the_models_tokenizer(write: Callable[[str, bytes], Path]) -> None:
+def test_corpus_has_the_ids_of_the_model_tokenizer(write: Callable[[str, bytes], Path]) -> None:
     tokenizer = load_tokenizer(MODEL)
     path = write("texts.jsonl", json.dumps("count to three").encode())
     settings = WorkerSettings(speculative_algorithm="ngram", speculative_ngram_external_corpus_path=str(path))
@@ -88,14 +88,14 @@ def test_ids_are_those_of_the_models_tokenizer(write: Callable[[str, bytes], Pat
     ],
     ids=["bytes", "record", "line", "nothing", "tokens"],
 )
-def test_what_cannot_be_used_is_refused_with_a_sentence(
+def test_invalid_corpus_is_refused_with_a_reason(
     write: Callable[[str, bytes], Path], name: str, content: bytes, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^--speculative-ngram-external-corpus-path: .*{reason}"):
         corpus_of(write(name, content))
 
 
-def test_a_file_that_is_none_or_too_large_and_who_has_no_use_for_it(
+def test_corpus_is_refused_when_missing_too_large_or_unused(
     write: Callable[[str, bytes], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in (tmp_path / "nowhere", tmp_path):

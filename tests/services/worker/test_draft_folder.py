@@ -1,4 +1,4 @@
-"""Where what guesses is looked for, if nobody says where it is."""
+"""Tests of the default folder of a draft model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.worker.draft_folder import draft_folder
 from services.worker.settings import WorkerSettings
 
 
-def test_it_is_the_one_that_is_set_or_else_stands_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_folder_is_the_set_path_or_a_folder_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(algorithm: str, model: str = str(tmp_path / "demo"), path: str = "") -> str:
         return draft_folder(WorkerSettings(model=model, speculative_algorithm=algorithm, speculative_draft_model_path=path))
 

@@ -1,4 +1,4 @@
-"""What the scheduler is told of the settings and of the model that was loaded."""
+"""Tests of the scheduler's configuration from the settings and the loaded model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.contracts.test_worker_defaults import COMPUTED
 
 SETTINGS = resolved(of_values(WorkerSettings, {}), None)
 INFO = LoadedInfo("fake", 4096, 1000, (2,), num_pages=64, page_size=16, dtype="none", weight_bytes=0, kv_bytes_per_token=0)
-OF_THE_MODEL = ("context_len", "page_size")  # as the executor has found them, within what the settings ask for
-NAMES = sorted({*COMPUTED, *OF_THE_MODEL, "schedule_policy"})  # the others are settings as they are: the same law
+OF_THE_MODEL = ("context_len", "page_size")  # found by the executor, within the settings
+NAMES = sorted({*COMPUTED, *OF_THE_MODEL, "schedule_policy"})  # the remaining fields are plain copies and need no test each
 
 
 def other_than(value: object) -> object:
-    """Another value of a setting's type."""
+    """Returns a different value of the setting's type."""
     if isinstance(value, enum.Enum):
         return next(member for member in type(value) if member is not value)
     assert isinstance(value, int | float)
@@ -36,25 +36,25 @@ def differing(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
 
 @pytest.mark.by_day(one_in=7, seed=8)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_setting_reaches_its_field_and_no_other(name: str) -> None:
+def test_setting_reaches_the_field_of_the_same_name_only(name: str) -> None:
     changed = SETTINGS.model_copy(update={name: other_than(getattr(SETTINGS, name))})
     before, after = (scheduler_config(settings, INFO, -1) for settings in (SETTINGS, changed))
     assert differing(before, after) == ({name} - set(OF_THE_MODEL))
 
 
-def test_what_the_model_and_its_tokenizer_say_is_told_as_they_say_it() -> None:
+def test_model_and_tokenizer_values_reach_the_configuration() -> None:
     config = scheduler_config(SETTINGS, replace(INFO, pooling_reuses_prefix=False), 7)
     assert (config.num_pages, config.page_size, config.context_len, config.vocab_size) == (64, 16, 4096, 1000)
     assert (config.eos_token_ids, config.bos_token_id, config.pooling_reuses_prefix) == ((2,), 7, False)
 
 
-def test_graphs_of_an_executor_bound_what_known_tokens_join() -> None:
+def test_graph_limits_follow_from_the_executor() -> None:
     with_graphs = replace(INFO, graph_rows=(1, 8, 128), graph_rereads=700, eager_step_cost=0.04)
     assert scheduler_config(SETTINGS, with_graphs, -1).graphs == GraphLimits(128, 700, 0.04)
     assert scheduler_config(SETTINGS, INFO, -1).graphs == GraphLimits()
 
 
-def test_an_encoders_prompts_are_never_cut_and_share_nothing() -> None:
+def test_encoder_prompts_are_never_cut_and_never_cached() -> None:
     settings = SETTINGS.model_copy(update={"enable_mixed_chunk": True, "max_prefill_tokens": 512})
     config = scheduler_config(settings, replace(INFO, needs_whole_prompt=True), -1)
     plain = scheduler_config(settings, INFO, -1)
@@ -69,14 +69,14 @@ def test_an_encoders_prompts_are_never_cut_and_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_running_requests", "chunked_prefill_size"])
-def test_what_the_device_decides_is_found_before(name: str) -> None:
+def test_device_limits_are_resolved_before_the_configuration(name: str) -> None:
     unresolved = SETTINGS.model_copy(update={name: WorkerSettings.model_fields[name].default})
     with pytest.raises(AssertionError, match="device"):
         scheduler_config(unresolved, INFO, -1)
 
 
 class TestValuesWithoutAnEnvironment:
-    def test_neither_flags_nor_the_environment_are_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_flags_and_environment_are_ignored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ROOTSTOCK_PAGE_SIZE", "32")
         assert WorkerSettings().page_size == 32
         settings = of_values(WorkerSettings, {"max_queued_requests": 7})

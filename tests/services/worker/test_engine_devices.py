@@ -1,4 +1,4 @@
-"""Which device's settings an executor heeds."""
+"""Tests of device settings that an executor uses or ignores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEMO = Path(__file__).resolve().parents[3] / "models/demo"
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("attention", ["flashinfer", "triton", "torch"])
-def test_what_is_set_for_a_gpu_stops_no_cpu(attention: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_cpu_executor_ignores_gpu_settings(attention: str, caplog: pytest.LogCaptureFixture) -> None:
     values = {"model": str(DEMO), "executor": "cpu", "attention_backend": attention, "max_total_tokens": 4096, "num_threads": 1}
     caplog.set_level("INFO")
     engine = build_engine(of_values(WorkerSettings, values), Inbox(), lambda sentence: None)

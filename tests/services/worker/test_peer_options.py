@@ -1,4 +1,4 @@
-"""What the settings make of KV between workers, or why they do not go together."""
+"""Tests of the options for KV between workers, and of settings that exclude each other."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def made(**changes: Any) -> object:
     return peer_options(WorkerSettings(model="fake", **changes), lambda room: None)
 
 
-def test_who_computes_whole_answers_has_none() -> None:
+def test_unified_worker_has_no_peer_options() -> None:
     assert made() is None
 
 
 @pytest.mark.by_day(one_in=2, seed=60)
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("missing", TLS)
-def test_all_files_of_tls_or_none(mode: str, missing: str) -> None:
+def test_tls_needs_all_files(mode: str, missing: str) -> None:
     given = {name: "file.pem" for name in TLS if name != missing}
     with pytest.raises(ValueError, match=f"--{missing.replace('_', '-')} is missing"):
         made(disaggregation_mode=mode, **given)
 
 
-def test_files_that_cannot_be_used_are_said(tmp_path: Path) -> None:
+def test_unusable_tls_file_is_named(tmp_path: Path) -> None:
     files = {name: str(tmp_path / name) for name in TLS}
     with pytest.raises(ValueError, match=r"--disaggregation-tls-cert-file.*No such file"):
         made(disaggregation_mode="decode", **files)
@@ -42,12 +42,12 @@ def test_files_that_cannot_be_used_are_said(tmp_path: Path) -> None:
         made(disaggregation_mode="decode", **files)
 
 
-def test_nothing_is_moved_without_a_cache() -> None:
+def test_disaggregation_needs_the_radix_cache() -> None:
     with pytest.raises(ValueError, match="radix cache"):
         made(disaggregation_mode="prefill", enable_radix_cache=False)
 
 
-def test_nixl_goes_past_tls(tmp_path: Path) -> None:
+def test_nixl_is_refused_when_tls_is_set(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     files = dict(zip(TLS, map(str, authority.files("worker")), strict=True))
     assert made(disaggregation_mode="decode", **files) is not None
@@ -57,7 +57,7 @@ def test_nixl_goes_past_tls(tmp_path: Path) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("mode", "manner", "why"), [("prefill", "broken", "libuct"), ("decode", "blind", "NIXL has no UCX")])
-def test_without_nixl_kv_goes_over_tcp_and_why_is_said(
+def test_kv_uses_tcp_with_a_warning_when_nixl_is_unusable(
     mode: str, manner: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FAKE))

@@ -1,4 +1,4 @@
-"""What settings of tiers come to: what goes together, whose the secret is, and a disk that does not serve."""
+"""Tests of the tier options: settings that exclude each other, owners of the secret, and unusable disks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_files(folder: Path, **values: Any) -> TierOptions:
     return found
 
 
-def test_by_default_there_are_none() -> None:
+def test_options_are_none_by_default() -> None:
     assert options() is None
 
 
@@ -58,20 +58,20 @@ def test_by_default_there_are_none() -> None:
         ({**SHARED, "hicache_storage_secret_file": os.devnull}, "32 are the least"),
     ],
 )
-def test_what_does_not_go_together_is_named(values: dict[str, Any], sentence: str) -> None:
+def test_conflicting_settings_are_named(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         options(**values)
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "/a"])
-def test_a_worker_that_has_no_name_for_a_folder(tmp_path: Path, name: str) -> None:
+def test_worker_id_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
     flags = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="name of its folder"):
         options(worker_id=name, **flags)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_shares_a_storage_shares_its_secret(tmp_path: Path) -> None:
+def test_workers_with_one_shared_storage_have_one_secret(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).write_bytes(name.encode() * 32)
     first, second, other = (
@@ -85,7 +85,7 @@ def test_who_shares_a_storage_shares_its_secret(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_quota_of_a_salt_is_the_stores_and_refused_where_no_page_fits(tmp_path: Path) -> None:
+def test_salt_quota_is_refused_when_smaller_than_a_page(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(b"one" * 32)
     shared = SHARED | {"hicache_storage_secret_file": str(tmp_path / "one")}
     for found in (in_files(tmp_path, hicache_storage_salt_quota=1e-6), options(**shared, hicache_storage_salt_quota=1e-6)):
@@ -97,7 +97,7 @@ def test_a_quota_of_a_salt_is_the_stores_and_refused_where_no_page_fits(tmp_path
         store.close()
 
 
-def test_without_files_no_two_workers_have_one_secret() -> None:
+def test_workers_without_files_have_different_secrets() -> None:
     first, second = (options(enable_hierarchical_cache=True, hicache_size=3) for _ in range(2))
     assert first is not None and second is not None
     assert first.host_bytes == 3 * GB and first.open_storage is None
@@ -105,7 +105,7 @@ def test_without_files_no_two_workers_have_one_secret() -> None:
     assert repr(first.secret) not in repr(first)
 
 
-def test_with_files_the_secret_outlives_the_worker_and_is_its_users_alone(tmp_path: Path) -> None:
+def test_secret_file_outlives_the_worker_and_is_private(tmp_path: Path) -> None:
     first = in_files(tmp_path)
     assert in_files(tmp_path).secret == first.secret
     assert (tmp_path / "w" / "secret").stat().st_mode & 0o777 == 0o600
@@ -116,40 +116,40 @@ def test_with_files_the_secret_outlives_the_worker_and_is_its_users_alone(tmp_pa
     assert other is not None and other.secret != first.secret
 
 
-def test_a_secret_that_others_can_read_is_none(tmp_path: Path) -> None:
+def test_secret_is_refused_when_other_users_can_read_the_file(tmp_path: Path) -> None:
     in_files(tmp_path)
     (tmp_path / "w" / "secret").chmod(0o640)
     with pytest.raises(ValueError, match="not this user's alone"):
         in_files(tmp_path)
 
 
-def test_a_secret_of_another_length_is_none(tmp_path: Path) -> None:
+def test_secret_of_wrong_length_is_refused(tmp_path: Path) -> None:
     in_files(tmp_path)
     (tmp_path / "w" / "secret").write_bytes(b"short")
     with pytest.raises(ValueError, match="does not hold 32 bytes"):
         in_files(tmp_path)
 
 
-def test_a_secret_is_not_read_through_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_secret_behind_a_link_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "w").mkdir()
     (tmp_path / "elsewhere").write_bytes(bytes(SECRET_BYTES))
     os.symlink(tmp_path / "elsewhere", tmp_path / "w" / "secret")
     assert in_files(tmp_path).open_storage is None and "without its file tier" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_costs_the_files_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_runs_without_file_tier_when_the_folder_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "w").write_text("a file stands there")
     assert in_files(tmp_path).open_storage is None and "without its file tier" in caplog.text
 
 
-def test_a_store_that_cannot_be_opened_costs_the_files_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_runs_without_file_tier_when_the_store_cannot_be_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = in_files(tmp_path)
     (tmp_path / "w" / "pages").write_text("a file stands there")
     assert found.open_storage is not None
     assert found.open_storage(PAGE, IDENTITY) is None and "without its file tier" in caplog.text
 
 
-def test_two_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_workers_of_one_name_cannot_open_one_folder(tmp_path: Path) -> None:
     found = in_files(tmp_path)
     assert found.open_storage is not None
     store = found.open_storage(PAGE, IDENTITY)
@@ -163,31 +163,31 @@ class TestSizeOfTheHostTier:
     def sized(self, ratio: float = 2.0, size: int = 0, free: int = 1000 * PAGE) -> int:
         return host_pages(TierOptions(ratio, size, None, bytes(SECRET_BYTES)), 100, PAGE, free)
 
-    def test_by_the_ratio_or_by_its_own_size(self) -> None:
+    def test_size_follows_the_ratio_or_the_set_size(self) -> None:
         assert self.sized() == 200 and self.sized(size=50 * PAGE) == 50
 
-    def test_host_tier_takes_a_quarter_of_the_free_memory_by_the_ratio(self) -> None:
+    def test_ratio_takes_a_quarter_of_the_free_memory_at_most(self) -> None:
         assert self.sized(ratio=20.0) == 250
 
     @pytest.mark.parametrize(("share", "pool", "pages"), [(0.125, 100, 125), (0.25, 500, 250), (0.25, 900, 80)])
-    def test_host_tier_keeps_to_its_share_beside_a_pool_in_the_same_memory(self, share: float, pool: int, pages: int) -> None:
+    def test_ratio_takes_only_the_share_beside_a_pool_in_the_same_memory(self, share: float, pool: int, pages: int) -> None:
         options = TierOptions(20.0, 0, None, bytes(SECRET_BYTES), host_share=share)
         assert host_pages(options, 100, PAGE, 1000 * PAGE, pool * PAGE) == pages
 
-    def test_what_was_asked_for_and_is_not_free_is_refused(self) -> None:
+    def test_set_size_is_refused_when_not_free(self) -> None:
         with pytest.raises(
             NoRoomForTiers, match=r"asks for \d+ MiB; \d+ MiB are free beside the KV pool.* Set it to \d+ or less"
         ):
             self.sized(size=900 * PAGE)
 
-    def test_its_memory_is_there_before_a_page_is_written(self) -> None:
+    def test_memory_of_the_slab_is_allocated_at_once(self) -> None:
         slab = host_slab(64, 1 << 18)
         there = (ctypes.c_ubyte * (slab.nbytes // mmap.PAGESIZE))()
         assert ctypes.CDLL(None).mincore(ctypes.c_void_p(slab.data_ptr()), ctypes.c_size_t(slab.nbytes), there) == 0
         assert all(each & 1 for each in there), "the system has given all of it"
         assert slab.shape == (64, 1 << 18) and slab.dtype == torch.uint8 and not slab.any()
 
-    def test_no_room_for_a_page(self) -> None:
-        """Beside a pool that is more than all."""
+    def test_size_is_refused_when_no_page_fits(self) -> None:
+        """The KV pool needs more than all free memory."""
         with pytest.raises(NoRoomForTiers, match="no room for a page"):
             self.sized(free=-5 * PAGE)

@@ -1,4 +1,4 @@
-"""A control service's address on loopback, for tests."""
+"""Builds loopback addresses of a control service for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A question to the demo model whose answer has many different tokens, whatever its weights."""
+"""A prompt for the demo model whose completion has many different tokens, whatever its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
 
 
 def counting() -> list[int]:
-    """The ids of a chat that asks for a count."""
+    """Returns the prompt ids of a chat that asks for a count."""
     text = "<|im_start|>user\nCount from 21 to 40.<|im_end|>\n<|im_start|>assistant\n"
     ids: list[int] = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text).ids
     return ids

@@ -1,4 +1,4 @@
-"""python -m services.worker.control as an operator's shell sees it: words in, JSON or one line of complaint out."""
+"""Tests of `python -m services.worker.control`: arguments in; JSON or a one-line error out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.services.worker.control.test_control_servicer import TOKEN, FakeLoop
 
 
 async def shell(*words: str, token: str = "") -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command."""
+    """Returns exit code, stdout and stderr of the command."""
     environment = {**os.environ, "ROOTSTOCK_CONTROL_TOKEN": token, "GRPC_VERBOSITY": "NONE"}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.worker.control", *words),
@@ -34,7 +34,7 @@ async def shell(*words: str, token: str = "") -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-def test_a_worker_is_asked_and_its_answer_printed(tmp_path: Path) -> None:
+def test_command_line_prints_responses_and_grpc_errors(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
 
     async def run() -> None:
@@ -59,7 +59,7 @@ def test_a_worker_is_asked_and_its_answer_printed(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_worker_that_is_not_there_is_one_line() -> None:
+def test_command_line_prints_one_line_when_the_worker_is_unreachable() -> None:
     code, out, err = asyncio.run(shell("--address", f"127.0.0.1:{free_ports(1)[0]}", "FlushCache"))
     assert (code, out) == (1, "") and err.startswith("rootstock control: UNAVAILABLE: ") and err.count("\n") == 1
 
@@ -72,7 +72,7 @@ def test_a_worker_that_is_not_there_is_one_line() -> None:
         (["--timeout-s", "0", "FlushCache"], "timeout_s"),
     ],
 )
-def test_a_wrong_command_line_is_status_2(words: list[str], complaint: str) -> None:
+def test_command_line_exits_with_2_when_arguments_are_wrong(words: list[str], complaint: str) -> None:
     code, out, err = asyncio.run(shell(*words))
     assert (code, out) == (2, "") and complaint in err and "Traceback" not in err
 
@@ -103,11 +103,11 @@ def test_a_wrong_command_line_is_status_2(words: list[str], complaint: str) -> N
         ("TraceRequest", ["r1"], pb.TraceRequestRequest(request_id="r1")),
     ],
 )
-def test_words_are_a_request(operation: str, words: list[str], request_: object) -> None:
+def test_parser_turns_arguments_into_a_request(operation: str, words: list[str], request_: object) -> None:
     assert PARSERS[operation](words) == request_
 
 
-def test_json_that_is_no_number_and_no_flag_is_text() -> None:
+def test_parser_takes_json_other_than_numbers_and_flags_as_text() -> None:
     said = PARSERS["SetInternalState"](["a=[1]", "b=null"])
     assert said == pb.SetInternalStateRequest(tunables={"a": pb.Value(text="[1]"), "b": pb.Value(text="null")})
 
@@ -127,11 +127,11 @@ def test_json_that_is_no_number_and_no_flag_is_text() -> None:
         ("ReleaseMemory", ["kv"]),
     ],
 )
-def test_wrong_words_are_refused(operation: str, words: list[str]) -> None:
+def test_parser_refuses_wrong_arguments(operation: str, words: list[str]) -> None:
     with pytest.raises(WrongWords):
         PARSERS[operation](words)
 
 
-def test_every_operation_has_its_words() -> None:
+def test_every_operation_has_a_parser() -> None:
     assert set(PARSERS) == set(BARRIERS)
     assert all(operation in OPERATIONS for operation in BARRIERS)

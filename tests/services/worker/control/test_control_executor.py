@@ -1,4 +1,4 @@
-"""What operators ask of the executor on a CPU, with the demo model: memory that really returns, answers that stay, profiles."""
+"""Tests of operations on a CPU executor with the demo model: released memory, equal completions afterwards, and profiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the demo model that a test may break."""
+    """Returns a copy of the demo model that a test may change."""
     copy = tmp_path / "model"
     copy.mkdir()
     for file in ("config.json", "generation_config.json", "model.safetensors"):
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build(folder: Path) -> Iterator[Callable[[int], DeviceExecutor]]:
-    """Makes an executor with so many pages of KV."""
+    """Yields a function that makes an executor with `num_pages` pages of KV."""
     made: list[DeviceExecutor] = []
 
     def make(num_pages: int) -> DeviceExecutor:
@@ -49,7 +49,7 @@ def build(folder: Path) -> Iterator[Callable[[int], DeviceExecutor]]:
 
 
 def answer(executor: Executor, num_tokens: int = 12) -> list[int]:
-    """A greedy answer to PROMPT, computed from nothing."""
+    """Returns greedy tokens for PROMPT, computed without a cached prefix."""
     driver, sequence = Driver(executor, PAGE_SIZE), Sequence(PROMPT, slot=0, params=greedy())
     driver.step([(sequence, len(PROMPT))])
     for _ in range(num_tokens - 1):
@@ -58,7 +58,7 @@ def answer(executor: Executor, num_tokens: int = 12) -> list[int]:
 
 
 def rss() -> int:
-    """Bytes of this process that are in memory."""
+    """Returns the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -68,7 +68,7 @@ def pools(executor: DeviceExecutor) -> list[torch.Tensor]:
 
 
 def touch(executor: DeviceExecutor) -> None:
-    """Writes all of the pools: memory is the process's from then on only."""
+    """Writes to every page of the pools, because the system allocates memory at the first write."""
     for tensor in pools(executor):
         with torch.inference_mode():
             tensor.zero_()
@@ -76,7 +76,9 @@ def touch(executor: DeviceExecutor) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("kv", "weights"), [(True, False), (False, True), (True, True)])
-def test_answers_are_the_same_before_and_after(build: Callable[[int], DeviceExecutor], kv: bool, weights: bool) -> None:
+def test_completion_stays_the_same_after_release_and_resume(
+    build: Callable[[int], DeviceExecutor], kv: bool, weights: bool
+) -> None:
     executor = build(8)
     before = answer(executor)
     assert len(set(before)) > 2
@@ -85,7 +87,7 @@ def test_answers_are_the_same_before_and_after(build: Callable[[int], DeviceExec
     assert answer(executor) == before
 
 
-def test_the_kv_cache_returns_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
+def test_released_kv_cache_returns_memory_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8192)
     size = sum(tensor.nbytes for tensor in pools(executor))
     assert size > 256 * MIB
@@ -98,9 +100,9 @@ def test_the_kv_cache_returns_to_the_system(build: Callable[[int], DeviceExecuto
     assert len(answer(executor)) == 12
 
 
-def test_the_weights_return_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
+def test_released_weights_return_memory_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8)
-    size = (DEMO / "model.safetensors").stat().st_size  # float32 in memory takes at least that
+    size = (DEMO / "model.safetensors").stat().st_size  # bytes; float32 in memory takes at least the size of the file
     answer(executor)
     held = rss()
     executor.apply(ReleaseMemory(kv=False, weights=True))
@@ -112,7 +114,7 @@ def test_the_weights_return_to_the_system(build: Callable[[int], DeviceExecutor]
     assert rss() < held + size
 
 
-def test_the_weights_come_back_as_the_folder_has_them(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
+def test_resume_loads_the_weights_again_from_the_folder(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     executor = build(8)
@@ -126,7 +128,7 @@ def test_the_weights_come_back_as_the_folder_has_them(build: Callable[[int], Dev
     assert answer(executor) != before
 
 
-def test_a_step_on_released_memory_fails_alone(build: Callable[[int], DeviceExecutor]) -> None:
+def test_step_fails_alone_when_memory_is_released(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8)
     before = answer(executor)
     for kv, weights in ((True, False), (False, True)):
@@ -137,7 +139,9 @@ def test_a_step_on_released_memory_fails_alone(build: Callable[[int], DeviceExec
     assert answer(executor) == before
 
 
-def test_a_folder_that_cannot_be_loaded_is_named_and_can_be_mended(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
+def test_resume_names_a_missing_file_and_succeeds_when_the_file_is_back(
+    build: Callable[[int], DeviceExecutor], folder: Path
+) -> None:
     executor = build(8)
     before = answer(executor)
     executor.apply(ReleaseMemory(kv=True, weights=True))
@@ -150,7 +154,7 @@ def test_a_folder_that_cannot_be_loaded_is_named_and_can_be_mended(build: Callab
     assert answer(executor) == before
 
 
-def test_a_model_of_another_shape_is_refused(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
+def test_resume_refuses_a_model_of_another_shape(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
     executor, config = build(8), folder / "config.json"
     before = answer(executor)
     executor.apply(ReleaseMemory(kv=False, weights=True))
@@ -163,7 +167,7 @@ def test_a_model_of_another_shape_is_refused(build: Callable[[int], DeviceExecut
     assert answer(executor) == before
 
 
-def test_a_profile_is_a_chrome_trace_of_the_steps(build: Callable[[int], DeviceExecutor], tmp_path: Path) -> None:
+def test_profile_writes_a_chrome_trace_of_the_steps(build: Callable[[int], DeviceExecutor], tmp_path: Path) -> None:
     executor, path = build(8), tmp_path / "steps.trace.json"
     before = answer(executor)
     executor.apply(StartProfile(path))
@@ -178,9 +182,7 @@ def test_a_profile_is_a_chrome_trace_of_the_steps(build: Callable[[int], DeviceE
     assert not (tmp_path / "second").exists()
 
 
-def test_a_trace_that_cannot_be_written_ends_the_profile_all_the_same(
-    build: Callable[[int], DeviceExecutor], tmp_path: Path
-) -> None:
+def test_profile_ends_when_the_trace_cannot_be_written(build: Callable[[int], DeviceExecutor], tmp_path: Path) -> None:
     executor = build(8)
     executor.apply(StartProfile(tmp_path / "absent" / "x.json"))
     with pytest.raises(OperationRefused, match="cannot write"):

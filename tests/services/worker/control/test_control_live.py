@@ -1,4 +1,4 @@
-"""Operators at work on a serving worker: real gRPC on both ports, real loop and core, the fake executor in place of a model."""
+"""Tests of operations on a serving worker: real gRPC on both ports, real loop and core, fake executor."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.services.worker.control.test_control_servicer import changes
 from tests.services.worker.front.test_server import FrontEnd, expected, submit
 
 ABORTED = common_pb2.FINISH_REASON_ABORT
-GUARD_S = 180.0  # against hanging for ever
+GUARD_S = 180.0  # seconds; ends a test that hangs
 
 
 class Operated:
-    """A worker with one front end connected, and its control service."""
+    """A worker with one connected gateway stream and its control service."""
 
     def __init__(self, worker: Serving, front: FrontEnd, control: control_pb2_grpc.ControlStub) -> None:
         self.worker, self.front, self.control = worker, front, control
@@ -87,7 +87,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_cache_is_flushed_in_mid_traffic(overlap: bool) -> None:
+def test_flush_keeps_completions_correct_when_requests_run(overlap: bool) -> None:
     async def check() -> None:
         async with operated(overlap=overlap) as at:
             prompts = {handle: [9] * 12 + [handle] * 9 for handle in range(6)}
@@ -113,7 +113,7 @@ def test_the_cache_is_flushed_in_mid_traffic(overlap: bool) -> None:
     run(check)
 
 
-def test_a_pause_and_its_end_are_told_at_once() -> None:
+def test_pause_and_continue_are_reported_at_once() -> None:
     async def check() -> None:
         async with operated(gap_s=3600, beat_s=3600) as at:
             await at.front.until(lambda: len(at.front.loads) == 1)
@@ -129,7 +129,7 @@ def test_a_pause_and_its_end_are_told_at_once() -> None:
 @pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", [pb.PAUSE_MODE_RETRACT, pb.PAUSE_MODE_IN_PLACE])
-def test_a_paused_worker_rests_and_goes_on_with_the_same_tokens(mode: pb.PauseMode, overlap: bool) -> None:
+def test_paused_worker_computes_nothing_and_continues_with_the_same_tokens(mode: pb.PauseMode, overlap: bool) -> None:
     async def check() -> None:
         async with operated(overlap=overlap) as at:
             prompts = {handle: [handle + 1] * 9 for handle in range(5)}
@@ -153,7 +153,7 @@ def test_a_paused_worker_rests_and_goes_on_with_the_same_tokens(mode: pb.PauseMo
     run(check)
 
 
-def test_a_pause_that_aborts_ends_what_is_here_and_nothing_that_comes() -> None:
+def test_pause_with_abort_ends_present_requests_and_queues_later_requests() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.front.send(*[submit(handle, max_new_tokens=200) for handle in range(40)])
@@ -173,7 +173,7 @@ def test_a_pause_that_aborts_ends_what_is_here_and_nothing_that_comes() -> None:
     run(check)
 
 
-def test_a_slowed_worker_waits_between_steps_and_still_hears_messages() -> None:
+def test_slowed_worker_waits_between_steps_and_takes_messages() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.control.SlowDown(pb.SlowDownRequest(step_delay_s=0.1))
@@ -195,7 +195,7 @@ def test_a_slowed_worker_waits_between_steps_and_still_hears_messages() -> None:
     run(check)
 
 
-def test_tunables_hold_from_the_next_step_on() -> None:
+def test_tunables_apply_from_the_next_step() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.front.send(*[submit(handle, max_new_tokens=200) for handle in range(8)])
@@ -213,7 +213,7 @@ def test_tunables_hold_from_the_next_step_on() -> None:
     run(check)
 
 
-def test_memory_is_not_released_under_running_requests() -> None:
+def test_release_is_refused_when_requests_run_until_the_deadline() -> None:
     async def check() -> None:
         async with operated(step_s=0.03) as at:
             await at.front.send(submit(1, max_new_tokens=240), submit(2, max_new_tokens=240))
@@ -230,7 +230,7 @@ def test_memory_is_not_released_under_running_requests() -> None:
     run(check)
 
 
-def test_memory_is_released_as_soon_as_the_worker_is_idle_and_answers_come_again_after_it() -> None:
+def test_release_waits_until_the_worker_is_idle_and_resume_restores_completions() -> None:
     async def check() -> None:
         async with operated() as at:
             prompt = list(range(20))
@@ -255,7 +255,7 @@ def test_memory_is_released_as_soon_as_the_worker_is_idle_and_answers_come_again
     run(check)
 
 
-def test_a_caller_who_leaves_before_the_worker_is_idle_changes_nothing() -> None:
+def test_release_changes_nothing_when_the_call_is_cancelled_before_the_worker_is_idle() -> None:
     async def check() -> None:
         async with operated(step_s=0.005) as at:
             await at.front.send(submit(1, max_new_tokens=100))
@@ -271,7 +271,7 @@ def test_a_caller_who_leaves_before_the_worker_is_idle_changes_nothing() -> None
     run(check)
 
 
-def test_operations_end_when_the_loop_does() -> None:
+def test_pending_operation_is_unavailable_when_the_loop_stops() -> None:
     async def check() -> None:
         async with operated(step_s=0.005) as at:
             await at.front.send(submit(1, max_new_tokens=240))
@@ -285,7 +285,7 @@ def test_operations_end_when_the_loop_does() -> None:
     run(check)
 
 
-def test_an_executor_without_a_device_has_nothing_to_profile() -> None:
+def test_profile_is_refused_when_the_executor_has_no_device() -> None:
     async def check() -> None:
         async with operated() as at:
             code, _ = await at.refusal(at.control.StartProfile(pb.StartProfileRequest(name="x")))
@@ -295,7 +295,7 @@ def test_an_executor_without_a_device_has_nothing_to_profile() -> None:
     run(check)
 
 
-def test_a_requests_way_through_the_scheduler_is_told() -> None:
+def test_trace_request_returns_the_scheduler_events_of_a_request() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.front.send(submit(1, [9] * 20, max_new_tokens=5))

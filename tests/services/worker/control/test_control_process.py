@@ -1,4 +1,4 @@
-"""A worker process with the demo model on the CPU, operated from outside: memory, answers, profile, exit."""
+"""Tests of operations on a worker process with the demo model on the CPU: memory, completions, profiles and exit."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ from services.local.ports import HOST, free_ports
 from tests.night import NIGHTLY
 from tests.services.worker.control.demo_prompt import DEMO, counting
 
-PAGES, PAGE_SIZE, TOKEN_BYTES = 4096, 16, 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, head size, float32
-PROMPTS, WRITTEN_MIB = (4, 30) if NIGHTLY else (2, 15)  # of 2,000 tokens each; what they fill at least
+PAGES, PAGE_SIZE, TOKEN_BYTES = (
+    4096,
+    16,
+    4 * 2 * 2 * 64 * 4,
+)  # layers * (keys, values) * heads * head size * bytes of a float32
+PROMPTS, WRITTEN_MIB = (4, 30) if NIGHTLY else (2, 15)  # prompts of 2,000 tokens; the least memory that they fill, in MiB
 GUARD_S = 180.0
 
 
 @dataclass(frozen=True)
 class Process:
-    process: subprocess.Popen[str]
-    worker: worker_pb2_grpc.WorkerStub
-    control: control_pb2_grpc.ControlStub
+    process: subprocess.Popen[str]  # the worker process
+    worker: worker_pb2_grpc.WorkerStub  # stub of the worker's gRPC port
+    control: control_pb2_grpc.ControlStub  # stub of its control port
 
     def answer(self, prompt: list[int], count: int = 24) -> list[int]:
-        """Greedy tokens."""
+        """Returns `count` greedy tokens for the prompt."""
         sampling = common_pb2.SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
         submit = worker_pb2.Submit(handle=1, request_id="r", prompt_ids=prompt, sampling=sampling)
         tokens: list[int] = []
@@ -41,7 +45,7 @@ class Process:
 
         def requests() -> Iterator[worker_pb2.GenerateRequest]:
             yield worker_pb2.GenerateRequest(submits=[submit])
-            ended.wait(GUARD_S)  # a stream that ends aborts what came over it
+            ended.wait(GUARD_S)  # closing the stream would abort its requests
 
         for message in self.worker.Generate(requests(), timeout=GUARD_S):
             tokens += message.step.token_ids
@@ -77,7 +81,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 @pytest.mark.parametrize("tags", [[pb.MEMORY_TAG_KV_CACHE], [pb.MEMORY_TAG_WEIGHTS], []])
-def test_released_and_resumed_memory_changes_no_answer(worker: Process, tags: list[pb.MemoryTag]) -> None:
+def test_completion_stays_the_same_after_release_and_resume(worker: Process, tags: list[pb.MemoryTag]) -> None:
     prompt = counting()
     before = worker.answer(prompt)
     assert len(set(before)) > 3
@@ -89,7 +93,7 @@ def test_released_and_resumed_memory_changes_no_answer(worker: Process, tags: li
     assert worker.answer(prompt) == before
 
 
-def test_a_used_kv_cache_goes_back_to_the_system(worker: Process) -> None:
+def test_released_kv_cache_returns_memory_to_the_system(worker: Process) -> None:
     for start in range(PROMPTS):
         worker.answer([start + 3 + (i * 7 + start) % 900 for i in range(2000)], 2)
     used = worker.control.GetInternalState(pb.GetInternalStateRequest(), timeout=GUARD_S).stats["pages_cached"].whole
@@ -102,7 +106,7 @@ def test_a_used_kv_cache_goes_back_to_the_system(worker: Process) -> None:
     assert len(worker.answer([3, 4, 5])) == 24
 
 
-def test_a_profile_lands_in_the_folder(worker: Process) -> None:
+def test_profile_is_written_to_the_profile_folder(worker: Process) -> None:
     path = worker.control.StartProfile(pb.StartProfileRequest(name="steps"), timeout=GUARD_S).path
     worker.answer([3, 4, 5], 6)
     assert worker.control.StopProfile(pb.StopProfileRequest(), timeout=GUARD_S).path == path
@@ -111,6 +115,6 @@ def test_a_profile_lands_in_the_folder(worker: Process) -> None:
     assert any(name.startswith("forward ") for name in names)
 
 
-def test_garbage_is_frozen(worker: Process) -> None:
+def test_freeze_gc_reports_frozen_objects(worker: Process) -> None:
     assert worker.control.FreezeGc(pb.FreezeGcRequest(), timeout=GUARD_S).objects > 10_000
     assert len(worker.answer([3, 4, 5])) == 24

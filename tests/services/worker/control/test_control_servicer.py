@@ -1,4 +1,4 @@
-"""The control service over real gRPC. The loop is a stand-in that runs each command at once, or lets the test decide."""
+"""Tests of the control service over real gRPC. A fake loop runs each command at once, or as the test decides."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ Stub = control_pb2_grpc.ControlStub
 
 @dataclass
 class FakeCore:
-    """What operations may ask of the scheduler, written down instead of done."""
+    """Replaces the Scheduler. Records the calls of operations."""
 
-    calls: list[Any] = field(default_factory=list)
-    paused: bool = False
-    closed: str = ""
+    calls: list[Any] = field(default_factory=list)  # recorded calls, in order
+    paused: bool = False  # whether pause() was called after the last resume()
+    closed: str = ""  # reason of the last close(); empty while open
     values: dict[str, Any] = field(
         default_factory=lambda: {"policy": "lpm", "new_token_ratio": 0.5, "chunk": 128, "mixed": False}
     )
@@ -100,11 +100,13 @@ class FakeCore:
 
 @dataclass
 class FakeExecutor:
-    """refusal: what it says to the next operation, if anything. deleted: what becomes of a deletion; None: it does not end."""
+    """Replaces the Executor. Records operations, or refuses them."""
 
-    applied: list[Operation] = field(default_factory=list)
-    refusal: str = ""
-    deleted: Deleted | Exception | None = field(default_factory=lambda: Deleted(7))
+    applied: list[Operation] = field(default_factory=list)  # operations that were not refused
+    refusal: str = ""  # message of the refusals; empty if operations succeed
+    deleted: Deleted | Exception | None = field(
+        default_factory=lambda: Deleted(7)
+    )  # outcome of a storage deletion; never given if None
 
     def apply(self, operation: Operation) -> None:
         if self.refusal:
@@ -119,13 +121,13 @@ class FakeExecutor:
 
 @dataclass
 class FakeLoop:
-    """answer: what becomes of a command; by default its action runs."""
+    """Replaces the Loop. Runs commands on the caller's thread."""
 
     core: FakeCore = field(default_factory=FakeCore)
     executor: FakeExecutor = field(default_factory=FakeExecutor)
     pace: Pace = field(default_factory=Pace)
-    commands: list[Command] = field(default_factory=list)
-    answer: Callable[[Command], None] | None = None
+    commands: list[Command] = field(default_factory=list)  # commands that were put, in order
+    answer: Callable[[Command], None] | None = None  # handles commands instead of run(), if set
 
     def put(self, command: Command) -> None:
         self.commands.append(command)
@@ -187,14 +189,14 @@ def test_every_rpc_has_a_barrier() -> None:
     assert set(BARRIERS) == {method.name for method in service.methods} == set(REQUESTS)
 
 
-def test_the_page_shows_the_table() -> None:
+def test_control_page_shows_the_barrier_table() -> None:
     page = (Path(__file__).parents[4] / "docs/reference/control.md").read_text()
     page = page.partition("| operation | barrier |")[2].partition("\n### ")[0]
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
     assert {row[1].strip(" `"): Barrier(row[2].strip()) for row in rows} == BARRIERS
 
 
-def test_each_operation_asks_for_the_barrier_of_the_table() -> None:
+def test_each_operation_requests_the_barrier_of_the_table() -> None:
     async def run() -> dict[str, Barrier]:
         asked: dict[str, Barrier] = {}
         loop = FakeLoop(answer=lambda command: command.future.set_exception(NotIdle("2 requests run")))
@@ -218,7 +220,7 @@ def test_each_operation_asks_for_the_barrier_of_the_table() -> None:
         (KeyError("a fault"), grpc.StatusCode.INTERNAL),
     ],
 )
-def test_what_an_action_raises_is_the_calls_status(raised: Exception, code: grpc.StatusCode) -> None:
+def test_call_status_follows_the_exception_of_the_action(raised: Exception, code: grpc.StatusCode) -> None:
     async def run() -> tuple[grpc.StatusCode, str]:
         async with control(FakeLoop(answer=lambda command: command.future.set_exception(raised))) as stub:
             return await status_of(stub.FlushCache(pb.FlushCacheRequest()))
@@ -228,7 +230,7 @@ def test_what_an_action_raises_is_the_calls_status(raised: Exception, code: grpc
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("token", TOKEN),)])
-def test_a_call_without_the_token_reaches_nothing(metadata: tuple[tuple[str, str], ...]) -> None:
+def test_call_without_the_token_is_unauthenticated_and_puts_no_command(metadata: tuple[tuple[str, str], ...]) -> None:
     async def run() -> FakeLoop:
         loop = FakeLoop()
         async with control(loop, token=TOKEN) as stub:
@@ -249,7 +251,7 @@ def test_a_call_without_the_token_reaches_nothing(metadata: tuple[tuple[str, str
         (("host", "storage"), [("flush", "host", "storage")], 0),
     ],
 )
-def test_a_flush_is_of_the_tiers_that_it_names(names: tuple[str, ...], forgotten: list[Any], pages: int) -> None:
+def test_flush_covers_the_named_tiers(names: tuple[str, ...], forgotten: list[Any], pages: int) -> None:
     async def run() -> tuple[FakeLoop, int]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -273,7 +275,7 @@ EVERYWHERE = ("device", "host", "storage")
         (pb.FlushCacheRequest(older_than_s=0, cache_salt="a", tiers=["storage", "selected"]), [], [Selection(b"tag a", 0)], 7),
     ],
 )
-def test_a_flush_is_of_the_salt_and_the_age_that_it_names(
+def test_flush_covers_the_named_salt_and_age(
     request_: pb.FlushCacheRequest, forgotten: list[Any], deleted: list[Selection], pages: int
 ) -> None:
     async def run() -> tuple[FakeLoop, int]:
@@ -287,7 +289,7 @@ def test_a_flush_is_of_the_salt_and_the_age_that_it_names(
 
 
 def refused_flush(request: pb.FlushCacheRequest) -> str:
-    """The sentence; nothing was forgotten."""
+    """Returns the error message of a refused flush, after a check that no tier was flushed."""
 
     async def run() -> tuple[FakeLoop, tuple[grpc.StatusCode, str]]:
         loop = FakeLoop()
@@ -302,7 +304,7 @@ def refused_flush(request: pb.FlushCacheRequest) -> str:
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("age_s", [-1, float("nan"), float("inf")])
-def test_a_flush_of_no_age_forgets_nothing(age_s: float) -> None:
+def test_flush_is_refused_when_the_age_is_not_a_duration(age_s: float) -> None:
     assert refused_flush(pb.FlushCacheRequest(older_than_s=age_s)).startswith("older_than_s: ")
 
 
@@ -315,7 +317,7 @@ def test_a_flush_of_no_age_forgets_nothing(age_s: float) -> None:
         (pb.FlushCacheRequest(cache_salt="x" * 257), "cache_salt"),
     ],
 )
-def test_a_flush_that_means_nothing_forgets_nothing(request_: pb.FlushCacheRequest, field_: str) -> None:
+def test_flush_is_refused_when_fields_contradict_each_other(request_: pb.FlushCacheRequest, field_: str) -> None:
     assert refused_flush(request_).startswith(f"{field_}: ")
 
 
@@ -327,7 +329,7 @@ def test_a_flush_that_means_nothing_forgets_nothing(request_: pb.FlushCacheReque
         (None, grpc.StatusCode.DEADLINE_EXCEEDED, "goes on"),
     ],
 )
-def test_a_deletion_that_is_not_done_is_not_said_to_be(
+def test_flush_fails_when_the_storage_deletion_does_not_complete(
     deleted: Deleted | Exception | None, code: grpc.StatusCode, words: str
 ) -> None:
     async def run() -> tuple[grpc.StatusCode, str]:
@@ -338,7 +340,7 @@ def test_a_deletion_that_is_not_done_is_not_said_to_be(
     assert found is code and words in details
 
 
-def test_a_flush_of_an_unknown_tier_forgets_nothing() -> None:
+def test_flush_is_refused_when_a_tier_is_unknown() -> None:
     async def run() -> tuple[FakeLoop, tuple[grpc.StatusCode, str]]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -349,7 +351,7 @@ def test_a_flush_of_an_unknown_tier_forgets_nothing() -> None:
     assert loop.core.calls == []
 
 
-def test_a_call_with_the_token_is_answered() -> None:
+def test_call_with_the_token_succeeds() -> None:
     async def run() -> pb.FlushCacheResponse:
         async with control(FakeLoop(), token=TOKEN) as stub:
             return await stub.FlushCache(pb.FlushCacheRequest(), metadata=(("authorization", f"bearer {TOKEN}"),))
@@ -359,16 +361,16 @@ def test_a_call_with_the_token_is_answered() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "somewhere"])
-def test_other_addresses_than_loopback_need_a_token(host: str) -> None:
+def test_control_service_needs_a_token_when_the_address_is_not_loopback(host: str) -> None:
     with pytest.raises(ValueError, match="set control_token"):
         asyncio.run(start_control(control_at(host=host, port=1), FakeLoop().put, "w", "m"))
 
 
-def test_a_port_of_0_means_no_control_service() -> None:
+def test_control_service_is_off_when_the_port_is_0() -> None:
     assert asyncio.run(start_control(control_at(), FakeLoop().put, "w", "m")) is None
 
 
-def test_a_token_file_is_read_and_an_unreadable_one_is_named(tmp_path: Path) -> None:
+def test_token_file_is_read_and_named_when_unreadable(tmp_path: Path) -> None:
     async def run(at: ControlAddress) -> tuple[grpc.StatusCode, str]:
         server = await start_control(at, FakeLoop().put, "w", "m")
         assert server is not None
@@ -390,7 +392,7 @@ def test_a_token_file_is_read_and_an_unreadable_one_is_named(tmp_path: Path) -> 
         asyncio.run(run(control_at(port=1, token_file=str(file))))
 
 
-def test_the_deadline_leaves_time_to_say_that_it_has_passed() -> None:
+def test_command_deadline_leaves_time_for_the_response() -> None:
     async def run() -> list[float]:
         loop, left = FakeLoop(), []
         async with control(loop) as stub:
@@ -406,7 +408,7 @@ def test_the_deadline_leaves_time_to_say_that_it_has_passed() -> None:
     assert 3500 < none < 3600
 
 
-def test_a_caller_who_leaves_takes_the_command_along() -> None:
+def test_cancelled_call_cancels_the_command() -> None:
     async def run() -> concurrent.futures.Future[Any]:
         loop = FakeLoop(answer=lambda command: None)
         async with control(loop) as stub:
@@ -422,7 +424,7 @@ def test_a_caller_who_leaves_takes_the_command_along() -> None:
     assert asyncio.run(asyncio.wait_for(run(), 20)).cancelled()
 
 
-def test_internal_state_is_what_the_scheduler_says() -> None:
+def test_internal_state_reports_scheduler_and_worker() -> None:
     async def run() -> dict[str, Any]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -446,7 +448,7 @@ def test_internal_state_is_what_the_scheduler_says() -> None:
     assert (stats["num_running"], stats["new_token_ratio"]) == (3, 0.25)
 
 
-def test_tunables_change_together_and_in_their_own_type() -> None:
+def test_tunables_change_together_without_a_change_of_type() -> None:
     async def run() -> dict[str, Any]:
         async with control(FakeLoop()) as stub:
             return as_json(await stub.SetInternalState(changes(new_token_ratio=1, chunk=64, policy="fcfs")))
@@ -467,7 +469,7 @@ def test_tunables_change_together_and_in_their_own_type() -> None:
         ("policy", "worst", "policy: must be one of fcfs, lpm"),
     ],
 )
-def test_a_wrong_tunable_is_named_and_nothing_changes(name: str, value: Any, message: str) -> None:
+def test_wrong_tunable_is_named_and_changes_nothing(name: str, value: Any, message: str) -> None:
     async def run() -> tuple[tuple[grpc.StatusCode, str], dict[str, Any]]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -498,7 +500,7 @@ def test_a_wrong_tunable_is_named_and_nothing_changes(name: str, value: Any, mes
         ("SetLogLevel", pb.SetLogLevelRequest(level="loud"), "level"),
     ],
 )
-def test_a_wrong_argument_is_named_and_nothing_happens(name: str, request_: Any, field_name: str) -> None:
+def test_wrong_argument_is_named_and_changes_nothing(name: str, request_: Any, field_name: str) -> None:
     async def run() -> tuple[tuple[grpc.StatusCode, str], FakeLoop]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -509,7 +511,7 @@ def test_a_wrong_argument_is_named_and_nothing_happens(name: str, request_: Any,
     assert not loop.core.calls and not loop.executor.applied and not loop.pace.step_delay_s
 
 
-def test_released_memory_pauses_until_all_of_it_is_back() -> None:
+def test_worker_stays_paused_until_all_released_memory_is_resumed() -> None:
     async def run() -> tuple[list[list[pb.MemoryTag]], FakeLoop]:
         loop, said = FakeLoop(), []
         async with control(loop) as stub:
@@ -552,7 +554,7 @@ def test_memory_is_released_once_and_resumed_once() -> None:
     assert asyncio.run(run()).executor.applied == [ReleaseMemory(kv=True, weights=False)]
 
 
-def test_an_operators_pause_outlasts_released_memory() -> None:
+def test_operator_pause_outlasts_released_memory() -> None:
     async def run(pause_first: bool) -> bool:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -567,7 +569,7 @@ def test_an_operators_pause_outlasts_released_memory() -> None:
     assert asyncio.run(run(pause_first=True)) and asyncio.run(run(pause_first=False))
 
 
-def test_an_executor_that_refuses_to_release_leaves_the_worker_running() -> None:
+def test_worker_keeps_running_when_the_executor_refuses_to_release() -> None:
     async def run() -> FakeLoop:
         loop = FakeLoop(executor=FakeExecutor(refusal="this model's memory cannot be released"))
         async with control(loop) as stub:
@@ -580,7 +582,7 @@ def test_an_executor_that_refuses_to_release_leaves_the_worker_running() -> None
     assert not asyncio.run(run()).core.paused
 
 
-def test_memory_that_cannot_be_resumed_stays_released_and_paused() -> None:
+def test_memory_stays_released_when_resume_fails() -> None:
     async def run() -> None:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -596,7 +598,7 @@ def test_memory_that_cannot_be_resumed_stays_released_and_paused() -> None:
     asyncio.run(run())
 
 
-def test_a_profile_has_a_name_of_its_own_for_each_worker(tmp_path: Path) -> None:
+def test_profile_path_contains_the_worker_id(tmp_path: Path) -> None:
     async def run() -> FakeLoop:
         loop = FakeLoop()
         async with control(loop, tmp_path / "new") as stub:
@@ -616,7 +618,7 @@ def test_a_profile_has_a_name_of_its_own_for_each_worker(tmp_path: Path) -> None
     assert [type(operation) for operation in applied] == [StartProfile, StopProfile, StartProfile]
 
 
-def test_a_profile_whose_file_cannot_be_written_is_over(tmp_path: Path) -> None:
+def test_profile_ends_when_the_file_cannot_be_written(tmp_path: Path) -> None:
     async def run() -> None:
         loop = FakeLoop()
         async with control(loop, tmp_path) as stub:
@@ -629,7 +631,7 @@ def test_a_profile_whose_file_cannot_be_written_is_over(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_the_log_level_changes_and_the_previous_one_is_told() -> None:
+def test_log_level_changes_and_returns_the_previous_level() -> None:
     async def run(before: str) -> None:
         async with control(FakeLoop()) as stub:
             assert (await stub.SetLogLevel(pb.SetLogLevelRequest(level="error"))).previous == before
@@ -644,7 +646,7 @@ def test_the_log_level_changes_and_the_previous_one_is_told() -> None:
         logging.getLogger().setLevel(level)
 
 
-def test_frozen_objects_are_counted() -> None:
+def test_freeze_gc_counts_objects() -> None:
     async def run() -> pb.FreezeGcResponse:
         async with control(FakeLoop()) as stub:
             return await stub.FreezeGc(pb.FreezeGcRequest())

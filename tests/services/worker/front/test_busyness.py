@@ -1,4 +1,4 @@
-"""What front ends are told of a worker's load, and when."""
+"""Tests of load reports: their content, and when gateway streams receive them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def until_load(front: FrontEnd, holds: Callable[[worker_pb2.WorkerLoad], b
     return next(load for load in front.loads[seen:] if holds(load))
 
 
-def test_a_load_follows_the_hello_and_others_follow_while_nothing_happens() -> None:
+def test_load_follows_the_hello_and_repeats_when_idle() -> None:
     async def check() -> None:
         async with serving(gap_s=0.02, beat_s=0.1) as worker:
             front = FrontEnd(worker.stub)
@@ -38,7 +38,7 @@ def test_a_load_follows_the_hello_and_others_follow_while_nothing_happens() -> N
     run(check)
 
 
-def test_it_counts_requests_of_this_stream_and_of_all() -> None:
+def test_load_counts_requests_of_one_stream_and_of_all_streams() -> None:
     async def check() -> None:
         async with serving(step_s=0.02, config=replace(CONFIG, max_running_requests=2)) as worker:
             mine, other = FrontEnd(worker.stub), FrontEnd(worker.stub)
@@ -59,7 +59,7 @@ def test_it_counts_requests_of_this_stream_and_of_all() -> None:
     run(check)
 
 
-def test_a_step_that_takes_long_keeps_nobody_from_hearing() -> None:
+def test_load_is_sent_during_a_long_step() -> None:
     async def check() -> None:
         async with serving(step_s=2.0, gap_s=0.02, beat_s=0.1) as worker:
             front = FrontEnd(worker.stub)
@@ -74,7 +74,7 @@ def test_a_step_that_takes_long_keeps_nobody_from_hearing() -> None:
     run(check)
 
 
-def test_a_busy_worker_does_not_tell_every_step() -> None:
+def test_load_is_not_sent_for_every_step() -> None:
     async def check() -> None:
         async with serving(step_s=0.001) as worker:
             front = FrontEnd(worker.stub)
@@ -88,7 +88,7 @@ def test_a_busy_worker_does_not_tell_every_step() -> None:
     run(check)
 
 
-def test_a_step_that_does_not_end_is_told_with_its_age() -> None:
+def test_load_reports_the_age_of_a_hung_step() -> None:
     async def check() -> None:
         async with serving(gap_s=0.02, beat_s=0.05) as worker:
             ends, wait = threading.Event(), worker.executor.wait
@@ -113,7 +113,7 @@ def test_a_step_that_does_not_end_is_told_with_its_age() -> None:
     run(check)
 
 
-def test_age_alone_is_no_news() -> None:
+def test_load_is_not_sent_when_only_the_step_age_changes() -> None:
     async def check() -> None:
         now = 0.0
         outbox, pulse = StreamOutbox(asyncio.get_running_loop()), Pulse(lambda: now)
@@ -141,12 +141,12 @@ def idle() -> tuple[Pulse, StepLimit]:
 
 @dataclass
 class Index:
-    lease_held: bool = False
-    generation: int = 3
-    seq: int = 0
+    lease_held: bool = False  # whether the worker holds its lease in the index
+    generation: int = 3  # generation of the worker in the index
+    seq: int = 0  # sequence number of the last event batch
 
 
-def test_it_tells_what_the_index_knows() -> None:
+def test_load_reports_the_state_of_the_index() -> None:
     async def check() -> None:
         index = Index()
         outbox = StreamOutbox(asyncio.get_running_loop())
@@ -162,8 +162,8 @@ def test_it_tells_what_the_index_knows() -> None:
     run(check)
 
 
-def test_what_reading_saves_is_told_where_it_is_known() -> None:
-    """Nothing says nothing: gateways then have a default, which 0 is not."""
+def test_load_reports_saved_shares_when_measured() -> None:
+    """Unmeasured values are unset, because 0 is a value and gateways use a default for unset ones."""
 
     async def check() -> None:
         outbox = StreamOutbox(asyncio.get_running_loop())
@@ -182,7 +182,7 @@ def test_what_reading_saves_is_told_where_it_is_known() -> None:
     run(check)
 
 
-def test_a_slow_front_end_gets_the_latest_load_alone() -> None:
+def test_slow_gateway_stream_receives_only_the_latest_load() -> None:
     async def check() -> None:
         outbox = StreamOutbox(asyncio.get_running_loop())
         report = LoadReport(outbox, 4, NoIndex(1), *idle())

@@ -1,4 +1,4 @@
-"""A worker that goes away: what runs may end, the rest is handed back with all its tokens, and nothing new is taken."""
+"""Tests of a drain: running requests may end, the rest are returned with all their tokens, and new ones are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def to_the_end(front: FrontEnd) -> None:
             pass
 
 
-def test_running_requests_end_and_new_ones_go_elsewhere() -> None:
+def test_drain_finishes_running_requests_and_refuses_new_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
             front = FrontEnd(worker.stub)
@@ -64,7 +64,7 @@ def test_running_requests_end_and_new_ones_go_elsewhere() -> None:
     run(check)
 
 
-def test_what_is_kept_for_a_reader_is_waited_for() -> None:
+def test_drain_waits_for_kv_reservations() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
             front = FrontEnd(worker.stub)
@@ -89,7 +89,7 @@ def test_what_is_kept_for_a_reader_is_waited_for() -> None:
 @pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_left_is_handed_back_with_every_token_that_was_sampled(stream: bool, overlap: bool) -> None:
+def test_drain_returns_remaining_requests_with_every_sampled_token(stream: bool, overlap: bool) -> None:
     async def check() -> None:
         async with serving(step_s=0.01, overlap=overlap) as worker:
             front = FrontEnd(worker.stub)
@@ -106,7 +106,7 @@ def test_what_is_left_is_handed_back_with_every_token_that_was_sampled(stream: b
     run(check)
 
 
-def test_what_was_handed_back_goes_on_at_another_worker() -> None:
+def test_drained_request_continues_on_another_worker() -> None:
     async def check() -> None:
         async with serving(step_s=0.01) as first, serving() as second:
             front, other = FrontEnd(first.stub), FrontEnd(second.stub)
@@ -128,7 +128,7 @@ def test_what_was_handed_back_goes_on_at_another_worker() -> None:
     run(check)
 
 
-def test_an_idle_worker_waits_for_nothing_and_ends_its_streams() -> None:
+def test_drain_of_an_idle_worker_ends_streams_at_once() -> None:
     async def check() -> None:
         async with serving() as worker:
             front = FrontEnd(worker.stub)
@@ -141,7 +141,7 @@ def test_an_idle_worker_waits_for_nothing_and_ends_its_streams() -> None:
     run(check)
 
 
-def test_a_second_signal_ends_the_wait() -> None:
+def test_second_signal_ends_the_drain() -> None:
     async def check() -> None:
         async with serving(step_s=0.05) as worker:
             front = FrontEnd(worker.stub)
@@ -177,7 +177,7 @@ async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process,
         await worker.wait()
 
 
-def test_a_process_hands_its_requests_back_and_leaves() -> None:
+def test_process_returns_requests_and_exits_after_sigterm() -> None:
     async def check() -> None:
         async with process(step_s=0.02, grace_s=0.3) as (worker, front):
             await front.send(submit(1, max_new_tokens=2000))
@@ -191,7 +191,7 @@ def test_a_process_hands_its_requests_back_and_leaves() -> None:
     run(check)
 
 
-def test_a_step_that_never_ends_keeps_no_process_and_no_request() -> None:
+def test_process_returns_requests_and_exits_when_a_step_hangs() -> None:
     async def check() -> None:
         async with process(step_s=10 * GUARD_S, grace_s=0.1) as (worker, front):
             await front.send(submit(1))

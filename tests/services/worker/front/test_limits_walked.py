@@ -1,5 +1,7 @@
-"""Every limit of a request over gRPC, as a front end that checks nothing meets it: what is at the limit passes, one more is
-refused by its field's name, and the stream goes on."""
+"""Tests every limit of a request over gRPC, without the checks of a gateway.
+
+A value at the limit passes. A value above it is refused with the name of its field, and the stream stays open.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from services.shared import limits
 from tests.services.worker.conftest import run, serving
 from tests.services.worker.front.test_server import FrontEnd
 
-Made = tuple[worker_pb2.Submit, str]  # and the field that is named
+Made = tuple[worker_pb2.Submit, str]  # a Submit and the name of the field at its limit
 
 
 def sampled(field: str, make: Callable[[int], dict[str, Any]]) -> Callable[[int], Made]:
@@ -58,7 +60,8 @@ WALKED: dict[str, Callable[[int], Made]] = {
 }
 
 
-# What this worker says of what is at the limit, for it has no tokenizer, no compiler of grammars, no session and no weights.
+# # Part of the error message for a value at the limit, for features that this worker lacks: it has no tokenizer, no grammar
+# compiler, no open session and one model version.
 LACKS = {
     **dict.fromkeys((name for name in WALKED if name.startswith("MAX_DRY")), "no tokenizer"),
     "MAX_GRAMMAR_BYTES": "grammar",
@@ -67,7 +70,7 @@ LACKS = {
 }
 
 
-def test_what_is_at_a_limit_passes_and_one_more_is_refused_by_name() -> None:
+def test_value_at_a_limit_passes_and_one_more_is_refused_by_field() -> None:
     wrong: dict[str, tuple[str, str]] = {}
 
     async def body() -> None:

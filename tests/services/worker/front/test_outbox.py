@@ -1,4 +1,4 @@
-"""What gathers for a front end that reads late."""
+"""Tests of StreamOutbox: messages that wait for a slow gateway stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.worker.front.outbox import MERGED_BYTES, PeerStream
 
 
 def taken(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:
-    """Messages that these become, if nobody has read in between."""
+    """Returns the messages that these steps become if the stream is read only at the end."""
 
     async def take() -> list[worker_pb2.StepOutput]:
         stream, messages = PeerStream(), []
@@ -23,7 +23,7 @@ def taken(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:
     return asyncio.run(take())
 
 
-def test_steps_merge_into_messages_of_bounded_size_in_their_order() -> None:
+def test_steps_merge_in_order_into_messages_of_bounded_size() -> None:
     def step(number: int, values: int) -> worker_pb2.StepOutput:
         row = worker_pb2.LogprobRows(handle=number, values=[0.5] * values)
         return worker_pb2.StepOutput(handles=[number], counts=[1], token_ids=[number], prompt_logprobs=[row])
@@ -34,7 +34,7 @@ def test_steps_merge_into_messages_of_bounded_size_in_their_order() -> None:
     middling = taken([step(number, MERGED_BYTES // 64) for number in range(100)])
     assert all(MERGED_BYTES // 2 < message.ByteSize() <= MERGED_BYTES for message in middling[:-1]) and len(middling) == 7
 
-    sizes = [MERGED_BYTES // 16, MERGED_BYTES // 2, 1, 1]  # of values; the second is larger than what merges
+    sizes = [MERGED_BYTES // 16, MERGED_BYTES // 2, 1, 1]  # numbers of values; the second is too large to be merged
     large = taken([step(number, sizes[number % 4]) for number in range(80)])
     assert [token for message in large for token in message.token_ids] == [*range(80)]
     assert [row.handle for message in large for row in message.prompt_logprobs] == [*range(80)]
@@ -46,7 +46,7 @@ def test_steps_merge_into_messages_of_bounded_size_in_their_order() -> None:
     )
 
 
-def test_what_is_taken_ends_what_merges() -> None:
+def test_steps_after_a_take_form_a_new_message() -> None:
     async def take() -> list[list[int]]:
         stream = PeerStream()
         stream.put(worker_pb2.StepOutput(token_ids=[1]))

@@ -1,4 +1,4 @@
-"""The Worker service over real gRPC, the real loop and core behind it, the fake executor in place of a model."""
+"""Tests of the Worker service over real gRPC, with real loop and core and a fake executor."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 class FrontEnd:
-    """One Generate stream, its outputs gathered by handle."""
+    """A Generate stream, as a gateway opens it. Gathers outputs by handle."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub) -> None:
         self.call = stub.Generate()
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, worker_pb2.Finish] = {}
         self.loads: list[worker_pb2.WorkerLoad] = []
-        self.hellos: list[worker_pb2.WorkerInfo] = []  # after the first
+        self.hellos: list[worker_pb2.WorkerInfo] = []  # repeated hellos, without the first
         self.messages = 0
 
     async def hello(self) -> worker_pb2.WorkerInfo:
@@ -64,7 +64,7 @@ class FrontEnd:
                 assert await self.next(), "the stream has ended"
 
     async def next(self) -> bool:
-        """Takes one message. False: the stream has ended."""
+        """Takes one message. Returns False if the stream has ended."""
         message = await self.call.read()
         if message is grpc.aio.EOF:
             return False
@@ -92,7 +92,7 @@ class FrontEnd:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_many_requests_share_one_message_per_step(overlap: bool) -> None:
+def test_requests_share_one_message_per_step(overlap: bool) -> None:
     async def check() -> None:
         async with serving(step_s=0.005, overlap=overlap) as worker:
             front = FrontEnd(worker.stub)
@@ -108,7 +108,7 @@ def test_many_requests_share_one_message_per_step(overlap: bool) -> None:
     run(check)
 
 
-def test_a_second_request_is_told_what_was_cached() -> None:
+def test_second_request_reports_cached_tokens() -> None:
     async def check() -> None:
         async with serving() as worker:
             front = FrontEnd(worker.stub)
@@ -122,7 +122,7 @@ def test_a_second_request_is_told_what_was_cached() -> None:
     run(check)
 
 
-def test_abort_ends_the_request_once_and_frees_its_pages() -> None:
+def test_abort_ends_the_request_once_and_frees_the_pages() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
             front = FrontEnd(worker.stub)
@@ -139,7 +139,7 @@ def test_abort_ends_the_request_once_and_frees_its_pages() -> None:
     run(check)
 
 
-def test_a_front_end_that_goes_away_leaves_nothing_behind() -> None:
+def test_closed_gateway_stream_frees_only_the_requests_of_the_stream() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
             first, second = FrontEnd(worker.stub), FrontEnd(worker.stub)
@@ -163,7 +163,7 @@ BAD = {
     "prompt over the context": {"prompt_ids": [1] * 256},
     "salt too long": {"cache_salt": "x" * 1000},
 }
-BAD_SAMPLING = {  # the rest is in test_wire_submit, by the function that the servicer calls
+BAD_SAMPLING = {  # examples only; test_wire_submit checks all of them on submit_from_pb()
     "temperature": {"temperature": -1.0},
     "stop too many": {"stop": ["x"] * 17},
     "stop_token_ids": {"stop_token_ids": [1] * 257},
@@ -173,7 +173,7 @@ BAD_SAMPLING = {  # the rest is in test_wire_submit, by the function that the se
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize("name", [*BAD, *BAD_SAMPLING])
-def test_the_worker_refuses_what_a_gateway_should_have(name: str) -> None:
+def test_worker_refuses_invalid_requests(name: str) -> None:
     async def check() -> None:
         async with serving() as worker:
             front = FrontEnd(worker.stub)
@@ -191,7 +191,7 @@ def test_the_worker_refuses_what_a_gateway_should_have(name: str) -> None:
     run(check)
 
 
-def test_what_is_kept_for_a_request_that_is_refused_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_request_releases_the_kv_reservation_and_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         async with serving(config=replace(CONFIG, reads_peers=True)) as worker:
             front = FrontEnd(worker.stub)
@@ -219,13 +219,13 @@ def test_what_is_kept_for_a_request_that_is_refused_is_left(monkeypatch: pytest.
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Sooner than what was read ahead is forgotten."""
+    """Waits for the condition for at most 60 seconds, which is less than the lifetime of a prefetch."""
     async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.01)
 
 
-def test_the_bounded_queue_refuses_one_more() -> None:
+def test_full_queue_refuses_further_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.02) as worker:
             front = FrontEnd(worker.stub)
@@ -237,7 +237,7 @@ def test_the_bounded_queue_refuses_one_more() -> None:
     run(check)
 
 
-def test_stop_strings_and_tokens_are_the_workers_decision() -> None:
+def test_worker_ends_requests_at_stop_strings_and_stop_tokens() -> None:
     async def check() -> None:
         async with serving() as worker:
             front = FrontEnd(worker.stub)
@@ -253,7 +253,7 @@ def test_stop_strings_and_tokens_are_the_workers_decision() -> None:
     run(check)
 
 
-def test_a_failing_step_ends_its_requests_and_the_worker_goes_on() -> None:
+def test_failing_step_ends_only_the_requests_of_the_step() -> None:
     async def check() -> None:
         async with serving(step_s=0.002) as worker:
             worker.executor.fail_steps = {3}
@@ -270,7 +270,7 @@ def test_a_failing_step_ends_its_requests_and_the_worker_goes_on() -> None:
     run(check)
 
 
-def test_metrics_carry_sglangs_names_and_true_counts() -> None:
+def test_metrics_have_sglang_names_and_exact_counts() -> None:
     async def check() -> None:
         async with serving() as worker:
             front = FrontEnd(worker.stub)
@@ -304,7 +304,7 @@ def test_metrics_carry_sglangs_names_and_true_counts() -> None:
     run(check)
 
 
-def test_a_handle_that_is_in_use_ends_the_stream_and_what_came_over_it() -> None:
+def test_reused_handle_ends_the_stream_and_all_of_the_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
             front = FrontEnd(worker.stub)

@@ -1,4 +1,4 @@
-"""Outputs on the wire: what the core says of a step, as front ends read it."""
+"""Tests of outputs on the wire: from the core's step output to the messages that gateways read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from services.worker.front.wire import InvalidRequest, output_to_pb, ready_from_
 
 
 def entries_of(rows: worker_pb2.LogprobRows) -> list[TokenLogprob]:
-    """As the gateway reads them."""
+    """Returns the entries as a gateway reads them."""
     table = LogprobTable()
     table.extend(rows)
     return list(table.span(0, len(table)))
 
 
-def test_an_empty_output_is_an_empty_message() -> None:
+def test_output_to_pb_of_an_empty_output_is_an_empty_message() -> None:
     assert output_to_pb(PeerOutput(1)) == worker_pb2.StepOutput()
 
 
-def test_logprobs_come_back_token_by_token() -> None:
+def test_output_to_pb_keeps_logprobs_of_every_token() -> None:
     rows = [
         RowLogprobs(-0.5, (7, 8), (-0.25, -1.5), (-3.0,)),
         RowLogprobs(-1.0, (9, 7), (-0.125, -2.0), (-4.0,)),
@@ -39,12 +39,12 @@ def test_logprobs_come_back_token_by_token() -> None:
     assert [entry.value for entry in back] == [row.sampled for row in rows]
 
 
-def test_logprobs_without_top_ones() -> None:
+def test_output_to_pb_keeps_logprobs_without_top_tokens() -> None:
     message = output_to_pb(PeerOutput(1, logprobs=[(5, [RowLogprobs(-0.5, (), ())])]))
     assert [tuple(map(list, entry[1:])) for entry in entries_of(message.logprobs[0])] == [([], [], [])]
 
 
-def test_prompt_logprobs_come_back_position_by_position() -> None:
+def test_output_to_pb_keeps_prompt_logprobs_of_every_position() -> None:
     values = np.array([-1, -2, -3], dtype=np.float32)
     top_ids = np.arange(6, dtype=np.int32).reshape(3, 2)
     top = -np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -58,7 +58,7 @@ def test_prompt_logprobs_come_back_position_by_position() -> None:
     assert [list(entry.chosen_values) for entry in back] == chosen.tolist()
 
 
-def test_finish_with_a_vector() -> None:
+def test_finish_carries_an_embedding() -> None:
     vector = np.array([0.5, -0.25], dtype=np.float32)
     finish = Finish(1, "r", FinishReason.EMBEDDED, prompt_tokens=3, cached_tokens=2, embedding=vector)
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
@@ -70,14 +70,14 @@ def test_finish_with_a_vector() -> None:
     )
 
 
-def test_finish_carries_the_log_probabilities_of_labels() -> None:
+def test_finish_carries_label_logprobs() -> None:
     values = np.array([-0.5, -np.inf], dtype=np.float32)
     finish = Finish(1, "r", FinishReason.SCORED, prompt_tokens=3, label_logprobs=values)
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, list(pb.label_logprobs)) == (common_pb2.FINISH_REASON_SCORED, values.tolist())
 
 
-def test_cached_tokens_by_tier() -> None:
+def test_finish_carries_cached_tokens_by_tier() -> None:
     finish = Finish(1, "r", FinishReason.LENGTH, cached_tokens=9, cached_from={Tier.DEVICE: 2, Tier.HOST: 3, Tier.STORAGE: 4})
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.cached_tokens, pb.cached_device_tokens, pb.cached_host_tokens, pb.cached_storage_tokens) == (9, 2, 3, 4)
@@ -85,7 +85,7 @@ def test_cached_tokens_by_tier() -> None:
     assert output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0].cached_peer_tokens == 7
 
 
-def test_who_is_handed_over_says_where_its_pages_are() -> None:
+def test_finish_of_a_handover_carries_the_kv_reservation() -> None:
     room = KvReservation((1 << 63) - 1, 5, b"s" * RESERVATION_SECRET_BYTES)
     pb = output_to_pb(PeerOutput(1, finishes=[Finish(1, "r", FinishReason.HANDED_OVER, room=room, room_pages=7)])).finishes[0]
     assert pb.reason == common_pb2.FINISH_REASON_HANDED_OVER
@@ -94,21 +94,21 @@ def test_who_is_handed_over_says_where_its_pages_are() -> None:
     assert not bare.HasField("room")
 
 
-def test_what_guesses_by_a_prediction_have_come_to_goes_in_columns() -> None:
+def test_output_to_pb_counts_accepted_and_rejected_prediction_tokens() -> None:
     verified = Verified().and_row(3, 2).and_row(4, 1, True).and_row(2, 2, True)
     pb = output_to_pb(PeerOutput(1, predicted=[(8, verified), (9, Verified())]))
     assert list(pb.predicted_handles) == [8, 9]
     assert (list(pb.accepted_prediction_tokens), list(pb.rejected_prediction_tokens)) == ([3, 0], [3, 0])
 
 
-def test_what_is_computed_of_a_prompt_says_where_it_is() -> None:
+def test_pages_ready_carries_the_kv_reservation() -> None:
     ready = PagesReady(3, KvReservation(9, 5, b"s" * RESERVATION_SECRET_BYTES), 7)
     (pb,) = output_to_pb(PeerOutput(1, ready=[ready])).ready
     assert (pb.handle, pb.room.room, pb.room.epoch, pb.room.secret, pb.room.pages) == (3, 9, 5, b"s" * 16, 7)
     assert ready_from_pb(pb) == ready
 
 
-def test_finish_by_a_pattern_after_retractions() -> None:
+def test_finish_carries_matched_regex_retractions_and_draft_counts() -> None:
     finish = Finish(1, "r", FinishReason.MATCHED_REGEX, matched_stop="a+", retractions=2, queue_s=0.25, completion_tokens=9)
     finish = replace(finish, verified=Verified().and_row(3, 2).and_row(1, 0))
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
@@ -127,20 +127,20 @@ def test_finish_by_a_pattern_after_retractions() -> None:
     ],
     ids=["a field", "an element"],
 )
-def test_a_refusal_says_of_what_it_is_to_gateways_that_know_no_fields(refused: InvalidRequest, message: str) -> None:
+def test_refusal_names_the_field_in_the_message_for_older_gateways(refused: InvalidRequest, message: str) -> None:
     finish = refusal_to_pb(worker_pb2.Submit(handle=7, prompt_ids=[1, 2]), refused)
     assert (finish.message, finish.field) == (message, refused.field)
     assert (finish.element if finish.HasField("element") else None) == refused.element
     assert (finish.handle, finish.prompt_tokens, finish.error) == (7, 2, common_pb2.ERROR_CODE_INVALID_ARGUMENT)
 
 
-def test_an_error_that_is_of_no_field_says_what_it_says() -> None:
+def test_error_without_a_field_keeps_the_message() -> None:
     finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="the prompt is empty")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.message, pb.field) == ("the prompt is empty", "")
 
 
-def test_finish_with_an_error() -> None:
+def test_finish_carries_an_error() -> None:
     finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="no", field="grammar")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, pb.error, pb.field, pb.message) == (

@@ -1,4 +1,4 @@
-"""Submits off the wire: every field arrives, every default is resolved, every limit holds against other front ends too."""
+"""Tests of submits from the wire: every field arrives, every default is resolved, and every limit applies without a gateway."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def sampling(model: ModelLimits = MODEL, prompt: list[int] = PROMPT, **fields: A
     return submit_from_pb(message, 1, model, 77).params
 
 
-def test_defaults() -> None:
+def test_defaults_are_resolved() -> None:
     assert sampling() == SamplingParams(max_new_tokens=CONTEXT - len(PROMPT), seed=77)
 
 
-def test_every_plain_field_arrives() -> None:
+def test_plain_fields_arrive() -> None:
     plain = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "frequency_penalty": 1.5, "presence_penalty": -1}
     more = {"repetition_penalty": 1.25, "min_new_tokens": 3, "ignore_eos": True, "seed": 5, "stream_interval": 4}
     params = sampling(max_new_tokens=9, skip_special_tokens=False, **plain, **more)
@@ -49,7 +49,7 @@ def test_every_plain_field_arrives() -> None:
         assert getattr(params, field) == value, field
 
 
-def test_sets_of_tokens_and_texts_arrive() -> None:
+def test_token_sets_and_strings_arrive() -> None:
     params = sampling(
         **{"stop_token_ids": [5, 6], "stop": ["a", "b"], "stop_regex": ["a+", "[0-9]{3}"]},
         **{"allowed_token_ids": [1, 999], "banned_token_ids": [2], "logit_bias_ids": [4], "logit_bias_values": [2.5]},
@@ -59,10 +59,10 @@ def test_sets_of_tokens_and_texts_arrive() -> None:
 
 
 class TestMaxNewTokens:
-    def test_is_clipped_to_the_context(self) -> None:
+    def test_value_is_clipped_to_the_context(self) -> None:
         assert sampling(max_new_tokens=10_000).max_new_tokens == CONTEXT - len(PROMPT)
 
-    def test_in_a_session_the_core_clips_what_the_turn_leaves(self) -> None:
+    def test_value_is_not_clipped_to_the_prompt_in_a_session(self) -> None:
         def turn(**fields: Any) -> int:
             message = worker_pb2.Submit(prompt_ids=PROMPT, sampling=pb.SamplingParams(**fields))
             message.session.session_id = "s"
@@ -70,81 +70,81 @@ class TestMaxNewTokens:
 
         assert (turn(), turn(max_new_tokens=7), turn(max_new_tokens=500)) == (CONTEXT, 7, CONTEXT)
 
-    def test_min_new_tokens_is_no_more(self) -> None:
+    def test_min_new_tokens_is_clipped_to_max_new_tokens(self) -> None:
         assert sampling(max_new_tokens=3, min_new_tokens=9).min_new_tokens == 3
 
 
 class TestLogprobs:
-    def test_unset(self) -> None:
+    def test_logprobs_are_off_by_default(self) -> None:
         params = sampling()
         assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (-1, (), -1)
 
-    def test_set_but_empty_means_the_sampled_token(self) -> None:
+    def test_empty_message_means_the_sampled_token(self) -> None:
         params = sampling(logprobs=pb.Logprobs())
         assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (0, (), -1)
 
-    def test_all_of_it(self) -> None:
+    def test_every_field_arrives(self) -> None:
         params = sampling(logprobs=pb.Logprobs(top=20, token_ids=[9, 8], prompt_from=0))
         assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (20, (9, 8), 0)
 
-    def test_from_the_last_prompt_token(self) -> None:
+    def test_prompt_logprobs_start_at_the_last_prompt_token(self) -> None:
         assert sampling(logprobs=pb.Logprobs(prompt_from=3)).prompt_logprobs_from == 3
 
 
 class TestGrammar:
     @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
-    def test_source(self, kind: str) -> None:
+    def test_json_schema_and_structural_tag_arrive(self, kind: str) -> None:
         assert sampling(grammar=pb.Grammar(**{kind: "{}"})).grammar == GrammarSpec(GrammarKind(kind), "{}")
 
-    def test_any_object(self) -> None:
+    def test_json_object_arrives(self) -> None:
         assert sampling(grammar=pb.Grammar(json_object=True)).grammar == GrammarSpec(GrammarKind.JSON_OBJECT, "")
 
-    def test_it_decides_when_the_output_may_end(self) -> None:
+    def test_grammar_overrides_min_new_tokens(self) -> None:
         assert sampling(min_new_tokens=5, grammar=pb.Grammar(regex="a")).min_new_tokens == 0
 
 
 class TestDry:
-    def test_off_unless_its_multiplier_is_set(self) -> None:
+    def test_dry_is_off_unless_a_multiplier_is_set(self) -> None:
         assert sampling().dry is None
         assert sampling(dry=pb.Dry(base=2)).dry is None
 
-    def test_defaults(self) -> None:
+    def test_defaults_are_resolved(self) -> None:
         breakers = tuple(sorted(map(ord, '\n:"*')))
         assert sampling(dry=pb.Dry(multiplier=0.5)).dry == DryParams(0.5, 1.75, 2, 0, breakers)
 
-    def test_a_window_of_0_is_all_as_without_one(self) -> None:
+    def test_window_of_0_equals_no_window(self) -> None:
         assert sampling(dry=pb.Dry(multiplier=1, window=0)).dry == sampling(dry=pb.Dry(multiplier=1)).dry is not None
 
-    def test_all_of_it_and_the_last_token_of_a_breaker(self) -> None:
+    def test_every_field_arrives_and_breakers_become_last_tokens(self) -> None:
         dry = pb.Dry(multiplier=0.5, base=2, allowed_length=4, window=9, breakers=["ab", "b", "c"])
         assert sampling(dry=dry).dry == DryParams(0.5, 2.0, 4, 9, (ord("b"), ord("c")))
 
-    def test_no_tokenizer_no_dry(self) -> None:
+    def test_dry_is_refused_when_the_worker_has_no_tokenizer(self) -> None:
         assert "tokenizer" in refused("dry_multiplier", model=ModelLimits(CONTEXT, VOCAB, False), dry=pb.Dry(multiplier=1))
 
 
 class TestEmbedding:
-    def test_takes_one_step(self) -> None:
+    def test_embedding_samples_no_token(self) -> None:
         params = sampling(max_new_tokens=50, embedding=pb.Embedding(dimensions=4, normalize=False))
         assert (params.embedding, params.max_new_tokens) == (EmbeddingParams(4, False), 0)
 
-    def test_defaults_are_the_models(self) -> None:
+    def test_defaults_follow_the_model(self) -> None:
         assert sampling(embedding=pb.Embedding()).embedding == EmbeddingParams(0, None)
 
-    def test_may_fill_the_context(self) -> None:
+    def test_prompt_may_fill_the_context(self) -> None:
         assert sampling(prompt=[1] * CONTEXT, embedding=pb.Embedding()).max_new_tokens == 0
 
 
 class TestScore:
-    def test_samples_nothing_whatever_else_is_asked(self) -> None:
+    def test_score_samples_no_token(self) -> None:
         params = sampling(max_new_tokens=50, score=pb.Score(label_token_ids=[7, 2, 7]))
         assert (params.score, params.max_new_tokens, params.samples) == (ScoreParams((7, 2, 7)), 0, False)
 
-    def test_may_fill_the_context(self) -> None:
+    def test_prompt_may_fill_the_context(self) -> None:
         assert sampling(prompt=[1] * CONTEXT, score=pb.Score(label_token_ids=[1])).score == ScoreParams((1,))
 
 
-def test_no_token_is_wanted_when_max_new_tokens_is_0() -> None:
+def test_no_token_is_sampled_when_max_new_tokens_is_0() -> None:
     params = sampling(max_new_tokens=0, min_new_tokens=3)
     assert (params.max_new_tokens, params.min_new_tokens, params.samples) == (0, 0, False)
 
@@ -183,12 +183,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.by_day(one_in=2, seed=30)
 @pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD.keys())
-def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
+def test_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
     assert refused(message, **fields).startswith(message)
 
 
 def message_of(row: SamplingParameter, value: Any) -> dict[str, Any]:
-    """The fields of a message with this value, {} for one that its field cannot carry."""
+    """Returns the fields of a message with this value, or {} if the field cannot carry the value."""
     parent, _, member = row.wire.rpartition(".")
     try:
         pb.Dry(**{member: value}) if parent else pb.SamplingParams(**{member: value})
@@ -206,14 +206,15 @@ def arrived(params: SamplingParams, row: SamplingParameter) -> Any:
 ROWS = [pytest.param(row, id=row.wire) for row in NUMERIC if row in SCALARS or row.wire.startswith("dry.")]
 
 
-# One line looks at all scalars: one of each kind with such ends. The lines of DRY are each row's own.
+# The same line of code checks all scalars. One row of each combination of kind and limits is enough.
+# A line of its own checks each DRY field.
 LOOKED_AT = {(row.kind, row.low is None, row.high is None, row.excludes_low): row for row in NUMERIC if row in SCALARS}
 OUTSIDE = [case for case in ROWS if case.values[0] in LOOKED_AT.values() or case.id.startswith("dry.")]
 
 
 @pytest.mark.by_day(one_in=2, seed=18)
 @pytest.mark.parametrize("row", OUTSIDE)
-def test_a_number_outside_its_range_is_named(row: SamplingParameter) -> None:
+def test_number_outside_the_range_is_refused_by_name(row: SamplingParameter) -> None:
     named = row.names[Api.CHAT] if row.wire.startswith("dry.") else row.wire
     not_numbers = [float("nan"), float("inf"), float("-inf")] if row.kind is Kind.NUMBER else []
     for fields in (message_of(row, value) for value in (*outside(row), *not_numbers)):
@@ -221,8 +222,8 @@ def test_a_number_outside_its_range_is_named(row: SamplingParameter) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=8)
-@pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # which has two neutral values
-def test_a_number_arrives_and_so_do_the_ends_of_its_range(row: SamplingParameter) -> None:
+@pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # top_k has two neutral values
+def test_number_within_the_range_arrives(row: SamplingParameter) -> None:
     room = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
     for value in (typical(row), row.high) if row.excludes_low else (typical(row), row.low, row.high):
         fields = message_of(row, value)
@@ -239,16 +240,16 @@ def test_top_p_of_0_is_greedy(share: float) -> None:
     assert (params.temperature, params.top_p, params.top_k) == (0.0, 1.0, 5)
 
 
-def test_top_p_of_0_is_greedy_when_it_is_the_models_default() -> None:
+def test_model_default_of_top_p_0_is_greedy() -> None:
     model = replace(MODEL, defaults=SamplingDefaults(temperature=2.0, top_p=0.0))
     assert (sampling(model).temperature, sampling(model, top_p=0.5).temperature) == (0.0, 2.0)
 
 
-def test_repetition_penalty_stays_above_0_when_it_is_tiny() -> None:
+def test_tiny_repetition_penalty_stays_above_0() -> None:
     assert sampling(repetition_penalty=1e-45).repetition_penalty == SMALLEST_POSITIVE
 
 
-def test_a_model_refuses_what_it_cannot_do() -> None:
+def test_model_refuses_unsupported_outputs() -> None:
     no_vectors, no_tokens = ModelLimits(CONTEXT, VOCAB, False), ModelLimits(CONTEXT, VOCAB, False, False, 8)
     assert "gives none" in refused("embedding: ", model=no_vectors, embedding=pb.Embedding())
     assert "embeddings only" in refused("embedding: ", model=no_tokens)
@@ -271,7 +272,7 @@ class TestSubmit:
         assert (submit.stream, submit.salt, submit.priority, submit.timeout_s) == (True, "salt", -3, 1.5)
         assert (submit.routing_key, submit.session, submit.lora) == ("key", None, "")
 
-    def test_a_prediction_arrives_where_somebody_guesses_by_it(self) -> None:
+    def test_prediction_arrives_when_the_worker_reads_predictions(self) -> None:
         reading = replace(MODEL, reads_predictions=True)
         change = lambda message: message.prediction_ids.extend([5, VOCAB - 1])  # noqa: E731
         assert self.made(change, reading).prediction.tolist() == [5, VOCAB - 1]
@@ -279,7 +280,7 @@ class TestSubmit:
         with pytest.raises(InvalidRequest, match=r"^prediction_ids: "):
             self.made(lambda message: message.prediction_ids.append(VOCAB))
 
-    def test_session(self) -> None:
+    def test_session_turn_arrives(self) -> None:
         def turn(message: worker_pb2.Submit) -> None:
             message.session.CopyFrom(
                 worker_pb2.SessionTurn(session_id="s", parent_request_id="p", offset=5, replace=True, drop_previous_output=True)
@@ -288,7 +289,7 @@ class TestSubmit:
         assert self.made(turn).session == SessionTurn("s", "p", 5, True, True)
         assert self.made(lambda message: setattr(message.session, "session_id", "s")).session == SessionTurn("s")
 
-    def test_a_prompt_is_cut_only_where_its_length_is_known(self) -> None:
+    def test_prompt_is_truncated_unless_it_belongs_to_a_session_or_an_embedding(self) -> None:
         cutting = ModelLimits(CONTEXT, VOCAB, True)
 
         def long(message: worker_pb2.Submit) -> None:
@@ -313,7 +314,7 @@ class TestSubmit:
         ],
         ids=["no prompt", "outside", "session without id"],
     )
-    def test_a_bad_field_is_named(self, change: Callable[[worker_pb2.Submit], Any], field: str) -> None:
+    def test_bad_field_is_named(self, change: Callable[[worker_pb2.Submit], Any], field: str) -> None:
         with pytest.raises(InvalidRequest, match=f"^{field}"):
             self.made(change)
 
@@ -324,17 +325,17 @@ class TestOutputFromElsewhere:
         message = worker_pb2.Submit(handle=1, prompt_ids=prompt, output_ids=output, **more)
         return submit_from_pb(message, 1, model, 77)
 
-    def test_arrives(self) -> None:
+    def test_output_ids_arrive(self) -> None:
         assert self.submit([7, 8, 999]).output_ids == (7, 8, 999)
         assert self.submit([]).output_ids == ()
 
-    def test_fills_the_context_at_most(self) -> None:
+    def test_output_ids_fill_the_context_at_most(self) -> None:
         whole = self.submit([5] * (CONTEXT - len(PROMPT)))
         assert len(whole.output_ids) == whole.params.max_new_tokens
         with pytest.raises(InvalidRequest, match=r"^output_ids: .* 100 tokens"):
             self.submit([5] * (CONTEXT - len(PROMPT) + 1))
 
-    def test_counts_after_a_prompt_that_was_cut(self) -> None:
+    def test_output_ids_count_after_a_truncated_prompt(self) -> None:
         cutting = ModelLimits(CONTEXT, VOCAB, True)
         assert len(self.submit([5], [1] * 300, cutting).prompt_ids) == CONTEXT - 1
         with pytest.raises(InvalidRequest, match=r"^output_ids: "):
@@ -351,13 +352,13 @@ class TestOutputFromElsewhere:
         ],
         ids=["vocabulary", "beyond int32", "session", "embedding", "score"],
     )
-    def test_is_refused_by_name(self, output: list[int], more: dict[str, Any]) -> None:
+    def test_output_ids_are_refused_by_name(self, output: list[int], more: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequest, match=r"^output_ids: "):
             self.submit(output, **more)
 
 
 class TestApart:
-    """Prefill and decode: where KV is kept for others, and where it is read."""
+    """Prefill and decode on different workers: KV reservations and KV sources."""
 
     @staticmethod
     def source(**room: Any) -> worker_pb2.KvSource:
@@ -368,12 +369,12 @@ class TestApart:
     def submit(room: KvReservation | None = None, **fields: Any) -> Submit:
         return submit_from_pb(worker_pb2.Submit(handle=1, prompt_ids=PROMPT, **fields), 1, MODEL, 77, room)
 
-    def test_a_source_arrives(self) -> None:
+    def test_kv_source_arrives(self) -> None:
         found = self.submit(source=self.source()).source
         assert found == KvSource(KvReservation(9, 5, b"s" * RESERVATION_SECRET_BYTES), "10.0.0.1:7103", 3)
         assert self.submit().source is None
 
-    def test_what_is_to_be_read_ahead_arrives(self) -> None:
+    def test_prefetch_arrives(self) -> None:
         message = worker_pb2.Prefetch(
             handle=4, prompt_ids=PROMPT, cache_salt="s", revision="r", source=self.source(), priority=-3
         )
@@ -395,12 +396,12 @@ class TestApart:
         ],
         ids=["no source", "secret", "pages", "address", "no prompt", "vocabulary", "salt", "revision"],
     )
-    def test_what_cannot_be_read_ahead_is_not(self, fields: dict[str, Any], field: str) -> None:
+    def test_wrong_prefetch_is_refused(self, fields: dict[str, Any], field: str) -> None:
         with pytest.raises(InvalidRequest) as refusal:
             prefetch_from_pb(worker_pb2.Prefetch(**{"prompt_ids": PROMPT, "source": self.source(), **fields}), 1, MODEL)
         assert refusal.value.field == field
 
-    def test_who_is_to_be_handed_over_has_the_room_that_was_made_for_it(self) -> None:
+    def test_handover_gets_the_kv_reservation_made_for_it(self) -> None:
         room = KvReservation(1, 2, b"r" * RESERVATION_SECRET_BYTES)
         assert self.submit(room, hand_over=True).hand_over == room
         assert self.submit(room).hand_over is None
@@ -418,13 +419,13 @@ class TestApart:
         ],
         ids=["nothing is kept here", "secret", "pages", "address", "session", "embedding", "score"],
     )
-    def test_is_refused(self, fields: dict[str, Any], field: str) -> None:
+    def test_wrong_handover_or_source_is_refused(self, fields: dict[str, Any], field: str) -> None:
         with pytest.raises(InvalidRequest) as refusal:
             self.submit(**fields)
         assert refusal.value.field == field
 
     @pytest.mark.parametrize("what", ["session", "embedding"])
-    def test_neither_a_turn_nor_a_vector_is_handed_over(self, what: str) -> None:
+    def test_handover_is_refused_for_session_turns_and_embeddings(self, what: str) -> None:
         fields: dict[str, Any] = {"session": worker_pb2.SessionTurn(session_id="s")}
         if what == "embedding":
             fields = {"sampling": pb.SamplingParams(embedding=pb.Embedding())}

@@ -1,4 +1,4 @@
-"""Any file of a model folder may name an end-of-sequence token, and each that one of them names ends an answer."""
+"""Tests that every file of a model folder may name end-of-sequence tokens, and that each of them ends an output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END, STOP, TURN, EOT = range(2, 6)
 
 
 def ends(folder: Path, of_config: tuple[int, ...] = (), **files: dict[str, Any]) -> tuple[int, ...]:
-    """Of a folder with these files and a tokenizer of TOKENS."""
+    """Returns the end-of-sequence ids of a folder with these files and a tokenizer of TOKENS."""
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="a"))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in TOKENS[2:]])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -64,11 +64,11 @@ def test_end_of_sequence_is_the_union_of_all_files(tmp_path: Path, files: dict[s
     assert set(found) == expected and len(found) == len(expected)
 
 
-def test_end_of_sequence_has_the_default_of_the_configs_class(tmp_path: Path) -> None:
+def test_end_of_sequence_includes_the_default_of_the_config_class(tmp_path: Path) -> None:
     assert ends(tmp_path, (END,), config={}, tokenizer_config={"eos_token": "<stop>"}) == (END, STOP)
 
 
 @pytest.mark.parametrize("value", ["<end>", [STOP, "<end>"], 2.5, True, {"a": 1}], ids=str)
-def test_end_of_sequence_is_refused_by_file_and_value_when_it_is_no_id(tmp_path: Path, value: object) -> None:
+def test_end_of_sequence_names_file_and_value_when_the_value_is_not_an_id(tmp_path: Path, value: object) -> None:
     with pytest.raises(ValueError, match=r"generation_config\.json: 'eos_token_id' is .*; it is a token id or a list"):
         ends(tmp_path, generation_config={"eos_token_id": value})

@@ -1,4 +1,4 @@
-"""Which weights a worker serves: equal for equal bytes wherever they lie, another one for one changed byte anywhere."""
+"""Tests of the model version: equal for equal bytes in any folder, different for one changed byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 10_001
 
 
 def make_folder(path: Path) -> Path:
-    """Two files of weights, random bytes, with the same content from one call to the next."""
+    """Makes a model folder with two weight files of random bytes, which are the same for every call."""
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
     (path / "tokenizer.json").write_text("{}")
@@ -42,7 +42,7 @@ def identity_of(path: Path, name: str = "") -> ModelIdentity:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @each_value(at={"first": 0, "middle": SIZE // 2, "last": SIZE - 1}, number=[1, 2])
-def test_one_byte_makes_another_revision(tmp_path: Path, number: int, at: int) -> None:
+def test_revision_changes_with_one_byte(tmp_path: Path, number: int, at: int) -> None:
     folder = make_folder(tmp_path / "model")
     before = revision_of(folder)
     file = folder / f"model-0000{number}-of-00002.safetensors"
@@ -55,7 +55,7 @@ def test_one_byte_makes_another_revision(tmp_path: Path, number: int, at: int) -
     assert revision_of(folder) == before, "whatever the times say"
 
 
-def test_threads_and_pieces_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_depends_on_the_order_of_pieces_but_not_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_revision, "PIECE_BYTES", 1000)
     monkeypatch.setattr(weights_revision, "BUFFER_BYTES", 300)
     folder = make_folder(tmp_path / "model")
@@ -72,13 +72,13 @@ def test_threads_and_pieces_keep_their_order(tmp_path: Path, monkeypatch: pytest
     assert revision(4) != before
 
 
-def test_a_copy_in_another_folder_is_the_same(tmp_path: Path) -> None:
+def test_revision_is_equal_for_a_copy_in_another_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     shutil.copytree(folder, tmp_path / "elsewhere" / "release-7")
     assert revision_of(tmp_path / "elsewhere" / "release-7") == revision_of(folder)
 
 
-def test_a_worker_does_not_start_with_weights_that_changed_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_does_not_start_when_weights_change_during_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "model")
     (folder / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Sampling defaults: the operator's, else the model's, else the API's, and what is wrong with either."""
+"""Tests of sampling defaults: the operator's value, otherwise the model's, otherwise the API's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, content: Any) -> Path:
     return tmp_path
 
 
-def test_who_goes_before_whom(tmp_path: Path) -> None:
+def test_defaults_prefer_the_operator_to_the_model_and_the_model_to_the_api(tmp_path: Path) -> None:
     model = folder(tmp_path, QWEN)
     assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
     preferred = '{"temperature": 0.2, "min_p": 0.1}'
@@ -43,16 +43,16 @@ def test_temperature_is_0_when_the_model_does_not_sample(tmp_path: Path, tempera
 
 
 @pytest.mark.parametrize("do_sample", [True, None, 0, "false"])
-def test_temperature_is_the_files_when_it_does_not_forbid_sampling(tmp_path: Path, do_sample: Any) -> None:
+def test_temperature_is_the_value_of_the_file_when_do_sample_is_not_false(tmp_path: Path, do_sample: Any) -> None:
     model = folder(tmp_path, {"do_sample": do_sample, "temperature": 0.6})
     assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.6)
 
 
-def test_demo_model_is_greedy_when_nobody_sets_a_temperature() -> None:
+def test_demo_model_is_greedy_when_no_temperature_is_set() -> None:
     assert sampling_defaults(Path("models/demo"), True, "").temperature == 0
 
 
-def test_values_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_values_of_the_model_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = {"top_p": -0.5, "top_k": True, "min_p": "0.1", "repetition_penalty": 1.25, "temperature": 10**400}
     with caplog.at_level(logging.WARNING):
         assert sampling_defaults(folder(tmp_path, content), True, "") == SamplingDefaults(repetition_penalty=1.25)
@@ -62,7 +62,7 @@ def test_values_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000], ids=["cut off", "a list", "nested"])
-def test_a_file_that_is_none(tmp_path: Path, content: str) -> None:
+def test_malformed_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=FILE):
         sampling_defaults(folder(tmp_path, content), True, "")
 
@@ -70,13 +70,13 @@ def test_a_file_that_is_none(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "5", '{"max_new_tokens": 5}', '{"top_p": 2}', '{"top_k": 2.0}', '{"temperature": NaN}', '{"min_p": null}']
 )
-def test_an_operators_mistake_ends_the_process(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_operator_value_ends_the_process_with_2(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         load(WorkerSettings, "rootstock-worker", ["--preferred-sampling-params", text])
     assert end.value.code == 2 and "preferred_sampling_params" in capsys.readouterr().err
 
 
-def test_a_front_end_that_leaves_them_out_gets_the_same() -> None:
+def test_worker_applies_the_defaults_when_a_request_has_no_values() -> None:
     defaults = SamplingDefaults(0.5, 0.75, 20, 0.25, 1.25)
     model = ModelLimits(100, 1000, False, defaults=defaults, stream_interval=8)
 

@@ -1,4 +1,4 @@
-"""Other weights are resumed: front ends hear of it on their open streams, and nothing of the old ones is served."""
+"""Tests of resumed weights that differ: open gateway streams receive the new revision, and no old KV is served."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def for_weights(handle: int, revision: str, **fields: object) -> worker_pb2.Subm
 
 
 def train(folder: Path) -> str:
-    """Changes a byte in the middle, and not the file's size. Returns the new revision."""
+    """Changes a byte in the middle of a weight file without a change of its size. Returns the new revision."""
     file = folder / "model-00001-of-00002.safetensors"
     data = bytearray(file.read_bytes())
     data[SIZE // 2] ^= 1
@@ -56,7 +56,7 @@ async def resume(at: Operated) -> None:
     await at.control.ResumeMemory(pb.ResumeMemoryRequest())
 
 
-def test_other_weights_are_told_and_the_old_ones_turned_away(tmp_path: Path) -> None:
+def test_new_weights_are_announced_and_requests_for_the_old_weights_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     weights = served(folder)
     old = weights.identity.revision
@@ -82,7 +82,7 @@ def test_other_weights_are_told_and_the_old_ones_turned_away(tmp_path: Path) -> 
     run(check)
 
 
-def test_equal_weights_are_no_news(tmp_path: Path) -> None:
+def test_equal_weights_are_not_announced(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     weights = served(folder)
     assert weights.reload_s is None
@@ -107,7 +107,7 @@ HOW: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_weights_that_change_while_they_are_loaded_are_not_served(tmp_path: Path, how: str) -> None:
+def test_weights_that_change_during_a_resume_are_not_served(tmp_path: Path, how: str) -> None:
     folder = make_folder(tmp_path / "model")
     weights = served(folder)
     applied: list[Operation] = []

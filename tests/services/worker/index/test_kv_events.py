@@ -1,4 +1,4 @@
-"""The worker's part of the prefix index: what it holds is what Redis has, whatever happens to either."""
+"""Tests of the worker's part of the prefix index: Redis has the worker's blocks after any fault of either."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BELOW = (BlockTier.HOST, BlockTier.STORAGE)
 
 @pytest.fixture(params=EITHER_SERVER)
 def own_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    """One that the test may break."""
+    """Yields a server that the test may break."""
     with redis_server(request.param) as server:
         yield server
 
@@ -98,7 +98,7 @@ def owned(server: RedisServer, publisher: IndexPublisher, tier: BlockTier = Bloc
 
 
 def in_agreement(server: RedisServer, publisher: IndexPublisher) -> bool:
-    """Lease, reverse indexes, blocks and events say what the publisher holds, to who knows of tiers and to who does not."""
+    """Whether lease, block keys and events equal the publisher's blocks, for readers with and without tiers."""
     if publisher.blocks.num_pending or server.client.get(lease_key(WORKER)) != str(publisher.generation).encode():
         return False
     field = owner_field(WORKER, publisher.generation).encode()
@@ -109,7 +109,7 @@ def in_agreement(server: RedisServer, publisher: IndexPublisher) -> bool:
 
 
 def replayed_before_tiers(server: RedisServer, generation: int) -> set[bytes]:
-    """What a gateway takes for held that knows two fields of an event."""
+    """Returns the blocks that a gateway derives from the event fields `stored` and `removed`, without tiers."""
     held: set[bytes] = set()
     for _, values in server.client.xrange(events_key(MODEL)):
         if int(values[b"gen"]) == generation:
@@ -119,7 +119,7 @@ def replayed_before_tiers(server: RedisServer, generation: int) -> set[bytes]:
 
 
 def replayed(server: RedisServer, generation: int) -> list[set[bytes]]:
-    """What a reader of the stream takes for held, by tier; the numbers must be without gaps."""
+    """Returns the blocks by tier that a reader of the stream derives. Asserts that event numbers have no gaps."""
     held: dict[bytes, BlockTier] = {}
     expected = 1
     for _, values in server.client.xrange(events_key(MODEL)):
@@ -134,7 +134,7 @@ def replayed(server: RedisServer, generation: int) -> list[set[bytes]]:
 
 
 def moved(names: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> list[BlockMove]:
-    """There, and nowhere before."""
+    """Returns moves into the tier of blocks that were in no tier before."""
     return [BlockMove(name, None, tier) for name in names]
 
 
@@ -146,16 +146,13 @@ def run(test: Callable[[], Awaitable[None]], limit_s: float = 120) -> None:
     asyncio.run(limited())
 
 
-# What is held
-
-
 CHANGED = ["stored", "host", "storage", "removed", "clear", "take", "restart"]
 CHANGES = st.lists(st.tuples(st.sampled_from(CHANGED), st.integers(0, 6)), max_size=60)
 TIERS = {"stored": BlockTier.DEVICE, "host": BlockTier.HOST, "storage": BlockTier.STORAGE, "removed": None}
 
 
 @given(CHANGES)
-def test_changes_that_are_taken_make_redis_equal_to_what_is_held(changes: list[tuple[str, int]]) -> None:
+def test_taken_moves_bring_redis_to_the_held_blocks(changes: list[tuple[str, int]]) -> None:
     ledger, held, remote = HeldBlocks(), dict[bytes, BlockTier](), dict[bytes, BlockTier]()
 
     def take(limit: int) -> None:
@@ -198,7 +195,7 @@ def test_one_step_may_clear_store_and_remove() -> None:
 THOUSAND = CacheEvents(False, *(blocks(*range(at, 1000, 4)) for at in range(4)))
 
 
-def test_a_thread_hands_over_everything_in_order() -> None:
+def test_handover_from_a_thread_keeps_all_events_in_order() -> None:
     async def body() -> None:
         got: list[bytes] = []
         handover = CacheEventHandover(asyncio.get_running_loop(), lambda events: got.extend(events.stored))
@@ -211,7 +208,7 @@ def test_a_thread_hands_over_everything_in_order() -> None:
     run(body)
 
 
-def test_a_turn_of_the_loop_takes_many_small_messages_and_few_large_ones() -> None:
+def test_handover_takes_many_small_messages_or_few_large_messages_per_loop_iteration() -> None:
     async def body() -> None:
         turns, taken, got = 0, list[int](), 0
 
@@ -233,10 +230,7 @@ def test_a_turn_of_the_loop_takes_many_small_messages_and_few_large_ones() -> No
     run(body)
 
 
-# Redis as it should be
-
-
-def test_random_changes_arrive(server: RedisServer) -> None:
+def test_random_changes_reach_redis(server: RedisServer) -> None:
     async def body() -> None:
         rng = random.Random(4)
         async with published(server, generation=77) as publisher:
@@ -259,7 +253,7 @@ def test_random_changes_arrive(server: RedisServer) -> None:
     run(body)
 
 
-def test_large_batches_are_cut(server: RedisServer) -> None:
+def test_large_batches_are_split(server: RedisServer) -> None:
     async def body() -> None:
         async with published(server) as publisher:
             publisher.cached(stored(*range(2300)))
@@ -270,7 +264,7 @@ def test_large_batches_are_cut(server: RedisServer) -> None:
     run(body)
 
 
-def test_a_flush_is_one_new_generation(server: RedisServer) -> None:
+def test_flush_starts_one_new_generation(server: RedisServer) -> None:
     async def body() -> None:
         async with published(server) as publisher:
             publisher.cached(stored(1, 2, 3))
@@ -283,7 +277,7 @@ def test_a_flush_is_one_new_generation(server: RedisServer) -> None:
     run(body)
 
 
-def test_the_stream_is_trimmed(server: RedisServer) -> None:
+def test_event_stream_is_trimmed(server: RedisServer) -> None:
     async def body() -> None:
         client = redis_client(server.url, 2.0)
         records = WorkerRecords(client, MODEL, WORKER)
@@ -298,11 +292,8 @@ def test_the_stream_is_trimmed(server: RedisServer) -> None:
     run(body)
 
 
-# Redis as it is
-
-
 @pytest.mark.by_day(one_in=2)
-def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
+def test_index_is_rebuilt_when_redis_restarts_empty(own_server: RedisServer) -> None:
     async def body() -> None:
         async with published(own_server) as publisher:
             publisher.cached(stored(*range(700)))
@@ -321,7 +312,7 @@ def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.usefixtures("quick_renewal")
-def test_a_server_that_is_no_primary_any_more_is_left(own_server: RedisServer) -> None:
+def test_publisher_reconnects_when_the_server_becomes_a_replica(own_server: RedisServer) -> None:
     def connections() -> set[str]:
         return {found["id"] for found in own_server.client.client_list()} - {str(own_server.client.client_id())}
 
@@ -342,7 +333,7 @@ def test_a_server_that_is_no_primary_any_more_is_left(own_server: RedisServer) -
 
 
 @pytest.mark.usefixtures("quick_renewal")
-def test_the_unexpected_does_not_end_it(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publisher_recovers_from_an_unexpected_exception(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with published(server) as publisher:
             publisher.cached(stored(1, 2))
@@ -359,7 +350,7 @@ def test_the_unexpected_does_not_end_it(server: RedisServer, monkeypatch: pytest
 @pytest.mark.by_day(one_in=2, seed=52)
 @pytest.mark.usefixtures("quick_renewal")
 @pytest.mark.parametrize("loss", ["all", "lease", "own", "below", "one block", "generations", "workers", "another's lease"])
-def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> None:
+def test_publisher_notices_loss_in_redis_when_idle(server: RedisServer, loss: str) -> None:
     lose: dict[str, Callable[[], object]] = {
         "all": server.client.flushall,
         "lease": lambda: server.client.delete(lease_key(WORKER)),
@@ -387,8 +378,8 @@ def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.usefixtures("quick_renewal")
-def test_a_full_redis(own_server: RedisServer) -> None:
-    """Writes are refused; the lease is kept all the same, and everything is told when there is room."""
+def test_publisher_keeps_the_lease_when_redis_is_full(own_server: RedisServer) -> None:
+    """Redis refuses writes. The lease is still renewed, and all changes are published when Redis has free memory."""
 
     async def body() -> None:
         async with published(own_server) as publisher:
@@ -411,7 +402,7 @@ def test_a_full_redis(own_server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_a_redis_that_hangs_holds_up_nothing(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_redis_does_not_block_the_event_loop(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "RENEW_S", 0.5)
     monkeypatch.setattr(publishing, "TIMEOUT_S", 0.5)
 
@@ -433,7 +424,7 @@ def test_a_redis_that_hangs_holds_up_nothing(own_server: RedisServer, monkeypatc
 
 
 @pytest.mark.by_day(one_in=2)
-def test_without_redis_it_ends_when_told(own_server: RedisServer) -> None:
+def test_publisher_can_be_cancelled_when_redis_is_down(own_server: RedisServer) -> None:
     own_server.kill()
 
     async def body() -> None:
@@ -445,11 +436,8 @@ def test_without_redis_it_ends_when_told(own_server: RedisServer) -> None:
     run(body)
 
 
-# Sweeping
-
-
 async def leave(server: RedisServer, worker: str, generation: int, numbers: range, leased: bool, model: str = MODEL) -> None:
-    """What a worker leaves that was killed."""
+    """Writes the records that a killed worker leaves in Redis."""
     client = redis_client(server.url, 2.0)
     records = WorkerRecords(client, model, worker)
     await records.register(generation, generation)
@@ -459,7 +447,7 @@ async def leave(server: RedisServer, worker: str, generation: int, numbers: rang
     await client.aclose()
 
 
-def test_dead_generations_go_and_living_ones_stay(server: RedisServer) -> None:
+def test_sweeper_removes_dead_generations_and_keeps_live_generations(server: RedisServer) -> None:
     async def body() -> None:
         now = 100.0
         client = redis_client(server.url, 2.0)
@@ -491,7 +479,7 @@ def test_dead_generations_go_and_living_ones_stay(server: RedisServer) -> None:
     run(body)
 
 
-def test_what_a_model_leaves_that_nobody_serves_any_more_goes(server: RedisServer) -> None:
+def test_sweeper_removes_a_model_without_workers(server: RedisServer) -> None:
     async def body() -> None:
         now = 100.0
         client = redis_client(server.url, 2.0)
@@ -510,7 +498,7 @@ def test_what_a_model_leaves_that_nobody_serves_any_more_goes(server: RedisServe
     run(body)
 
 
-def test_a_lease_that_comes_back_saves_its_blocks(server: RedisServer) -> None:
+def test_sweeper_keeps_blocks_when_the_lease_returns(server: RedisServer) -> None:
     async def body() -> None:
         now = 100.0
         client = redis_client(server.url, 2.0)
@@ -529,7 +517,7 @@ def test_a_lease_that_comes_back_saves_its_blocks(server: RedisServer) -> None:
     run(body)
 
 
-def test_a_worker_sweeps_after_its_start(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_sweeps_after_start(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.index.sweeper.EVERY_S", 0.1)
 
     async def body() -> None:
@@ -543,10 +531,7 @@ def test_a_worker_sweeps_after_its_start(server: RedisServer, monkeypatch: pytes
     run(body)
 
 
-# What blocks are named for
-
-
-def test_the_identity_changes_with_what_the_kv_depends_on(tmp_path: Path) -> None:
+def test_identity_changes_with_everything_on_which_kv_depends(tmp_path: Path) -> None:
     for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "w" * 10_000)):
         (tmp_path / name).write_text(content)
     first = identity_of(tmp_path)
@@ -562,16 +547,13 @@ def test_the_identity_changes_with_what_the_kv_depends_on(tmp_path: Path) -> Non
     assert identity_of(tmp_path).tokenizer != first.tokenizer
 
 
-# The process
-
-
 def metrics(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         return str(answer.read().decode())
 
 
-def test_a_worker_process_tells_of_the_prompts_it_has_cached(server: RedisServer) -> None:
-    """Blocks as a gateway names them, from what the worker says of itself."""
+def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServer) -> None:
+    """The expected block names are computed as in a gateway, from the worker's WorkerInfo."""
     port, metrics_port = free_ports(2)
     argv = [sys.executable, "-m", "services.worker", "--executor", "fake", "--model", str(DEMO), "--port", str(port)]
     argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--fake-step-s", "0", "--grammar-workers", "0"]
@@ -611,8 +593,8 @@ def test_a_worker_process_tells_of_the_prompts_it_has_cached(server: RedisServer
         process.wait()
 
 
-def test_a_worker_process_that_was_killed_tells_what_its_files_hold(server: RedisServer, tmp_path: Path) -> None:
-    """Before anybody asks it for anything; what is read again is its device's."""
+def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: RedisServer, tmp_path: Path) -> None:
+    """The blocks are published before the first request. Blocks that are read again move to the device tier."""
     port, metrics_port = free_ports(2)
     argv = [sys.executable, "-m", "services.worker", "--executor", "cpu", "--model", str(DEMO), "--port", str(port)]
     argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--grammar-workers", "0", "--worker-id", "w"]
@@ -631,7 +613,7 @@ def test_a_worker_process_that_was_killed_tells_what_its_files_hold(server: Redi
         return re.search(r"^sglang:backuped_tokens_total{.*} 192.0$", metrics(metrics_port), re.MULTILINE) is not None
 
     async def life(asks: bool) -> tuple[worker_pb2.WorkerInfo, set[bytes]]:
-        """From a start to a kill. What it is, and its prompt's blocks."""
+        """Starts a worker process, sends a prompt and kills the process. Returns its WorkerInfo and the prompt's blocks."""
         processes.append(started())
         often = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=often) as channel:
@@ -646,7 +628,7 @@ def test_a_worker_process_that_was_killed_tells_what_its_files_hold(server: Redi
             await call.write(worker_pb2.GenerateRequest(submits=[submit]))
             await until(lambda: there(info.generation, BlockTier.DEVICE) == names, seconds=30)
             await until(lambda: not asks or is_stored(), seconds=30)
-            await until(lambda: not there(info.generation, BlockTier.STORAGE), seconds=30)  # one set is written after the other
+            await until(lambda: not there(info.generation, BlockTier.STORAGE), seconds=30)  # the sets are written one by one
             call.cancel()
         processes[-1].kill()
         await asyncio.to_thread(processes[-1].wait)
@@ -665,8 +647,8 @@ def test_a_worker_process_that_was_killed_tells_what_its_files_hold(server: Redi
             process.wait()
 
 
-def test_a_worker_process_names_its_blocks_by_the_weights_that_it_has(server: RedisServer, tmp_path: Path) -> None:
-    """Other weights are resumed: told on the open stream, and all that is published from then on is theirs."""
+def test_worker_process_names_blocks_by_the_resumed_weights(server: RedisServer, tmp_path: Path) -> None:
+    """The new revision arrives on the open stream, and all blocks published later carry the new names."""
     folder = tmp_path / "model"
     folder.mkdir()
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):

@@ -1,4 +1,4 @@
-"""What the loop makes of messages whose senders have left, of its own end, and of cache events."""
+"""Tests of the loop's messages: cancelled calls, messages after Stop, and cache events."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ async def front_end(at: Serving) -> FrontEnd:
 
 
 async def answers(at: Serving) -> bool:
-    """The loop is alive: it opens a session and closes it again."""
+    """Whether the loop opens and closes a session, that is, still takes messages."""
     opened = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="alive"))
     closed = await at.stub.CloseSession(worker_pb2.CloseSessionRequest(session_id="alive"))
     return bool(opened.opened and closed.closed)
 
 
-def test_a_caller_of_a_session_who_has_left_is_nobodys_end() -> None:
+def test_loop_ignores_cancelled_session_calls() -> None:
     async def check() -> None:
         async with serving() as at:
             refusal: concurrent.futures.Future[str] = concurrent.futures.Future()
@@ -47,7 +47,7 @@ def test_a_caller_of_a_session_who_has_left_is_nobodys_end() -> None:
     run(check)
 
 
-def test_a_session_says_why_it_does_not_open() -> None:
+def test_open_session_gives_the_reason_of_a_refusal() -> None:
     async def check() -> None:
         async with serving() as at:
             first = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"))
@@ -61,7 +61,7 @@ def test_a_session_says_why_it_does_not_open() -> None:
     run(check)
 
 
-def test_messages_of_unknown_grammars_are_nothing() -> None:
+def test_loop_ignores_results_of_unknown_grammars() -> None:
     async def check() -> None:
         async with serving() as at:
             at.inbox.put(GrammarReady(GrammarSpec(GrammarKind.REGEX, "a")))
@@ -71,7 +71,7 @@ def test_messages_of_unknown_grammars_are_nothing() -> None:
     run(check)
 
 
-def test_a_grammar_is_refused_where_none_are_offered() -> None:
+def test_grammar_is_refused_when_the_worker_has_no_grammar_compiler() -> None:
     async def check() -> None:
         async with serving() as at:
             front = await front_end(at)
@@ -84,7 +84,7 @@ def test_a_grammar_is_refused_where_none_are_offered() -> None:
 
 
 @pytest.mark.parametrize("late", ["submit", "session", "command"])
-def test_what_comes_with_the_end_is_answered_too(late: str) -> None:
+def test_messages_after_stop_get_a_result(late: str) -> None:
     async def check() -> None:
         async with serving() as at:
             front = await front_end(at)
@@ -110,7 +110,7 @@ def test_what_comes_with_the_end_is_answered_too(late: str) -> None:
     run(check)
 
 
-def test_blocks_that_become_cached_are_counted() -> None:
+def test_newly_cached_blocks_are_counted() -> None:
     async def check() -> None:
         async with serving() as at:
             front = await front_end(at)
@@ -122,7 +122,7 @@ def test_blocks_that_become_cached_are_counted() -> None:
     run(check)
 
 
-def test_an_rpc_that_times_out_ends_alone() -> None:
+def test_timed_out_call_affects_no_other_request() -> None:
     async def check() -> None:
         async with serving(step_s=0.2) as at:
             front = await front_end(at)

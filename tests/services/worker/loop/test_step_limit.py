@@ -1,4 +1,4 @@
-"""How long a step may take: never less than what the settings allow takes, and little enough to notice one that hangs."""
+"""Tests of StepLimit: the limit is above every step that the settings allow, and low enough to notice a hung step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CAP_S = 300.0
 CONFIG = deployed_config(
     num_pages=600, page_size=16, context_len=8192, vocab_size=1000, chunked_prefill_size=512, max_running_requests=8
 )
-SPAN = 2000.0  # of the model whose steps are timed here
+SPAN = 2000.0  # attended positions that cost as much as one token
 
 
 class Timed:
-    """The real core over a fake executor on a virtual clock. factor: of the machine's slowness."""
+    """The real core with a fake executor on a virtual clock."""
 
     def __init__(self, config: SchedulerConfig = CONFIG, base: float = 0.0, per_token: float = 0.0) -> None:
         self.now, self.per_token = 0.0, per_token
@@ -43,7 +43,7 @@ class Timed:
         self.now += seconds
 
     def seconds(self, plan: BatchPlan) -> float:
-        """As a model takes them: each token and each position that it attends to costs."""
+        """Returns the modelled seconds: costs per step, per token and per attended position."""
         attended = float((plan.num_tokens * (plan.starts + plan.num_tokens / 2)).sum())
         return self.model.base + self.per_token * (float(plan.num_tokens.sum()) + attended / SPAN)
 
@@ -54,7 +54,7 @@ class Timed:
         run_first_steps(self.executor, self.config, LetterDecoder(), True, took, lambda: self.now)
 
     def serve(self, prompt_tokens: int, max_new_tokens: int = 2) -> list[tuple[float, float]]:
-        """(what a step took, what it was allowed) of each step of a prompt."""
+        """Serves a prompt. Returns the seconds of each step with the limit at its start."""
         core = Scheduler(self.config, LetterDecoder())
         ids = np.arange(prompt_tokens, dtype=np.int32) % 900
         core.submit(Submit(1, 1, "r", ids, SamplingParams(max_new_tokens, ignore_eos=True)), 0.0)
@@ -68,11 +68,11 @@ class Timed:
         return out
 
 
-def test_while_nothing_is_known_no_step_is_too_long_for_the_watchdog() -> None:
+def test_limit_is_the_watchdog_limit_before_the_first_step() -> None:
     assert Timed().limit.seconds == CAP_S
 
 
-def test_a_fast_model_hangs_soon() -> None:
+def test_limit_of_a_fast_model_is_the_lowest_limit() -> None:
     timed = Timed(base=0.005, per_token=2e-5)
     timed.first_steps()
     assert timed.limit.seconds == FLOOR_S
@@ -80,7 +80,7 @@ def test_a_fast_model_hangs_soon() -> None:
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("per_token", [5e-4, 3e-3, 2e-2])
-def test_a_prompt_whose_chunks_take_a_minute_and_more_never_hangs(per_token: float) -> None:
+def test_slow_chunks_of_a_long_prompt_stay_within_the_limit(per_token: float) -> None:
     timed = Timed(base=0.01, per_token=per_token)
     timed.first_steps()
     steps = timed.serve(8000)
@@ -89,7 +89,7 @@ def test_a_prompt_whose_chunks_take_a_minute_and_more_never_hangs(per_token: flo
     assert not late and len(steps) > 16
 
 
-def test_settings_that_allow_longer_steps_allow_more_time() -> None:
+def test_limit_grows_with_settings_that_allow_larger_steps() -> None:
     timed = Timed(per_token=2e-3)
     timed.first_steps()
     before = timed.limit.seconds
@@ -99,7 +99,7 @@ def test_settings_that_allow_longer_steps_allow_more_time() -> None:
     assert timed.limit.seconds == CAP_S, "a prompt of 16,384 tokens in one step"
 
 
-def test_one_stall_is_forgotten() -> None:
+def test_limit_recovers_after_one_stall() -> None:
     timed = Timed(per_token=1e-3)
     timed.serve(2048)
     usual = timed.limit.seconds
@@ -112,7 +112,7 @@ def test_one_stall_is_forgotten() -> None:
     assert timed.limit.seconds <= 2 * usual
 
 
-def test_first_steps_that_fail_are_no_end() -> None:
+def test_limit_stays_at_the_watchdog_limit_when_the_first_steps_fail() -> None:
     failing = Timed()
     failing.executor.fail_steps |= {0, 1}
     failing.first_steps()

@@ -12,7 +12,7 @@ def tokenizer() -> HfTokenizer:
     return load_tokenizer("models/demo")
 
 
-def test_a_tail_decodes_to_the_end_of_the_whole(tokenizer: HfTokenizer) -> None:
+def test_decode_of_the_last_tokens_is_the_end_of_the_text(tokenizer: HfTokenizer) -> None:
     text = "one two three, four: five"
     ids = tokenizer.encode_batch([text], False)[0]
     rules = ModelText(tokenizer)
@@ -20,7 +20,7 @@ def test_a_tail_decodes_to_the_end_of_the_whole(tokenizer: HfTokenizer) -> None:
         assert text.endswith(rules.decode(ids[cut:], True))
 
 
-def test_patterns_are_found_and_forgotten_in_turn(tokenizer: HfTokenizer) -> None:
+def test_search_finds_patterns_and_keeps_the_latest(tokenizer: HfTokenizer) -> None:
     rules = ModelText(tokenizer)
     assert rules.search(r"\d{3}-\d{4}", "call 555-0199 now")
     assert not rules.search(r"\d{3}-\d{4}", "call nobody")
@@ -30,13 +30,13 @@ def test_patterns_are_found_and_forgotten_in_turn(tokenizer: HfTokenizer) -> Non
     assert rules.search(r"\d{3}-\d{4}", "555-0199")
 
 
-def test_a_pattern_that_would_backtrack_takes_linear_time() -> None:
+def test_backtracking_pattern_takes_linear_time() -> None:
     assert compile_pattern("(a+)+$").search("a" * 20_000 + "b") is None
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("pattern", ["(", r"(?=a)b"])
-def test_what_re2_does_not_take_is_refused_with_its_reason(pattern: str) -> None:
+def test_pattern_outside_re2_is_refused_with_a_reason(pattern: str) -> None:
     with pytest.raises(InvalidPattern) as refused:
         compile_pattern(pattern)
     assert str(refused.value)
@@ -54,7 +54,7 @@ def test_what_re2_does_not_take_is_refused_with_its_reason(pattern: str) -> None
         r"(?:[ab]{0,10}a?){15}Q",
     ],
 )
-def test_a_pattern_whose_program_is_large_is_refused(pattern: str) -> None:
+def test_pattern_with_a_large_program_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidPattern, match="too complex: its program has"):
         compile_pattern(pattern)
 
@@ -71,7 +71,7 @@ def test_a_pattern_whose_program_is_large_is_refused(pattern: str) -> None:
         r"[.!?]\s*$",
     ],
 )
-def test_patterns_that_people_write_are_small(pattern: str) -> None:
+def test_common_patterns_are_accepted(pattern: str) -> None:
     assert compile_pattern(pattern).search("") is None
 
 
@@ -85,7 +85,7 @@ class Clock:
         return self.seconds
 
 
-def test_a_pattern_that_takes_too_long_is_searched_no_more(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pattern_is_refused_when_searches_take_too_long(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("services.worker.loop.text_rules.time", clock)
     rules = ModelText(tokenizer)

@@ -9,7 +9,7 @@ from services.worker.loop.pulse import Pulse
 from services.worker.loop.watchdog import Watchdog
 
 
-def test_a_hang_is_told_once_and_recovery_too() -> None:
+def test_watchdog_reports_a_hang_once_and_the_recovery() -> None:
     now = 0.0
     told: list[str] = []
     pulse = Pulse(lambda: now)
@@ -26,7 +26,7 @@ def test_a_hang_is_told_once_and_recovery_too() -> None:
     assert told == ["hang", "recover"]
 
 
-def test_an_operation_has_the_time_that_it_was_given() -> None:
+def test_watchdog_waits_for_an_operation_until_the_deadline() -> None:
     now = 0.0
     told: list[str] = []
     pulse = Pulse(lambda: now)
@@ -47,7 +47,7 @@ def test_an_operation_has_the_time_that_it_was_given() -> None:
     assert told == ["hang", "recover", "hang"], "what is over gives no time"
 
 
-def test_a_loop_that_waits_for_messages_does_not_hang() -> None:
+def test_watchdog_ignores_a_loop_that_waits_for_messages() -> None:
     now = 0.0
     told: list[str] = []
     pulse = Pulse(lambda: now)
@@ -58,7 +58,7 @@ def test_a_loop_that_waits_for_messages_does_not_hang() -> None:
     assert told == [] and pulse.age_s == 0
 
 
-def test_an_operation_is_told_of_from_its_begin_to_its_end() -> None:
+def test_command_reports_begin_with_deadline_and_end() -> None:
     told: list[Any] = []
 
     def fails(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the loop's turns add up to: times of steps, and the bubbles between them."""
+"""Tests of LoopCounts: seconds of steps, and bubbles between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plan_of(step: int, mode: ForwardMode, starts: tuple[int, ...] = (), num_exte
 
 
 class Turns:
-    """Figures of a worker whose loop is turned by hand."""
+    """Metrics of a worker whose loop is stepped by the test."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -36,7 +36,7 @@ class Turns:
         self.counts.turned(StepStats(**figures))  # type: ignore[arg-type]
 
     def step(self, plan: BatchPlan, seconds: float) -> None:
-        """Planned, launched and waited for, without overlap."""
+        """Plans, launches and completes a step without overlap."""
         self.counts.planned(plan)
         self.now += seconds
         self.counts.ended(plan, seconds)
@@ -47,7 +47,7 @@ class Turns:
         return found
 
 
-def test_seconds_of_steps_and_of_the_bubbles_between_them() -> None:
+def test_seconds_of_steps_and_bubbles_are_counted() -> None:
     at = Turns()
     at.step(plan_of(1, ForwardMode.EXTEND), 2.0)
     at.turn(running=1)
@@ -60,7 +60,7 @@ def test_seconds_of_steps_and_of_the_bubbles_between_them() -> None:
     assert at.figure("sglang:fwd_occupancy") == pytest.approx(100 * 1.0 / 2.0), "since the turn"
 
 
-def test_overlap_idleness_pauses_and_failed_steps_are_no_bubbles() -> None:
+def test_overlap_idleness_pauses_and_failed_steps_are_not_bubbles() -> None:
     at = Turns()
     first, second = plan_of(1, ForwardMode.DECODE), plan_of(2, ForwardMode.DECODE)
     at.turn(running=1)
@@ -78,14 +78,14 @@ def test_overlap_idleness_pauses_and_failed_steps_are_no_bubbles() -> None:
     at.turn(running=1, paused=True)
     assert at.figure("sglang:num_paused_reqs") == 1
     at.now += 60.0
-    at.counts.planned(plan_of(4, ForwardMode.DECODE))  # and fails
+    at.counts.planned(plan_of(4, ForwardMode.DECODE))  # this step fails
     at.turn(running=1)
     at.now += 60.0
     at.step(plan_of(6, ForwardMode.DECODE), 1.0)
     assert at.figure("rootstock_worker_bubble_seconds_total") == 0.0
 
 
-def test_context_that_is_decoded() -> None:
+def test_context_of_decode_rows_is_counted() -> None:
     at = Turns()
     at.step(plan_of(1, ForwardMode.MIXED, (0, 30, 9), num_extend=1), 1.0)
     at.turn(running=3)

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 from services.worker.metrics.phase import LifeMetrics, WorkerLife
 
 
-def test_a_worker_tells_where_it_is_from_its_start() -> None:
+def test_worker_life_reports_phase_cold_start_and_hangs() -> None:
     now = 100.0
     life = WorkerLife(lambda: now)
     registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""What requests took, by stage, and how long they were."""
+"""Tests of the times and lengths of requests by stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0", "pp_rank"
 STAGE = "sglang:per_stage_req_latency_seconds"
 
 
-def test_stages_and_lengths_of_requests() -> None:
+def test_stages_and_lengths_of_requests_are_counted() -> None:
     now = 50.0
     metrics, registry = WorkerMetrics("m", LoopCounts(16, 10), lambda: now), CollectorRegistry()
     registry.register(metrics)
