@@ -21,9 +21,8 @@ from services.gateway.api.document import server
 from services.gateway.api.document.document import document
 from services.gateway.api.document.operation import ApiOperation
 from services.gateway.api.openai import operations as openai
-from services.gateway.api.openai.embeddings import EmbeddingRenderer
 from services.gateway.api.openai.preparation import Preparer
-from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer
+from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer, EmbeddingRenderer
 from services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness

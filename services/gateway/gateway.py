@@ -25,7 +25,7 @@ from services.gateway.admin.gateways import PeerGateways, PeerServicer, Tenants
 from services.gateway.admin.status import StatusReport, Surroundings
 from services.gateway.admin.workers import WorkerDirectory
 from services.gateway.api.anthropic.routes import MessagesApi
-from services.gateway.api.batches.kept import Kept, Stores
+from services.gateway.api.batches.kept import BatchRecords, Stores
 from services.gateway.api.batches.routes import BatchesApi
 from services.gateway.api.openai.chat import parameters_of
 from services.gateway.api.openai.preparation import Preparer
@@ -158,7 +158,7 @@ class Gateway:
         generating = app.generating_operations(preparer, apis)
         self._work = self._batch_work(generating, metrics)
         stores = None if self._work is None else Stores(self._work.files, self._work.batches)
-        apis.append(BatchesApi(port, Kept(stores, settings.state_ttl_s, retry)))
+        apis.append(BatchesApi(port, BatchRecords(stores, settings.state_ttl_s, retry)))
         retry_after_s = self.dispatcher.pace.retry_after_s
         self.app = app.build(port, self.keys, self.access, catalog.listed, generating, apis, readiness, metrics, retry_after_s)
         self._registry = metrics.registry

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rootstock.v1 import control_pb2 as pb
-from services.gateway.api.cache_key import cache_key
+from services.gateway.api.request_body import joined_salt
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared.control_values import SELECTED, put_values
@@ -64,7 +64,7 @@ class SelectedPages(ControlBody):
         """Returns the salt as workers have it, or None for all salts."""
         if self.cache_salt is None and self.extra_key is None and self.api_key is None:
             return None
-        return Caller(key=self.api_key or "", salts_cache=True).cache_salt_of(cache_key(self.cache_salt, self.extra_key))
+        return Caller(key=self.api_key or "", salts_cache=True).cache_salt_of(joined_salt(self.cache_salt, self.extra_key))
 
 
 class FlushCache(SelectedPages):

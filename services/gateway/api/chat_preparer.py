@@ -12,7 +12,7 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.api import prompts
 from services.gateway.api.chat import ChatRequest, PreparedChat
-from services.gateway.api.room import UNBOUNDED, for_an_answer
+from services.gateway.api.prompts import UNBOUNDED, for_an_answer
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.session_fields import check_turn
 from services.gateway.api.strict_json import dump_json
@@ -68,8 +68,8 @@ class ChatPreparer:
             check_turn(generation.n == 1, None)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(chat.cache_salt))
         if prepared is None:
-            room = for_an_answer(model, chat.session is not None)
-            prompt = await prompts.of_chat(call, self._tokenizer, model, origin, room, chat.fields)
+            budget = for_an_answer(model, chat.session is not None)
+            prompt = await prompts.of_chat(call, self._tokenizer, model, origin, budget, chat.fields)
         else:
             prompt = prepared.prompt
         if prepared is not None and prepared.formats is not None:

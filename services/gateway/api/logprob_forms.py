@@ -1,34 +1,85 @@
-"""Log probabilities as OpenAI's two endpoints write them, as JSON. One object per request; null where a request wants none."""
+"""Writes log probabilities as JSON in the forms of chats and completions, a slice of tokens at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import codecs
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
-from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts, extend
+import orjson
+
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice import Choice, Delta
 from services.gateway.request.generation import Generation
-from services.gateway.request.logprobs import TokenLogprob
+from services.gateway.request.logprobs import TokenLogprob, values_per_token
+
+SLICE_VALUES = 4096  # values per slice; some milliseconds of rendering
+LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token
+
+Entry = tuple[int, TokenLogprob | None]  # token id, and its values; None where there is no context to predict it from
+Texts = Mapping[int, bytes]
 
 
-def _slices(generation: Generation, token_texts: ModelTexts) -> Slices:
+def extend(array: bytearray, values: Sequence[Any]) -> None:
+    """Appends elements to the text inside of a JSON array."""
+    if values:
+        array += b"," if array else b""
+        array += orjson.dumps(values)[1:-1]
+
+
+class LogprobSlices:
+    """Tokens with their log probabilities, a slice at a time.
+
+    Other tasks run on the event loop between two slices, and one slice alone is held as objects.
+    """
+
+    def __init__(self, top: int, chosen: Sequence[int], token_texts: ModelTexts | None) -> None:
+        """Takes what all slices share.
+
+        Args:
+            top: Number of most likely tokens.
+            chosen: Token ids that the client asks for.
+            token_texts: None if the texts of tokens are not wanted.
+        """
+        self._count = max(1, SLICE_VALUES // values_per_token(top, len(chosen)))
+        self._chosen = chosen
+        self._token_texts = token_texts
+
+    async def of(self, entries: Iterable[Entry]) -> AsyncIterator[tuple[list[Entry], Texts]]:
+        """Yields entries in order, with the texts of all their tokens; {} without texts. Raises ApiError."""
+        rest = iter(entries)
+        while batch := list(islice(rest, self._count)):
+            yield batch, await self._texts_of(batch)
+            if len(batch) == self._count:
+                await asyncio.sleep(0)
+
+    async def _texts_of(self, entries: list[Entry]) -> Texts:
+        if self._token_texts is None:
+            return {}
+        ids = set(self._chosen)
+        for token, values in entries:
+            ids.add(token)
+            if values is not None:
+                ids.update(values.top_ids)
+        return await self._token_texts.of(ids)
+
+
+def _slices(generation: Generation, token_texts: ModelTexts) -> LogprobSlices:
     wanted = generation.sampling.logprobs
-    return Slices(wanted.top, list(wanted.token_ids), token_texts)
+    return LogprobSlices(wanted.top, list(wanted.token_ids), token_texts)
 
 
-class ChatLogprobs:
+class ChatLogprobWriter:
+    """Writes the log probabilities of a chat's choices."""
+
     def __init__(self, generation: Generation, token_texts: ModelTexts) -> None:
-        self._wanted = generation.wants_logprobs
         self._requested = list(generation.sampling.logprobs.token_ids)
         self._slices = _slices(generation, token_texts)
 
     async def of(self, delta: Delta) -> bytes:
-        """Raises ApiError."""
-        if not self._wanted:
-            return b"null"
+        """Returns the log probabilities of a delta as JSON. Raises ApiError."""
         content = bytearray()
         async for entries, texts in self._slices.of(_output_entries(delta)):
             extend(content, [self._entry(token, values, texts) for token, values in entries if values is not None])
@@ -49,20 +100,17 @@ def _named(token: int, value: float, texts: Texts) -> dict[str, Any]:
     return {"token": text.decode("utf-8", "replace"), "logprob": max(value, LOWEST), "bytes": list(text)}
 
 
-class CompletionLogprobs:
-    """With echo the prompt's tokens come first; the first of all has no value."""
+class CompletionLogprobWriter:
+    """Writes the log probabilities of completions. With echo, the prompt's tokens come first, and the first has no value."""
 
     def __init__(self, generation: Generation, token_texts: ModelTexts) -> None:
-        self._wanted = generation.wants_logprobs and generation.shows_logprobs
         self._requested = list(generation.sampling.logprobs.token_ids)
         self._slices = _slices(generation, token_texts)
         self._echo = generation.wants_prompt_logprobs
         self._offsets: dict[int, TextOffsets] = {}  # by the choice's index
 
     async def of(self, delta: Delta) -> bytes:
-        """Raises ApiError."""
-        if not self._wanted:
-            return b"null"
+        """Returns the log probabilities of a delta as JSON. Raises ApiError."""
         offsets = self._offsets.setdefault(delta.choice.index, TextOffsets(delta.choice.part.prefix))
         columns = _Columns(self._requested)
         async for entries, texts in self._slices.of(self._entries(delta)):
@@ -76,7 +124,7 @@ class CompletionLogprobs:
 
 
 class _Columns:
-    """The parallel arrays of one piece of one choice."""
+    """Parallel arrays of the tokens of one delta."""
 
     def __init__(self, requested: Sequence[int]) -> None:
         self._requested = requested
@@ -102,13 +150,13 @@ class _Columns:
 
 
 def _tops(token: int, values: TokenLogprob, texts: Texts) -> dict[str, float]:
-    """The top ones, and the token itself where it is not among them."""
+    """Returns the most likely tokens, and the token itself if it is not one of them."""
     tops = zip((*values.top_ids, token), (*values.top_values, values.value), strict=True)
     return {_name(texts[top]): max(value, LOWEST) for top, value in tops}
 
 
 def _name(text: bytes) -> str:
-    """A token that is no whole text is written as bytes, so that two of them stay two keys."""
+    """Returns the name of a token. A token that is not a whole text is named by its bytes, so that names differ."""
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -126,11 +174,13 @@ def _prompt_entries(choice: Choice) -> Iterator[Entry]:
 
 
 class TextOffsets:
-    """Where each token of one choice begins, in characters of the choice's text. prefix: what it begins with (echo), in which the
-    prompt's tokens are looked for: of a special token that the text does not show, the next one begins where it does.
+    """Offsets of the tokens of one choice in the choice's text, in characters.
+
+    A special token that the text does not show has the offset of the next token.
     """
 
     def __init__(self, prefix: str) -> None:
+        """Starts at the first token. `prefix` is the text of the prompt (echo), in which its tokens are searched."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = 0
         self._prefix = prefix.encode()
@@ -143,8 +193,11 @@ class TextOffsets:
         return begin
 
     def _shown(self, text: bytes) -> bytes:
-        """What the prefix has of the token. One that it has in another form (a blank at the start, a normalized character) counts
-        with its own length once a later one is found behind it."""
+        """Returns the part of the prefix that shows the token.
+
+        A token that the prefix has in another form (a blank at the start, a normalized character) counts with its own length
+        once a later token is found behind it.
+        """
         for form in filter(None, (text, text.removeprefix(b" "))):
             found = self._prefix.find(form, self._at, self._at + 2 * self._missed + len(form))
             if found >= 0:

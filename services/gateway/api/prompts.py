@@ -1,24 +1,89 @@
-"""What a request asks the model to go on from: checked prompts and calls → token ids, by way of the tokenizer."""
+"""Prompts as token ids: the tokenizer encodes them, and they are checked against the context. Errors are ApiError."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rootstock.v1 import tokenizer_pb2
-from services.gateway.api.room import Room
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.budgets import check_chars
-from services.gateway.request.errors import ApiError, bad_request, internal
+from services.gateway.request.errors import ApiError, bad_request, context_length_exceeded, internal
 from services.gateway.request.field_names import FieldNames
 from services.gateway.request.generation import ModelInfo, Prompt
 from services.gateway.request.origin import Origin
+from services.gateway.request.trace import EncodeCall
 from services.shared import limits
+from services.shared.index.block_hash import BLOCK_TOKENS, HASH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ContextBudget:
+    """The tokens of a model's context that a prompt may take."""
+
+    context_len: int  # tokens
+    answers: int  # tokens that must be left for the answer
+    cuts: bool  # of a longer prompt, the first tokens are taken; else it is refused
+
+    @property
+    def most(self) -> int:
+        """Largest number of tokens of a prompt."""
+        return self.context_len - self.answers
+
+    def bound(self, call: EncodeCall) -> None:
+        """Writes the limit into the tokenizer's call, so that the tokenizer stops there."""
+        call.max_tokens, call.cuts = max(self.most, 0), self.cuts
+
+    def check(self, tokens: int, param: str, is_bound: bool = False) -> None:
+        """Checks the length of a prompt.
+
+        Args:
+            param: Client's field of the prompt.
+            is_bound: The prompt has at least so many tokens.
+
+        Raises:
+            ApiError: The prompt is empty, or too long.
+        """
+        if tokens == 0:
+            raise bad_request(param, "The prompt has no tokens.")
+        if tokens <= self.most or (self.cuts and self.most > 0):
+            return
+        said = f"at least {tokens}" if is_bound else str(tokens)
+        if self.answers:
+            raise context_length_exceeded(param, self.context_len, said)
+        message = f"This model's maximum context length is {self.context_len} tokens, and the input has {said}."
+        raise bad_request(param, message, "context_length_exceeded")
+
+    def fit(self, prompt: Prompt, param: str) -> Prompt:
+        """Returns the prompt, or its first tokens. Echo and the prefix index then see these alone. Raises ApiError as check()."""
+        tokens, most = prompt.at_least or len(prompt.ids), self.most
+        self.check(tokens, param, prompt.at_least > 0)
+        if tokens <= most:
+            return prompt
+        ids = tokenizer_pb2.TokenIds(ids=prompt.ids[:most]).ids
+        hashes = prompt.block_hashes[: most // BLOCK_TOKENS * HASH_BYTES]
+        return replace(prompt, ids=ids, text=None, block_hashes=hashes, num_cut=tokens - most, at_least=0)
+
+
+UNBOUNDED = ContextBudget((1 << 31) - 1, 0, False)  # for a prompt that is only counted
+
+
+def for_an_answer(model: ModelInfo, in_session: bool = False) -> ContextBudget:
+    """Returns a budget that leaves at least one token for the answer.
+
+    Only its worker knows the budget of a session's turn, so a turn is not cut.
+    """
+    return ContextBudget(model.context_len, 1, model.auto_truncates and not in_session)
+
+
+def for_a_vector(model: ModelInfo) -> ContextBudget:
+    """Returns the budget of a prompt without an answer, which may fill the context."""
+    return ContextBudget(model.context_len, 0, model.auto_truncates)
 
 
 async def of_chat(
@@ -26,23 +91,25 @@ async def of_chat(
     tokenizer: TokenizerClient,
     model: ModelInfo,
     origin: Origin,
-    room: Room,
+    budget: ContextBudget,
     fields: FieldNames,
 ) -> Prompt:
     """Returns the prompt of a chat. Raises ApiError in the client's names of its fields."""
-    room.bound(call)
+    budget.bound(call)
     with origin.tokenizing(call):
         response = await tokenizer.encode_chat(call, model.source, fields)
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of prompts.")
     found = response.prompts[0]
     prompt = Prompt(found.ids, None, found.block_hashes, at_least=found.at_least, rendered_end=response.rendered_end)
-    return room.fit(prompt, fields.of("messages"))
+    return budget.fit(prompt, fields.of("messages"))
 
 
 async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Sequence[int]:
-    """Ids of a text that an answer may turn out to be: of a longer one the first, and none that the model has no row for, which
-    a tokenizer may know. Raises ApiError."""
+    """Returns the first ids of a text that an output may turn out to be. Raises ApiError.
+
+    Ids that the model has no row for are left out; a tokenizer may have such ids.
+    """
     if not text:
         return ()
     most = min(limits.MAX_PREDICTION_TOKENS, model.context_len)
@@ -68,20 +135,24 @@ async def of_completion(
     tokenizer: TokenizerClient,
     origin: Origin,
     param: str,
-    room: Room,
+    budget: ContextBudget,
     hash_root: bytes,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
-    """`prompt` in any of OpenAI's four forms, checked; `param` is the client's name for it. Raises ApiError."""
+    """Returns the prompts in any of OpenAI's four forms. Raises ApiError.
+
+    Args:
+        param: Client's field of the prompts.
+    """
     if isinstance(prompt, list) and prompt and type(prompt[0]) in (int, list):
-        return await _of_ids_or_lists(prompt, model, param, room)
+        return await _of_ids_or_lists(prompt, model, param, budget)
     call = tokenizer_pb2.EncodeRequest(
         request_id=origin.request_id,
         texts=_texts(prompt, param),
         hash_root=hash_root,
         add_special_tokens=add_special_tokens,
     )
-    return [room.fit(one, param) for one in await of_texts(call, tokenizer, param, model, origin, room)]
+    return [budget.fit(one, param) for one in await of_texts(call, tokenizer, param, model, origin, budget)]
 
 
 def _texts(prompt: Any, param: str) -> list[str]:
@@ -102,17 +173,17 @@ def _check_count(prompts: list[Any], param: str) -> None:
         raise bad_request(param, f"'{param}' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
 
 
-async def _of_ids_or_lists(prompt: list[Any], model: ModelInfo, param: str, room: Room) -> list[Prompt]:
+async def _of_ids_or_lists(prompt: list[Any], model: ModelInfo, param: str, budget: ContextBudget) -> list[Prompt]:
     if isinstance(prompt[0], int):
-        room.check(len(prompt), param)
-        return [room.fit(of_ids(prompt, model.vocab_size, param), param)]
+        budget.check(len(prompt), param)
+        return [budget.fit(of_ids(prompt, model.vocab_size, param), param)]
     _check_count(prompt, param)
     for ids in prompt:
         if not isinstance(ids, list):
             raise _wrong_form(param)
-        room.check(len(ids), param)
+        budget.check(len(ids), param)
     where = [f"{param}[{index}]" for index in range(len(prompt))]
-    return [room.fit(await of_many_ids(ids, model.vocab_size, at), param) for ids, at in zip(prompt, where, strict=True)]
+    return [budget.fit(await of_many_ids(ids, model.vocab_size, at), param) for ids, at in zip(prompt, where, strict=True)]
 
 
 def _wrong_form(param: str) -> ApiError:
@@ -121,13 +192,13 @@ def _wrong_form(param: str) -> ApiError:
 
 
 async def of_many_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
-    """Others have their turn on the event loop before. Raises ApiError."""
+    """Returns the prompt with these ids, after other tasks of the event loop have run. Raises ApiError."""
     await asyncio.sleep(0)
     return of_ids(ids, vocab_size, where)
 
 
 def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
-    """Ids whose number has been checked. Raises ApiError."""
+    """Returns the prompt with these ids, whose number has been checked. Raises ApiError."""
     try:
         packed = tokenizer_pb2.TokenIds(ids=ids).ids  # takes nothing but integers of 32 bits, at a fraction of a check's cost
     except (TypeError, ValueError):
@@ -139,7 +210,7 @@ def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
 
 
 def of_last(prompt: Prompt, most: int, param: str) -> Prompt:
-    """The last `most` tokens. Raises ApiError where there are none."""
+    """Returns the last `most` tokens of a prompt. Raises ApiError if there are none."""
     if not most:
         raise bad_request(param, f"'{param}' leaves nothing of the input.")
     cut = max(len(prompt.ids) - most, 0)
@@ -147,11 +218,16 @@ def of_last(prompt: Prompt, most: int, param: str) -> Prompt:
 
 
 async def of_texts(
-    call: tokenizer_pb2.EncodeRequest, tokenizer: TokenizerClient, param: str, model: ModelInfo, origin: Origin, room: Room
+    call: tokenizer_pb2.EncodeRequest,
+    tokenizer: TokenizerClient,
+    param: str,
+    model: ModelInfo,
+    origin: Origin,
+    budget: ContextBudget,
 ) -> list[Prompt]:
-    """One prompt for each of the call's texts, yet to be fitted. Raises ApiError."""
+    """Returns a prompt for each text of the call, which may exceed the budget. Raises ApiError."""
     check_chars(sum(map(len, call.texts)), param)
-    room.bound(call)
+    budget.bound(call)
     with origin.tokenizing(call):
         response = await tokenizer.encode(call, param, model.source)
     if len(response.prompts) != len(call.texts):

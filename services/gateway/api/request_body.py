@@ -6,14 +6,17 @@ is checked in sampling_fields.py.
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
 from services.gateway.request.bodies import Body
 from services.shared import limits
+from services.shared.index.cache_namespace import cache_namespace
 from services.shared.sampling_parameters import Api, Kind, of_api
 
+SALT_DIGEST_BYTES = 16
 INT32 = (-(1 << 31), (1 << 31) - 1)
 RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # a prompt's and a choice's number are added to it on the way to the worker
 
@@ -114,3 +117,13 @@ class ConstraintBody(Body):
     regex: str | None = Field(None, description="As guided_regex.")
     ebnf: str | None = Field(None, description="As guided_grammar.")
     structural_tag: Source = Field(None, description="Tags that begin a structured part, and what follows them.")
+
+
+def joined_salt(cache_salt: str | None, extra_key: str | None) -> str:
+    """Returns the one salt that workers get for vLLM's `cache_salt` and SGLang's `extra_key`.
+
+    One alone is the salt, by either name. Both together are a namespace of their own.
+    """
+    if not cache_salt or not extra_key:
+        return cache_salt or extra_key or ""
+    return blake2b(cache_namespace(cache_salt, extra_key).encode(), digest_size=SALT_DIGEST_BYTES).hexdigest()

@@ -47,7 +47,8 @@ class AnswerBody(Body):
 
     def shown(self) -> AnswerBody:
         """These fields of a larger body alone."""
-        return AnswerBody(**{name: getattr(self, name) for name in _SHOWN})
+        given = {name: value for name in _SHOWN if (value := getattr(self, name)) is not None}
+        return AnswerBody(**given) if given else TEXT_ALONE
 
 
 _SHOWN = tuple(AnswerBody.model_fields)

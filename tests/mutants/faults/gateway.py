@@ -9,7 +9,7 @@ GATEWAY = (
         "gateway",
         "services/gateway/api/sglang/score.py",
         ("return item + query if self.item_first else query + item", "return query + item"),
-        ("room = Room(model.context_len, 0, cuts=False)", "room = Room(model.context_len, 1, cuts=False)"),
+        ("budget = ContextBudget(model.context_len, 0, cuts=False)", "budget = ContextBudget(model.context_len, 1, cuts=False)"),
         ("np.exp(logprobs - peak) if np.isfinite(peak) else np.ones_like(logprobs)", "np.exp(logprobs - peak)"),
         only="test_score",
     ),

@@ -12,11 +12,10 @@ from pydantic import ValidationError
 from services.gateway.api import known_fields
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.body_errors import of_validation
-from services.gateway.api.cache_key import cache_key
 from services.gateway.api.chat import ChatRequest, Tool, check_size, template_variables
 from services.gateway.api.constraints import json_schema
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
-from services.gateway.api.request_body import SamplingBody
+from services.gateway.api.request_body import SamplingBody, joined_salt
 from services.gateway.api.sampling_fields import stop_strings
 from services.gateway.api.strict_json import arguments_text
 from services.gateway.api.tools import ToolChoice, ToolUse, check_num_tools, tool_specs
@@ -99,7 +98,7 @@ def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
         max_tokens=request.max_tokens,
         stream=bool(request.stream),
         include_stop=False,
-        cache_salt=cache_key(request.cache_salt, request.extra_key),
+        cache_salt=joined_salt(request.cache_salt, request.extra_key),
         priority=request.priority,
         routing_key=request.routing_key or "",
     )

@@ -26,7 +26,7 @@ class Stores:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NewBatch:
     """Of a new batch. results_live_s: None for as long as the store keeps things."""
 
     input_file_id: str
@@ -36,7 +36,7 @@ class Asked:
     results_live_s: int | None
 
 
-class Kept:
+class BatchRecords:
     """stores: None where this gateway keeps nothing. lives_s: seconds for which it keeps what is not said otherwise."""
 
     def __init__(self, stores: Stores | None, lives_s: int, retry_after_s: int) -> None:
@@ -74,7 +74,7 @@ class Kept:
                 raise ApiError(409, "A batch that is not over reads this file.", param="file_id", code="file_in_use")
             await stores.files.delete(owner, file)
 
-    async def begin(self, owner: str, key: str, asked: Asked) -> BatchRecord:
+    async def begin(self, owner: str, key: str, asked: NewBatch) -> BatchRecord:
         """key: name of the API key."""
         window_s = int(asked.window[:-1]) * _UNITS[asked.window[-1]]
         if window_s > limits.MAX_BATCH_WINDOW_S:

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from services.gateway.api.batches.cards import batch_card, file_card, list_of
-from services.gateway.api.batches.kept import Asked, Kept
+from services.gateway.api.batches.kept import BatchRecords, NewBatch
 from services.gateway.api.batches.operations import BATCH, BATCHES, CANCEL, CONTENT, FILE, FILES, OPERATIONS
 from services.gateway.api.batches.types import BatchRequest
 from services.gateway.api.batches.upload import UploadLimits, receive_file
@@ -34,7 +34,7 @@ class BatchesApi:
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
 
-    def __init__(self, port: HttpPort, kept: Kept) -> None:
+    def __init__(self, port: HttpPort, kept: BatchRecords) -> None:
         self._port = port
         self._kept = kept
         settings = port.settings
@@ -108,7 +108,7 @@ class BatchesApi:
     async def _cancel(self, request: Request) -> Response:
         return json_response(batch_card(await self._kept.cancel(_owner(request), request.path_params["batch_id"])))
 
-    async def _read(self, request: Request) -> Asked:
+    async def _read(self, request: Request) -> NewBatch:
         """Returns the parsed body. Raises ApiError if it is invalid."""
         async with self._port.bodies.read(request.scope, request.receive, limits.SMALL_BODY_BYTES) as body:
             try:
@@ -116,7 +116,7 @@ class BatchesApi:
             except ValidationError as error:
                 raise of_validation(error) from None
         expires = given.output_expires_after
-        return Asked(
+        return NewBatch(
             given.input_file_id,
             given.endpoint,
             given.completion_window,

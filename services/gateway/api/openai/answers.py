@@ -37,7 +37,7 @@ class CompletionTokensDetails(ResponseModel):
     rejected_prediction_tokens: Count = absent("With prediction: guesses by it that a step had and that were not accepted in it.")
 
 
-class Usage(ResponseModel):
+class CompletionUsage(ResponseModel):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
@@ -45,7 +45,7 @@ class Usage(ResponseModel):
     completion_tokens_details: CompletionTokensDetails = absent("With a model that reasons between marks, or prediction.")
 
 
-class Course(ResponseModel):
+class RequestTimeline(ResponseModel):
     """What became of the request. Seconds are those of the choice that waited longest, counts those of all choices."""
 
     gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Until a worker had room.")
@@ -57,18 +57,18 @@ class Course(ResponseModel):
     accepted_tokens: Count = Field(description="Guesses that were right.")
 
 
-class TokenLogprob(ResponseModel):
+class TokenLogprobFields(ResponseModel):
     token: str
     logprob: Logprob
     bytes: list[Byte]
 
 
-class RequestedLogprob(TokenLogprob):
+class RequestedLogprob(TokenLogprobFields):
     token_id: Count
 
 
-class ChatTokenLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
+class ChatTokenLogprob(TokenLogprobFields):
+    top_logprobs: list[TokenLogprobFields]
     requested_logprobs: list[RequestedLogprob] = absent(_REQUESTED)
 
 
@@ -112,8 +112,8 @@ class ChatCompletion(ResponseModel):
     created: Count = Field(description="Unix seconds.")
     model: str
     choices: list[ChatChoice] = Field(min_length=1)
-    usage: Usage
-    rootstock: Course = absent(f"{_COURSE}.")
+    usage: CompletionUsage
+    rootstock: RequestTimeline = absent(f"{_COURSE}.")
     prompt_token_ids: list[Count] = absent(_IDS)
 
 
@@ -154,8 +154,8 @@ class ChatCompletionChunk(ResponseModel):
     created: Count
     model: str
     choices: list[ChatChunkChoice] = Field(max_length=1, description="None in the event that has the usage.")
-    usage: Usage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
-    rootstock: Course = absent(f"{_COURSE}, in the event that has the usage.")
+    usage: CompletionUsage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
+    rootstock: RequestTimeline = absent(f"{_COURSE}, in the event that has the usage.")
     prompt_token_ids: list[Count] = absent("In the first event, with return_token_ids.")
 
 
@@ -185,8 +185,8 @@ class Completion(ResponseModel):
     created: Count = Field(description="Unix seconds.")
     model: str
     choices: list[CompletionChoice] = Field(min_length=1)
-    usage: Usage
-    rootstock: Course = absent(f"{_COURSE}.")
+    usage: CompletionUsage
+    rootstock: RequestTimeline = absent(f"{_COURSE}.")
     prompt_token_ids: list[Count] = absent("Where there is one prompt, with return_token_ids.")
 
 
@@ -208,8 +208,8 @@ class CompletionChunk(ResponseModel):
     created: Count
     model: str
     choices: list[CompletionChunkChoice] = Field(max_length=1, description="None in the event that has the usage.")
-    usage: Usage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
-    rootstock: Course = absent(f"{_COURSE}, in the event that has the usage.")
+    usage: CompletionUsage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
+    rootstock: RequestTimeline = absent(f"{_COURSE}, in the event that has the usage.")
 
 
 class Embedding(ResponseModel):

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.gateway.api import known_fields
-from services.gateway.api.cache_key import cache_key
 from services.gateway.api.chat import ChatRequest, check_size, switches_of, template_variables
 from services.gateway.api.constraints import constraint_of
 from services.gateway.api.known_fields import WEB_SEARCH, hosted_type, omitted_names, unserved
 from services.gateway.api.openai.types import ChatCompletionRequest
 from services.gateway.api.openai.validation import check_stream_options, include_stop, parse
+from services.gateway.api.request_body import joined_salt
 from services.gateway.api.session_fields import session_turn
-from services.gateway.api.tools import Functions, ToolChoice, ToolUse, check_num_tools, tool_specs
+from services.gateway.api.tools import NO_TOOLS, Functions, ToolChoice, ToolUse, check_num_tools, tool_specs
 from services.gateway.request import field_names
 from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import bad_request
@@ -75,7 +75,7 @@ def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> Ch
         include_stop=include_stop(request),
         answer=request.shown(),
         name=name or "",
-        cache_salt=cache_key(request.cache_salt, request.extra_key),
+        cache_salt=joined_salt(request.cache_salt, request.extra_key),
         priority=request.priority,
         routing_key=request.routing_key or "",
         session=session_turn(request.session_params),
@@ -91,7 +91,7 @@ def parameters_of(tools: Sequence[Any]) -> Mapping[str, Mapping[str, Any] | None
 def _tool_use(request: ChatCompletionRequest, omits_hosted: bool) -> ToolUse:
     tools, choice, parallel = request.tools or (), request.tool_choice, request.parallel_tool_calls is not False
     if not tools and choice in (None, "auto", "none"):
-        return ToolUse(parallel=parallel)
+        return NO_TOOLS if parallel else ToolUse(parallel=False)
     check_num_tools(tools)
     hosted = [tool for tool in tools if omits_hosted and hosted_type(tool)]
     chooser = ToolChoice(tool_specs(_functions(tools, omits_hosted)), hosted, parallel, function_member="function")

@@ -14,7 +14,7 @@ from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.openai.chat import chat_request
 from services.gateway.api.openai.types import CompletionRequest, EmbeddingRequest, NamedBody
 from services.gateway.api.openai.validation import completion_generation, parse, vector_generation
-from services.gateway.api.room import UNBOUNDED, for_a_vector, for_an_answer
+from services.gateway.api.prompts import UNBOUNDED, for_a_vector, for_an_answer
 from services.gateway.api.session_fields import begins, check_turn
 from services.gateway.api.strict_json import parse_json
 from services.gateway.parsers.output_parser import MakeParser
@@ -75,11 +75,11 @@ class Preparer(ChatPreparer):
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = vector_generation(request, model.embedding_size)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
-        room, special = for_a_vector(model), request.add_special_tokens is not False
+        budget, special = for_a_vector(model), request.add_special_tokens is not False
         most = request.truncate_prompt_tokens
         if most is not None:
-            room, root = UNBOUNDED, b""
-        checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", room, root, special)
+            budget, root = UNBOUNDED, b""
+        checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", budget, root, special)
         if most is not None:
             most = min(most, model.context_len) if most >= 0 else model.context_len
             checked = [prompts.of_last(prompt, most, "truncate_prompt_tokens") for prompt in checked]
@@ -89,9 +89,9 @@ class Preparer(ChatPreparer):
         self, request: CompletionRequest, generation: Generation, model: ModelInfo, origin: Origin
     ) -> list[Prompt]:
         root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
-        room = for_an_answer(model, generation.session is not None)
+        budget = for_an_answer(model, generation.session is not None)
         special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
-        return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", room, root, special)
+        return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", budget, root, special)
 
     async def text_of(self, ids: Sequence[int], skip_special_tokens: bool, origin: Origin, model: ModelInfo) -> str:
         return await decode_once(self._detoks, origin, ids, skip_special_tokens, model.source)

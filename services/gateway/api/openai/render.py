@@ -5,6 +5,7 @@ Everything about a stream's chunks that does not change is rendered once per req
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from itertools import groupby
 from math import inf
@@ -12,10 +13,10 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.logprob_forms import ChatLogprobs, CompletionLogprobs
+from services.gateway.api.logprob_forms import ChatLogprobWriter, CompletionLogprobWriter
 from services.gateway.api.openai.message import finish_reason, message_deltas, message_of
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.choice import ChoiceReader, Delta
+from services.gateway.request.choice import Choice, ChoiceReader, Delta
 from services.gateway.request.errors import DONE, OPENAI, ApiError
 from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
@@ -56,6 +57,11 @@ def _going_on(logprobs: bytes) -> bytes:
     return b',"logprobs":%s,"finish_reason":null' % logprobs
 
 
+async def _logprobs_of(writer: ChatLogprobWriter | CompletionLogprobWriter | None, delta: Delta) -> bytes:
+    """Returns the log probabilities of a delta as JSON. Raises ApiError."""
+    return b"null" if writer is None else await writer.of(delta)
+
+
 def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
     return b',"%s":%s' % (name, orjson.dumps(list(ids)))
 
@@ -64,7 +70,7 @@ class ChatRenderer:
     def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
         self._ids = bool(request.generation.answer.return_token_ids)
-        self._logprobs = ChatLogprobs(request.generation, token_texts)
+        self._logprobs = ChatLogprobWriter(request.generation, token_texts) if request.generation.wants_logprobs else None
         kind = "chat.completion.chunk" if request.generation.stream else "chat.completion"
         self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
         self._began = False
@@ -86,7 +92,7 @@ class ChatRenderer:
         deltas = [orjson.dumps(each) for each in message_deltas(reader.read(delta))] or [b"{}"]
         if deltas == [b"{}"] and delta.ending is None and not self._ids and not delta.choice.generation.wants_logprobs:
             return role
-        logprobs = await self._logprobs.of(delta)
+        logprobs = await _logprobs_of(self._logprobs, delta)
         ids = _ids_field(b"token_ids", delta.token_ids) if self._ids else b""
         chunks = [role]
         for number, content in enumerate(deltas):
@@ -128,7 +134,7 @@ class ChatRenderer:
     async def _choice(self, delta: Delta) -> dict[str, Any]:
         reader = self._reader_of(delta)
         message = message_of(message_deltas(reader.read(delta)))
-        fields = _choice_fields(delta, await self._logprobs.of(delta), self._ids)
+        fields = _choice_fields(delta, await _logprobs_of(self._logprobs, delta), self._ids)
         fields["finish_reason"] = finish_reason(reader, delta)
         return {"index": delta.choice.index, "message": message, **fields}
 
@@ -137,7 +143,8 @@ class CompletionRenderer:
     def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
         self._ids = bool(request.generation.answer.return_token_ids)
-        self._logprobs = CompletionLogprobs(request.generation, token_texts)
+        shows = request.generation.wants_logprobs and request.generation.shows_logprobs
+        self._logprobs = CompletionLogprobWriter(request.generation, token_texts) if shows else None
         self._envelope = _Envelope(request, "text_completion", "cmpl", created, model)
 
     async def chunk(self, delta: Delta) -> bytes:
@@ -152,7 +159,7 @@ class CompletionRenderer:
             envelope.head,
             delta.choice.index,
             text,
-            _ending_fields(delta, await self._logprobs.of(delta)),
+            _ending_fields(delta, await _logprobs_of(self._logprobs, delta)),
             ids,
             envelope.tail,
         )
@@ -172,11 +179,33 @@ class CompletionRenderer:
         return orjson.dumps(answer)
 
     async def _choice(self, delta: Delta) -> dict[str, Any]:
-        fields = _choice_fields(delta, await self._logprobs.of(delta), self._ids)
+        fields = _choice_fields(delta, await _logprobs_of(self._logprobs, delta), self._ids)
         choice = {"index": delta.choice.index, "text": delta.text, **fields}
         if self._ids:
             choice["prompt_token_ids"] = list(delta.choice.prompt.ids)
         return choice
+
+
+class EmbeddingRenderer:
+    """Renders embeddings, one per input, in the order of the inputs."""
+
+    def __init__(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> None:
+        self._request = request
+        self._model = model
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        usage = usage_of(self._request)
+        answer = {
+            "object": "list",
+            "data": [{"object": "embedding", "index": d.choice.index, "embedding": self._encoded(d.choice)} for d in deltas],
+            "model": self._model,
+            "usage": {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]},
+        }
+        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def _encoded(self, choice: Choice) -> Any:
+        vector = choice.vector()
+        return base64.b64encode(vector.tobytes()).decode() if choice.generation.vector_as_base64 else vector
 
 
 def best_of(deltas: Sequence[Delta]) -> list[Delta]:

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.body_errors import of_validation
-from services.gateway.api.cache_key import cache_key
 from services.gateway.api.constraints import constraint_of
 from services.gateway.api.known_fields import KnownFields, refuse_unserved
 from services.gateway.api.openai.types import CompletionRequest, EmbeddingRequest, GenerationBody, NamedBody
+from services.gateway.api.request_body import joined_salt
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.session_fields import session_turn
 from services.gateway.api.translation import embedding_generation, generation_of
@@ -80,7 +80,7 @@ def completion_generation(request: CompletionRequest, vocab_size: int) -> Genera
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         include_stop=include_stop(request),
         answer=request.shown(),
-        cache_salt=cache_key(request.cache_salt, request.extra_key),
+        cache_salt=joined_salt(request.cache_salt, request.extra_key),
         priority=request.priority,
         routing_key=request.routing_key or "",
         session=session_turn(request.session_params),
@@ -107,7 +107,7 @@ def vector_generation(request: EmbeddingRequest, embedding_size: int) -> Generat
     if (request.dimensions or 0) > embedding_size:
         raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, which is what this model gives.")
     embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
-    salt = cache_key(request.cache_salt, request.extra_key)
+    salt = joined_salt(request.cache_salt, request.extra_key)
     vector = embedding_generation(request, salt, embedding, field_names.EMBEDDING)
     return replace(vector, vector_as_base64=request.encoding_format == "base64")
 

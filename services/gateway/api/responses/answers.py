@@ -22,7 +22,7 @@ class OutputLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class Part(ResponseModel):
+class ContentPart(ResponseModel):
     """Of a message or of reasoning."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
@@ -39,13 +39,13 @@ class Item(ResponseModel):
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
     status: ItemStatus = absent("Of all but reasoning that a client has sent.")
     role: Literal["user", "system", "developer", "assistant"] = absent("Of messages.")
-    content: list[Part] = absent("Of messages, and of reasoning that the model has just made.")
-    summary: list[Part] = absent("Of reasoning.")
+    content: list[ContentPart] = absent("Of messages, and of reasoning that the model has just made.")
+    summary: list[ContentPart] = absent("Of reasoning.")
     encrypted_content: str = absent("Of reasoning, with include: what a client sends back without reading it.")
     call_id: str = absent("Of calls and their results.")
     name: str = absent("Of calls.")
     arguments: str = absent("Of calls: JSON.")
-    output: str | list[Part] = absent("Of results.")
+    output: str | list[ContentPart] = absent("Of results.")
 
 
 class IncompleteDetails(ResponseModel):
@@ -131,7 +131,7 @@ class ResponseEvent(ResponseModel):
     item: Item = absent("Of an item's begin and end.")
     item_id: str = absent("Of what is told of an item's parts.")
     content_index: Literal[0] = absent("Of what is told of a text.")
-    part: Part = absent("Of a part's begin and end.")
+    part: ContentPart = absent("Of a part's begin and end.")
     delta: str = absent("What is new.")
     text: str = absent("All of it.")
     name: str = absent("Of a call.")

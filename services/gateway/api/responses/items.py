@@ -3,12 +3,13 @@ element."""
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from services.gateway.api.known_fields import hosted_type
-from services.gateway.api.responses.sealed import opened
 from services.gateway.api.strict_json import arguments_text
 from services.gateway.request.errors import bad_request
 from services.shared import limits
@@ -16,6 +17,8 @@ from services.shared import limits
 Json = dict[str, Any]
 
 REFERENCE = "item_reference"
+_SEAL_MARK = "rr1."
+_SEAL_CHECK_BYTES = 8
 _ROLES = frozenset(("user", "system", "developer", "assistant"))
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -245,3 +248,28 @@ def check_tool_types(tools: Sequence[Json] | None, omits_hosted: bool) -> None:
             named = f" '{kind}'" if kind else ""
             message = f"'tools[{index}].type'{named}: hosted and custom tools are not supported by this server, only functions."
             raise bad_request(f"tools[{index}].type", message, "unsupported_parameter")
+
+
+def sealed(text: str) -> str:
+    """Returns reasoning in the form that clients carry from one response to the next without reading it.
+
+    It is no secret: the same client may have the reasoning itself.
+    """
+    content = text.encode()
+    return _SEAL_MARK + base64.urlsafe_b64encode(_seal_check(content) + content).decode()
+
+
+def opened(given: str) -> str | None:
+    """Returns the reasoning; None for a text that sealed() has not made."""
+    if not given.startswith(_SEAL_MARK):
+        return None
+    try:
+        found = base64.urlsafe_b64decode(given.removeprefix(_SEAL_MARK))
+        content = found[_SEAL_CHECK_BYTES:]
+        return content.decode() if found[:_SEAL_CHECK_BYTES] == _seal_check(content) else None
+    except ValueError:  # no base64, no ASCII even, or no UTF-8 within
+        return None
+
+
+def _seal_check(content: bytes) -> bytes:
+    return blake2b(content, digest_size=_SEAL_CHECK_BYTES).digest()

@@ -8,8 +8,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.responses.items import new_id
-from services.gateway.api.responses.sealed import sealed
+from services.gateway.api.responses.items import new_id, sealed
 from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 
 Json = dict[str, Any]

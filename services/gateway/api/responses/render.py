@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.logprob_forms import ChatLogprobs
+from services.gateway.api.logprob_forms import ChatLogprobWriter
 from services.gateway.api.responses.output import OutputItems
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.peers.token_texts import ModelTexts
@@ -30,7 +30,7 @@ class Draft:
     def __init__(self, request: RunningRequest, token_texts: ModelTexts, response: Json, output: OutputItems) -> None:
         self._request = request
         self._output = output
-        self._logprobs = ChatLogprobs(request.generation, token_texts)
+        self._logprobs = ChatLogprobWriter(request.generation, token_texts)
         self._reader = ChoiceReader(request.generation.parsing)
         # Which tokens are the text's is known only where all of them are.
         self._has_logprobs = request.generation.wants_logprobs and request.generation.parsing is None

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from services.gateway.api import known_fields
 from services.gateway.api.body_errors import of_validation
-from services.gateway.api.cache_key import cache_key
 from services.gateway.api.chat import ChatRequest, Tool, check_size, switches_of, template_variables
 from services.gateway.api.constraints import Named, named_schema, response_format
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
+from services.gateway.api.request_body import joined_salt
 from services.gateway.api.responses.items import check_tool_types, messages_of
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.tools import ToolChoice, ToolUse, tool_specs
@@ -95,7 +95,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool
         logprobs=(request.top_logprobs or 0) if wants_logprobs(request) else None,
         stream=streams,
         include_stop=bool(request.no_stop_trim),
-        cache_salt=cache_key(request.cache_salt, request.extra_key),
+        cache_salt=joined_salt(request.cache_salt, request.extra_key),
         priority=request.priority,
         routing_key=request.routing_key or "",
     )

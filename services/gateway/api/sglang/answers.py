@@ -109,7 +109,7 @@ class EncodeAnswer(ResponseModel):
     meta_info: EncodeMetaInfo
 
 
-class AbortReport(ResponseModel):
+class AbortResult(ResponseModel):
     aborted: Count = Field(description="Answers that were ended.")
     gateways: Annotated[int, Field(ge=1)]
     unreached: Count

@@ -40,7 +40,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptGeneration:
     """What is asked of one prompt."""
 
     generation: Generation
@@ -93,7 +93,7 @@ def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
     return named
 
 
-def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) -> list[Asked]:
+def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) -> list[PromptGeneration]:
     """One per prompt."""
     sampling = _sampling_of(request, inputs)
     wishes = _wishes_of(request, inputs, vocab_size)
@@ -105,12 +105,12 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
     if session_turn(request.session_params) is not None:
         wished = any(wish is not None and wish.start >= 0 for wish in wishes)
         check_turn(not inputs.many and n == 1, "logprob_start_len" if wished else None)
-    made: dict[tuple[int, LogprobWish | None], Asked] = {}  # prompts that ask for the same share what is made of it
+    made: dict[tuple[int, LogprobWish | None], PromptGeneration] = {}  # prompts that ask for the same share what is made of it
     asked = []
     for (where, given), wish in zip(sampling, wishes, strict=True):
         if (id(given), wish) not in made:
             generation = native_generation(given, wish, request, vocab_size, where, inputs.field)
-            made[id(given), wish] = Asked(generation, Form(wish, given.max_new_tokens == 0))
+            made[id(given), wish] = PromptGeneration(generation, Form(wish, given.max_new_tokens == 0))
         asked.append(made[id(given), wish])
     return asked
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
-from services.gateway.api.prompts import of_many_ids, of_texts
-from services.gateway.api.room import Room, for_a_vector, for_an_answer
+from services.gateway.api.prompts import ContextBudget, for_a_vector, for_an_answer, of_many_ids, of_texts
 from services.gateway.api.session_fields import begins
 from services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of, rids_of
 from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
@@ -39,7 +38,7 @@ class PromptSource:
         inputs: Inputs,
         model: ModelInfo,
         origin: Origin,
-        room: Room,
+        budget: ContextBudget,
         hash_root: bytes,
         add_special_tokens: bool = True,
     ) -> list[Prompt]:
@@ -47,12 +46,12 @@ class PromptSource:
             call = tokenizer_pb2.EncodeRequest(
                 request_id=origin.request_id, texts=inputs.prompts, add_special_tokens=add_special_tokens, hash_root=hash_root
             )
-            encoded = await of_texts(call, self._tokenizer, "text", model, origin, room)
+            encoded = await of_texts(call, self._tokenizer, "text", model, origin, budget)
         else:
             for i, ids in enumerate(inputs.prompts):
-                room.check(len(ids), inputs.where(i))
+                budget.check(len(ids), inputs.where(i))
             encoded = [await of_many_ids(ids, model.vocab_size, inputs.where(i)) for i, ids in enumerate(inputs.prompts)]
-        return [room.fit(prompt, inputs.where(i)) for i, prompt in enumerate(encoded)]
+        return [budget.fit(prompt, inputs.where(i)) for i, prompt in enumerate(encoded)]
 
 
 def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
@@ -83,9 +82,9 @@ class GenerateCall:
         if not model.generates:
             raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
         asked = asked_of(request, inputs, model.vocab_size)
-        room = for_an_answer(model, in_session=asked[0].generation.session is not None)
+        budget = for_an_answer(model, in_session=asked[0].generation.session is not None)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
-        prompts = await self._source.prompts(inputs, model, origin, room, root, begins(request.session_params))
+        prompts = await self._source.prompts(inputs, model, origin, budget, root, begins(request.session_params))
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
         self._many = inputs.many or asked[0].generation.n > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
 from services.gateway.api.sglang.answers import (
-    AbortReport,
+    AbortResult,
     EncodeAnswers,
     GenerateAnswers,
     GenerateEvent,
@@ -77,7 +77,7 @@ OPERATIONS = (
         for path in SCORE
     ),
     ApiOperation(
-        "post", ABORT, _TAG, "End requests by rid", {JSON: AbortReport}, AbortRequest, (403,), example={"rid": "a-request"}
+        "post", ABORT, _TAG, "End requests by rid", {JSON: AbortResult}, AbortRequest, (403,), example={"rid": "a-request"}
     ),
     ApiOperation(
         "post",

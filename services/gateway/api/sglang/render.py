@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts, extend
+from services.gateway.api.logprob_forms import LOWEST, Entry, LogprobSlices, Texts, extend
 from services.gateway.api.sglang.batch import Form
 from services.gateway.api.sglang.sampling import LogprobWish
 from services.gateway.peers.token_texts import ModelTexts
@@ -28,7 +28,9 @@ class GenerateRenderer:
     def __init__(self, request: RunningRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
         self._many = many
         self._request_id = request.request_id
-        self._answers = [_Answer(choice, forms[choice.index // request.generation.n], token_texts) for choice in request.choices]
+        self._answers = [
+            _ChoiceText(choice, forms[choice.index // request.generation.n], token_texts) for choice in request.choices
+        ]
 
     async def chunk(self, delta: Delta) -> bytes:
         answer = self._answers[delta.choice.index]
@@ -50,12 +52,12 @@ class GenerateRenderer:
         return b"[" + b",".join(objects) + b"]" if self._many else objects[0]
 
     @staticmethod
-    def _object(answer: _Answer, ending: Ending | None, indexed: bool = False) -> bytes:
+    def _object(answer: _ChoiceText, ending: Ending | None, indexed: bool = False) -> bytes:
         index = b',"index":%d' % answer.choice.index if indexed else b""
         return b'{"text":"%s","output_ids":[%s],"meta_info":{%s}%s}' % (answer.text, answer.ids, answer.meta(ending), index)
 
 
-class _Answer:
+class _ChoiceText:
     """One choice's answer so far, rendered."""
 
     def __init__(self, choice: Choice, form: Form, token_texts: ModelTexts | None) -> None:
@@ -103,7 +105,7 @@ class _LogprobLists:
     def __init__(self, wish: LogprobWish | None, token_texts: ModelTexts | None) -> None:
         self._wish = wish
         self._texts = token_texts is not None
-        self._slices = Slices(wish.top, wish.token_ids, token_texts) if wish else None
+        self._slices = LogprobSlices(wish.top, wish.token_ids, token_texts) if wish else None
         self._own = bytearray()
         self._top = bytearray()
         self._chosen = bytearray()

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.api import known_fields
-from services.gateway.api.prompts import of_many_ids, of_texts
+from services.gateway.api.prompts import ContextBudget, of_many_ids, of_texts
 from services.gateway.api.request_body import RID_CHARS
-from services.gateway.api.room import Room
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import ScoreRequest
@@ -102,27 +101,27 @@ class ScoreCall:
 
     async def _prompts(self, scored: Scored, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[Prompt]:
         """A prompt is never cut to the context: its score would be another one's."""
-        room = Room(model.context_len, 0, cuts=False)
+        budget = ContextBudget(model.context_len, 0, cuts=False)
         if scored.of_texts:
             check_chars(len(scored.query) * len(scored.items) + sum(map(len, scored.items)), "items")
             texts = [scored.joined(scored.query, item) for item in scored.items]
             call = tokenizer_pb2.EncodeRequest(
                 request_id=origin.request_id, texts=texts, add_special_tokens=True, hash_root=hash_root
             )
-            prompts = await of_texts(call, self._tokenizer, "items", model, origin, room)
+            prompts = await of_texts(call, self._tokenizer, "items", model, origin, budget)
         else:
             query = await of_many_ids(scored.query, model.vocab_size, "query")
-            prompts = await _of_ids(scored, query, model, room)
+            prompts = await _of_ids(scored, query, model, budget)
         _check_tokens(sum(len(prompt.ids) for prompt in prompts))
-        return [room.fit(prompt, f"items[{index}]") for index, prompt in enumerate(prompts)]
+        return [budget.fit(prompt, f"items[{index}]") for index, prompt in enumerate(prompts)]
 
 
-async def _of_ids(scored: Scored, query: Prompt, model: ModelInfo, room: Room) -> list[Prompt]:
+async def _of_ids(scored: Scored, query: Prompt, model: ModelInfo, budget: ContextBudget) -> list[Prompt]:
     _check_tokens(len(query.ids) * len(scored.items) + sum(map(len, scored.items)))
     prompts = []
     for index, ids in enumerate(scored.items):
         where = f"items[{index}]"
-        room.check(len(query.ids) + len(ids), where)
+        budget.check(len(query.ids) + len(ids), where)
         item = await of_many_ids(ids, model.vocab_size, where)
         prompts.append(Prompt(tokenizer_pb2.TokenIds(ids=scored.joined(list(query.ids), list(item.ids))).ids, None))
     return prompts

@@ -22,7 +22,7 @@ from rootstock.v1 import control_pb2_grpc
 from services.gateway.admin.operations import CONTROL, ROUTES
 from services.gateway.admin.routes import admin_listener
 from services.gateway.admin.workers import WorkerDirectory
-from services.gateway.api.cache_key import cache_key
+from services.gateway.api.request_body import joined_salt
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.http import http_server
@@ -222,7 +222,7 @@ def test_route_calls_an_operation(method: str, path: str, body: str, rpc: str, r
 
 @pytest.mark.parametrize(("body", "asked"), [({}, ""), ({"cache_salt": "a"}, "a"), ({"cache_salt": "a", "extra_key": "b"}, None)])
 def test_flush_salts_by_api_key(body: dict[str, str], asked: str | None) -> None:
-    salted = cache_key("a", "b") if asked is None else asked
+    salted = joined_salt("a", "b") if asked is None else asked
     content = json.dumps({"api_key": "team-a", **body}).encode()
     _, worker = one("POST", "/flush_cache", content, settings={"salt_cache_by_key": True})
     ((_, sent, _, _),) = worker.calls

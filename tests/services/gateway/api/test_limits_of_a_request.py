@@ -12,7 +12,7 @@ import pytest
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.api import constraints
-from services.gateway.api.logprob_slices import SLICE_VALUES, Slices
+from services.gateway.api.logprob_forms import SLICE_VALUES, LogprobSlices
 from services.gateway.api.openai.types import CompletionRequest
 from services.gateway.api.openai.validation import completion_generation
 from services.gateway.request.budgets import check_logprobs, logprob_values
@@ -191,7 +191,7 @@ def test_others_have_their_turn_between_slices() -> None:
 
     async def run() -> list[int]:
         task = asyncio.create_task(other())
-        sizes = [len(batch) async for batch, _ in Slices(0, (), KnownTexts()).of(entries)]  # type: ignore[arg-type]
+        sizes = [len(batch) async for batch, _ in LogprobSlices(0, (), KnownTexts()).of(entries)]  # type: ignore[arg-type]
         task.cancel()
         return sizes
 
@@ -202,7 +202,7 @@ def test_others_have_their_turn_between_slices() -> None:
 def test_a_slice_has_fewer_tokens_where_each_has_more_values() -> None:
     async def run() -> list[int]:
         entries = [(token, None) for token in range(100)]
-        return [len(batch) async for batch, _ in Slices(20, range(256), None).of(entries)]
+        return [len(batch) async for batch, _ in LogprobSlices(20, range(256), None).of(entries)]
 
     assert max(asyncio.run(run())) == SLICE_VALUES // 277
 

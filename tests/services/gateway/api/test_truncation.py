@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.api.room import for_a_vector, for_an_answer
+from services.gateway.api.prompts import for_a_vector, for_an_answer
 from services.gateway.request.generation import ModelInfo, Prompt
 from services.shared.index.block_hash import BLOCK_TOKENS, HASH_BYTES, block_hashes
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, FakeWorker, ids_of, logprob_of
@@ -124,8 +124,8 @@ class TestRoom:
     def test_names_of_blocks_are_those_of_the_beginning(self) -> None:
         ids = list(range(300))
         prompt = Prompt(ids, "text", block_hashes(b"\0" * HASH_BYTES, ids))
-        for room, left in ((for_an_answer(self.MODEL), 3 * BLOCK_TOKENS - 1), (for_a_vector(self.MODEL), 3 * BLOCK_TOKENS)):
-            cut = room.fit(prompt, "prompt")
+        for budget, left in ((for_an_answer(self.MODEL), 3 * BLOCK_TOKENS - 1), (for_a_vector(self.MODEL), 3 * BLOCK_TOKENS)):
+            cut = budget.fit(prompt, "prompt")
             assert (list(cut.ids), cut.text, cut.num_cut) == (ids[:left], None, 300 - left)
             assert cut.block_hashes == block_hashes(b"\0" * HASH_BYTES, ids[:left])
 
