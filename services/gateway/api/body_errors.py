@@ -1,4 +1,4 @@
-"""What a request type has to say against a body → the client's error. It repeats nothing of what the client sent but names."""
+"""Translates pydantic's errors to the client's error. An error repeats only names of what the client sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 from services.gateway.api.known_fields import unserved
 from services.gateway.request.errors import ApiError, bad_request
 
-MAX_NAME_CHARS = 64  # of a client's own field name in an error
+MAX_NAME_CHARS = 64  # characters of a client's own field name that an error shows
 _TYPES = ("bool", "int", "float", "str")
 
 
@@ -39,5 +39,5 @@ def _location(error: ErrorDetails) -> list[str | int]:
 
 
 def _is_type(part: str | int) -> bool:
-    """Fields of the API are in lower case."""
+    """Returns whether a part of a location is a type. Fields of the API are in lower case."""
     return isinstance(part, str) and (part in _TYPES or "[" in part or part[:1].isupper())

@@ -31,12 +31,12 @@ _THINKING_OFF = {"enable_thinking": False, "thinking": False}
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat as its client asks for it, in no API's form.
+    """A client's chat in the neutral form.
 
-    All its checks are made that need neither the model nor its tokenizer.
+    The checks that need neither the model nor its tokenizer have been made.
     """
 
-    fields: FieldNames  # client's names of these fields and of those that workers refuse
+    fields: FieldNames  # client's names of these fields and of the workers' fields, for errors
     model: str | None  # None: the only model that the caller may use
 
     # The prompt.
@@ -51,20 +51,20 @@ class ChatRequest:
     tool_use: ToolUse = NO_TOOLS
     separates_reasoning: bool = True  # reasoning is apart from the text
     constraint: Named | None = None  # client's field, and the grammar of the text
-    prediction: str | None = None  # text that the output may turn out to be; None if the client predicts nothing
+    prediction: str | None = None  # text that the client expects as the output, or None
 
     # Parameters.
     sampling: SamplingBody = NO_SAMPLING
     min_tokens: int | None = None
     max_tokens: int | None = None  # None: all that the context allows
     seed: int | None = None
-    logprobs: int | None = None  # number of most likely tokens per output token; None for no log probabilities
+    logprobs: int | None = None  # most likely tokens per output token, or None for no log probabilities
     logprob_token_ids: Sequence[int] = ()  # further tokens whose log probabilities are wanted
 
     # The response.
     stream: bool = False  # text is wanted as it is generated
     include_usage: bool = False  # the last event of a stream has the usage
-    include_stop: bool | None = None  # the text ends with the stop string; None: as `sampling.no_stop_trim` says
+    include_stop: bool | None = None  # whether the text keeps its stop string, or None for the value of `sampling.no_stop_trim`
     answer: AnswerBody = TEXT_ALONE
 
     # Placement.
@@ -77,17 +77,19 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """The part of a chat that was prepared earlier and stored. Another gateway goes on with it, whatever the model's workers and
-    tokenizers report there."""
+    """The stored part of a chat that was prepared earlier, so that another gateway can continue it.
+
+    It is used even if the model's workers and tokenizers report other values by then.
+    """
 
     prompt: Prompt
-    formats: OutputFormats | None  # formats of the output; None if only the prompt was stored
+    formats: OutputFormats | None  # formats of the output, or None if only the prompt was stored
     reasoning_marks: Sequence[int]  # see Parsing
     context_len: int  # tokens
     defaults: SamplingDefaults
 
     def of(self, model: ModelInfo) -> ModelInfo:
-        """Returns the model as it was. Its context is the shorter one of then and now."""
+        """Returns the model with the stored facts. Its context is the shorter one of then and now."""
         if self.formats is None:
             return model
         return replace(model, context_len=min(self.context_len, model.context_len), defaults=self.defaults)
@@ -136,7 +138,7 @@ def template_variables(
 
 
 def check_size(messages: Sequence[Message], fields: FieldNames) -> None:
-    """Raises ApiError if there are too many messages, or their texts are too long."""
+    """Checks the number of messages and the length of their texts. Raises ApiError."""
     name = fields.of("messages")
     if len(messages) > limits.MAX_CHAT_MESSAGES:
         raise bad_request(name, f"'{name}' may have at most {limits.MAX_CHAT_MESSAGES} messages.")

@@ -1,6 +1,6 @@
 """Prepares chats: checks that need the model, then the tokenizer, then the checks that need its result.
 
-Cancelling a preparation leaves nothing behind. No worker is asked.
+Cancelling a preparation leaves nothing behind. The preparation calls no worker.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ChatPreparer:
         dropped: Callable[[], None],
         omits_hosted_tools: bool,
     ) -> None:
-        """Takes what all requests share.
+        """Makes the preparer.
 
         Args:
             dropped: Called for each call of a tool that the client does not see.
@@ -59,7 +59,7 @@ class ChatPreparer:
             prepared: The stored part of a chat that was prepared earlier. The messages of `chat` are then not used.
         """
         call = _encode_call(chat, origin.request_id)
-        chat = replace(chat, messages=())  # they may be 64 MiB, and `call` has a copy
+        chat = replace(chat, messages=())  # messages may have 64 MiB, and `call` has a copy
         model = await self.generating_model(chat.model, origin.caller)
         model = model if prepared is None else prepared.of(model)
         budgets.check_sets(chat.sampling.allowed_token_ids, chat.sampling.banned_token_ids, chat.sampling.n or 1)
@@ -97,14 +97,14 @@ class ChatPreparer:
         return model
 
     async def model_of(self, name: str | None, caller: Caller) -> ModelInfo:
-        """Returns the model of this name, for None the only one that the caller may use."""
+        """Returns the model of this name. A caller that may use only one model need not name it."""
         self._require(name, caller)
         model = await self._models.wait_for(name, caller)
         self._require(name, caller)
         return model
 
     def _require(self, name: str | None, caller: Caller) -> None:
-        """Raises ApiError without a name if the caller may use several models; some may appear while a request waits."""
+        """Checks that a model is named if the caller may use several. Some may appear while a request waits."""
         if name is None and sum(map(caller.may_use, self._models.names())) > 1:
             raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
 
@@ -116,7 +116,7 @@ class ChatPreparer:
         return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
 
     async def _prediction(self, chat: ChatRequest, model: ModelInfo, origin: Origin) -> Sequence[int] | None:
-        """Returns the ids of the predicted text; none if no worker reads them, None if the client predicts nothing."""
+        """Returns the ids of the predicted text, or None without a prediction. They are empty if no worker reads them."""
         if chat.prediction is None:
             return None
         if chat.sampling.speculative is False or not self._models.reads_predictions(model):

@@ -1,7 +1,7 @@
-"""What the output must be, in each of the ways that clients say it → one Grammar. Pure.
+"""Translates each form of an output constraint to one Grammar. Pure; raises ApiError.
 
-Whether a schema, pattern or grammar is any good is the worker's to say, before the first token. Error messages never repeat
-what the client sent.
+Workers check the schema, pattern or grammar itself before the first token. Error messages never repeat a value that the client
+sent.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.json_schema import too_large
 
-Named = tuple[str, pb.Grammar]  # the client's field, and what it asks for
+Named = tuple[str, pb.Grammar]  # client's field, and its grammar
 
 
 def constraint_of(body: ConstraintBody) -> Named | None:
-    """Raises ApiError, also where two fields constrain the output."""
+    """Returns the constraint of a body, or None. Raises ApiError, also if two fields constrain the output."""
     found = [named for field in ConstraintBody.model_fields if (named := _of_field(field, getattr(body, field))) is not None]
     return only_one(found)
 
 
 def only_one(found: Sequence[Named]) -> Named | None:
-    """Raises ApiError that names the first two fields."""
+    """Returns the only constraint, or None. Raises ApiError that names the first two fields if there are more."""
     if len(found) > 1:
         first, second = found[0][0], found[1][0]
         raise bad_request(second, f"'{first}' and '{second}' both constrain the output; only one may be given.")
@@ -92,7 +92,7 @@ def json_object(value: Any, where: str) -> pb.Grammar:
 
 
 def json_schema(value: Any, where: str) -> pb.Grammar:
-    """value: an object, a boolean schema, or the text of one."""
+    """Returns the grammar of a schema: an object, a boolean or the text of one. Raises ApiError."""
     schema = _loaded(value, where) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
         raise bad_request(where, f"'{where}' must be a JSON Schema, as an object or as its text.")
@@ -101,7 +101,10 @@ def json_schema(value: Any, where: str) -> pb.Grammar:
 
 
 def structural_tag(value: Any, where: str) -> pb.Grammar:
-    """value: an object or the text of one. One that is made here is a few levels deeper than what its client gave."""
+    """Returns the grammar of a structural tag: an object or its text. Raises ApiError.
+
+    The gateway's own tags are a few levels deeper than a client's values may be.
+    """
     tag = _loaded(value, where, orjson.loads) if isinstance(value, str) else value
     if not isinstance(tag, dict):
         raise bad_request(where, f"'{where}' must be an object or its text.")
@@ -118,7 +121,7 @@ def ebnf(value: Any, where: str) -> pb.Grammar:
 
 
 def choice(value: Any, where: str) -> pb.Grammar:
-    """value: texts of which the output is exactly one."""
+    """Returns the grammar of an output that is exactly one of these texts. Raises ApiError."""
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise bad_request(where, f"'{where}' must be a list of texts, none of them empty.")
     if len(value) > limits.MAX_GUIDED_CHOICES:
@@ -129,7 +132,7 @@ def choice(value: Any, where: str) -> pb.Grammar:
 
 
 def _literal(text: str) -> str:
-    """A string of EBNF."""
+    """Returns the text as a string literal of EBNF."""
     return f'"{text.translate(_ESCAPES)}"'
 
 
@@ -145,7 +148,7 @@ def _loaded(text: str, where: str, load: Callable[[str], Any] = load_json) -> An
 
 
 def _dumped(value: Any, where: str) -> str:
-    """Keys keep their order, which is that of the output. Workers know a compiled grammar by this text."""
+    """Returns the JSON text. Keys keep their order, which is that of the output. Workers cache compiled grammars by this text."""
     try:
         text = orjson.dumps(value).decode()
     except (orjson.JSONEncodeError, RecursionError):
@@ -175,7 +178,7 @@ def _too_large(where: str) -> ApiError:
     return bad_request(where, f"'{where}' may have at most {limits.MAX_GRAMMAR_BYTES} bytes.")
 
 
-Maker = Callable[[Any, str], pb.Grammar]  # value, and the field that it stands in
+Maker = Callable[[Any, str], pb.Grammar]  # value, and the client's field of the value
 _MAKERS: Mapping[str, Maker] = {
     "guided_json": json_schema,
     "guided_regex": regex,

@@ -24,11 +24,11 @@ Neutral = Mapping[str, tuple[Any, ...]]  # name → values that ask for nothing
 
 @dataclass(frozen=True, slots=True)
 class KnownFields:
-    """per_prompt: a list of values that ask for nothing, one for each prompt, asks for nothing either."""
+    """Fields of an endpoint that have no effect here."""
 
-    unused: frozenset[str]
-    neutral: Neutral
-    per_prompt: bool = False
+    unused: frozenset[str]  # accepted at any value
+    neutral: Neutral  # accepted at these values
+    per_prompt: bool = False  # whether a list of neutral values, one per prompt, is neutral, too
 
     def asks_for_nothing(self, name: str, value: Any) -> bool:
         if value is None or name in self.unused:
@@ -41,12 +41,12 @@ class KnownFields:
 
 
 def is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """0 is not False here: "logprobs": 0 does ask for something."""
+    """Returns whether a value is one of the neutral ones. 0 is not False: `"logprobs": 0` has an effect."""
     return any(type(value) is type(one) and value == one for one in neutral)
 
 
 def refuse_unserved(body: Mapping[str, Any], known: KnownFields) -> None:
-    """Raises ApiError that names the first field that asks for what there is not."""
+    """Checks that no field asks for a feature that this server does not have. Raises ApiError that names the first one."""
     _refuse(body, known.neutral)
     options = body.get("stream_options")
     if isinstance(options, dict):
@@ -54,8 +54,12 @@ def refuse_unserved(body: Mapping[str, Any], known: KnownFields) -> None:
 
 
 def without_neutral(body: Mapping[str, Any], served: Collection[str], known: KnownFields) -> dict[str, Any]:
-    """The body without members that ask for nothing: clients of SGLang's API send its whole form, mostly at its defaults. Those
-    that are served stay."""
+    """Returns the body without fields that have no effect. Clients of SGLang's API send all fields, mostly with their
+    defaults.
+
+    Args:
+        served: Names of fields that stay.
+    """
     return {name: value for name, value in body.items() if name in served or not known.asks_for_nothing(name, value)}
 
 
@@ -118,7 +122,7 @@ _UNUSED = frozenset(
     )
 )
 
-_PREDICTED = frozenset(("prediction",))  # of chats alone
+_PREDICTED = frozenset(("prediction",))  # accepted by chats only
 
 SAMPLING: Neutral = {row.name: row.neutral for row in UNSERVED if Api.CHAT in row.apis}
 PROMPT: Neutral = {
@@ -211,7 +215,11 @@ _OF_CHAT_ANSWERS: Neutral = {
 
 
 def of_chats_alone(served: Collection[str]) -> Neutral:
-    """Returns the fields of chats that change an answer, for another API. served: names of the fields that it has itself."""
+    """Returns the chat fields that change a response, for another API.
+
+    Args:
+        served: Names of the other API's own fields.
+    """
     sampling = {name: (*row.neutral, [], {}) for name, row in of_api(Api.CHAT).items()}
     return {name: neutral for name, neutral in {**_OF_CHAT_ANSWERS, **sampling}.items() if name not in served}
 
@@ -232,7 +240,7 @@ OF_TEMPLATES: Neutral = {
     "tools": ([],),
 }
 
-_CUT: Neutral = {"truncate_prompt_tokens": ()}  # of what generates
+_CUT: Neutral = {"truncate_prompt_tokens": ()}  # of generating endpoints
 OF_CHAT: Neutral = {
     "add_special_tokens": (False,),  # a chat template writes its own
     "best_of": (1,),
@@ -258,7 +266,7 @@ STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscat
 CHAT = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_CHAT, **_CUT})
 COMPLETION = KnownFields(_UNUSED | _PREDICTED, {**_EVERYWHERE, **OF_TEMPLATES, **_CUT})
 EMBEDDING = KnownFields(_UNUSED | _PREDICTED, {**_EVERYWHERE, **OF_TEMPLATES, **OF_EMBEDDINGS})
-# Of SGLang's GenerateReqInput and EmbeddingReqInput.
+# SGLang's GenerateReqInput and EmbeddingReqInput.
 NATIVE = KnownFields(
     frozenset(("log_metrics", "no_logs")),
     {
@@ -281,7 +289,7 @@ NATIVE = KnownFields(
     },
     per_prompt=True,
 )
-# Of SGLang's ScoringRequest.
+# SGLang's ScoringRequest.
 SCORE = KnownFields(
     NATIVE.unused | {"user"},
     {**NATIVE.neutral, "embed_override_token_id": (), "embed_overrides": (), "return_pooled_hidden_states": (False,)},

@@ -18,7 +18,7 @@ from services.gateway.request.logprobs import TokenLogprob, values_per_token
 SLICE_VALUES = 4096  # values per slice; some milliseconds of rendering
 LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token
 
-Entry = tuple[int, TokenLogprob | None]  # token id, and its values; None where there is no context to predict it from
+Entry = tuple[int, TokenLogprob | None]  # token id, and its values, or None for the first token of all
 Texts = Mapping[int, bytes]
 
 
@@ -36,7 +36,7 @@ class LogprobSlices:
     """
 
     def __init__(self, top: int, chosen: Sequence[int], token_texts: ModelTexts | None) -> None:
-        """Takes what all slices share.
+        """Makes the slices.
 
         Args:
             top: Number of most likely tokens.
@@ -150,7 +150,7 @@ class _Columns:
 
 
 def _tops(token: int, values: TokenLogprob, texts: Texts) -> dict[str, float]:
-    """Returns the most likely tokens, and the token itself if it is not one of them."""
+    """Returns the most likely tokens and the token itself."""
     tops = zip((*values.top_ids, token), (*values.top_values, values.value), strict=True)
     return {_name(texts[top]): max(value, LOWEST) for top, value in tops}
 
@@ -185,7 +185,7 @@ class TextOffsets:
         self._chars = 0
         self._prefix = prefix.encode()
         self._at = 0  # in its bytes
-        self._missed = 0  # bytes of the tokens that were not found since the last one that was
+        self._missed = 0  # bytes of tokens that were not found since the last found one
 
     def step(self, text: bytes) -> int:
         begin = self._chars

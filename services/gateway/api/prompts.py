@@ -28,7 +28,7 @@ class ContextBudget:
 
     context_len: int  # tokens
     answers: int  # tokens that must be left for the answer
-    cuts: bool  # of a longer prompt, the first tokens are taken; else it is refused
+    cuts: bool  # whether a longer prompt is cut to its first tokens instead of refused
 
     @property
     def most(self) -> int:
@@ -44,7 +44,7 @@ class ContextBudget:
 
         Args:
             param: Client's field of the prompt.
-            is_bound: The prompt has at least so many tokens.
+            is_bound: `tokens` is a lower bound of the length.
 
         Raises:
             ApiError: The prompt is empty, or too long.
@@ -60,7 +60,9 @@ class ContextBudget:
         raise bad_request(param, message, "context_length_exceeded")
 
     def fit(self, prompt: Prompt, param: str) -> Prompt:
-        """Returns the prompt, or its first tokens. Echo and the prefix index then see these alone. Raises ApiError as check()."""
+        """Returns the prompt, or its first tokens. Echo and the prefix index then use the first tokens. Raises ApiError as
+        check().
+        """
         tokens, most = prompt.at_least or len(prompt.ids), self.most
         self.check(tokens, param, prompt.at_least > 0)
         if tokens <= most:
@@ -210,7 +212,7 @@ def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
 
 
 def of_last(prompt: Prompt, most: int, param: str) -> Prompt:
-    """Returns the last `most` tokens of a prompt. Raises ApiError if there are none."""
+    """Returns the last `most` tokens of a prompt. Raises ApiError for 0 tokens."""
     if not most:
         raise bad_request(param, f"'{param}' leaves nothing of the input.")
     cut = max(len(prompt.ids) - most, 0)

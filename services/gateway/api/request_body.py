@@ -1,7 +1,8 @@
-"""Fields that the bodies of several APIs share. They validate and document.
+"""Fields that the bodies of several APIs share, for validation and documentation.
 
-Every optional field accepts null as "not given". Ranges of sampling parameters are those of their table; what a type cannot say
-is checked in sampling_fields.py.
+Every optional field accepts null as "not given". Ranges of sampling parameters come from their table. sampling_fields.py makes
+the
+checks that a type cannot make.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "
 
 
 def parameter(name: str, api: Api = Api.CHAT, absent: int | None = None) -> Any:
-    """A pydantic field for what the API calls so, with the range that the table of sampling parameters gives it. absent: its
-    value where the body does not have it; null is always None."""
+    """Returns the pydantic field of a sampling parameter, with the range of its table.
+
+    Args:
+        name: The API's name of the parameter.
+        absent: Value if the body does not have the field. null always means None.
+    """
     row = of_api(api)[name]
     if row.kind in _LISTS:
         return Field(absent, min_length=row.least or None, max_length=row.most, description=row.doc)
@@ -74,7 +79,7 @@ class SamplingBody(Body):
 
 
 class ThinkingSwitch(Body):
-    """The form that other APIs give to a switch of reasoning. A budget of tokens is not supported."""
+    """A switch of reasoning in the form of other APIs. A budget of tokens is not supported."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -88,7 +93,7 @@ class ThinkingBody(Body):
 
 
 class PlacedBody(Body):
-    """With whom a request shares what is cached, and which goes first."""
+    """The sharing of cached prefixes, and the request's priority."""
 
     extra_key: str | None = Field(
         None,
@@ -103,7 +108,7 @@ class PlacedBody(Body):
 
 
 class ConstraintBody(Body):
-    """What the output must be: at most one of these. vLLM's and SGLang's names beside OpenAI's."""
+    """Constraints of the output, of which at most one may be given. The names are OpenAI's, vLLM's and SGLang's."""
 
     response_format: Object = Field(None, description="text, json_object, json_schema or structural_tag.")
     structured_outputs: Object = Field(None, description="One of json, regex, choice, grammar, json_object, structural_tag.")
@@ -122,7 +127,7 @@ class ConstraintBody(Body):
 def joined_salt(cache_salt: str | None, extra_key: str | None) -> str:
     """Returns the one salt that workers get for vLLM's `cache_salt` and SGLang's `extra_key`.
 
-    One alone is the salt, by either name. Both together are a namespace of their own.
+    Each alone is the salt, by either name. Both together are a separate namespace.
     """
     if not cache_salt or not extra_key:
         return cache_salt or extra_key or ""

@@ -1,4 +1,4 @@
-"""Checks of single sampling fields that a type cannot make, for every endpoint. Pure; each raises ApiError naming the field."""
+"""Checks of sampling fields that a type cannot make, for every endpoint. Pure; each raises ApiError that names the field."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def logit_bias(entries: Mapping[str, float], vocab_size: int) -> dict[int, float
 
 
 def dry(body: SamplingBody) -> pb.Dry | None:
-    """None: no penalty."""
+    """Returns the DRY penalty, or None without one."""
     for breaker in body.dry_sequence_breakers or ():
         if not 1 <= len(breaker) <= table.DRY_SEQUENCE_BREAKERS.chars:
             message = f"A text of 'dry_sequence_breakers' must have 1 to {table.DRY_SEQUENCE_BREAKERS.chars} characters."
@@ -67,12 +67,12 @@ def dry(body: SamplingBody) -> pb.Dry | None:
 
 
 def token_id_set(ids: Sequence[int] | None) -> list[int]:
-    """Of ids that have been checked: each once, rising."""
+    """Returns checked ids once each, in rising order."""
     return sorted(set(ids or ()))
 
 
 def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
-    """Type and range, without a Python loop: prompts have up to millions of ids."""
+    """Checks types and range without a Python loop, because prompts have up to millions of ids."""
     if not ids:
         return
     if set(map(type, ids)) != {int}:

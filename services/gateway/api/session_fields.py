@@ -1,4 +1,4 @@
-"""A turn of a session, as every endpoint that makes text takes it. Pure."""
+"""A turn of a session, for every endpoint that generates text. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UINT32_MAX = (1 << 32) - 1
 
 
 class SessionParams(BaseModel):
-    """The session that a request goes on in."""
+    """The session of a request, and the turn that it continues."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), frozen=True)
 
@@ -38,13 +38,19 @@ def session_turn(given: SessionParams | None) -> worker_pb2.SessionTurn | None:
 
 
 def begins(given: SessionParams | None) -> bool:
-    """A turn that names its parent goes on in the middle of a context: no token marks a beginning there."""
+    """Returns whether a prompt starts a context. A turn that names its parent continues a context, so no token marks its
+    beginning.
+    """
     return given is None or not given.rid or given.offset == 0
 
 
 def check_turn(alone: bool, prompt_logprobs: str | None) -> None:
-    """alone: one prompt, and one answer to it. prompt_logprobs: the client's field that asks for those of the prompt, None if
-    none does. Raises ApiError."""
+    """Checks a turn of a session. Raises ApiError.
+
+    Args:
+        alone: The request has one prompt and one output.
+        prompt_logprobs: Client's field that asks for log probabilities of the prompt, or None.
+    """
     if not alone:
         raise bad_request("session_params", "A turn of a session has one prompt and one answer.")
     if prompt_logprobs is not None:

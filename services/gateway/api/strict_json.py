@@ -1,4 +1,4 @@
-"""JSON of a request's body, and of its parts on their way to other services. Pure."""
+"""Reads JSON of request bodies, and writes parts of them for other services. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ WRITTEN_LEVELS = 254  # that orjson writes at most
 
 
 def load_json(text: bytes | bytearray | str) -> Any:
-    """Strict JSON: no NaN, no lone surrogates, depth at most MAX_JSON_DEPTH, so that what is made of it can be written again.
-    Raises orjson.JSONDecodeError."""
+    """Reads strict JSON: no NaN, no lone surrogates, at most MAX_JSON_DEPTH levels, so that it can be written again.
+
+    Raises:
+        orjson.JSONDecodeError: The text is not strict JSON.
+    """
     value = orjson.loads(text)
     if _opened(text) > limits.MAX_JSON_DEPTH:
         try:
@@ -25,21 +28,21 @@ def load_json(text: bytes | bytearray | str) -> Any:
 
 
 def _opened(text: bytes | bytearray | str) -> int:
-    """Objects and arrays that begin, those in texts too."""
+    """Returns the number of opening brackets, including those in texts."""
     if isinstance(text, str):
         return text.count("[") + text.count("{")
     return text.count(b"[") + text.count(b"{")
 
 
 def _wrapped(value: Any) -> Any:
-    """It can be written if it has no more levels than it may have."""
+    """Returns the value in so many arrays that it can be written only if it has at most the allowed number of levels."""
     for _ in range(WRITTEN_LEVELS - limits.MAX_JSON_DEPTH):
         value = [value]
     return value
 
 
 def parse_json(body: bytes | bytearray) -> dict[str, Any]:
-    """Raises ApiError for anything but an object of strict JSON."""
+    """Returns the object of a body. Raises ApiError if the body is not an object of strict JSON."""
     wrong = ""
     try:
         value = load_json(body)
@@ -53,7 +56,7 @@ def parse_json(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def dump_json(value: Any, param: str) -> bytes:
-    """param: the client's field, for the error."""
+    """Returns the JSON text. Raises ApiError that names the client's field `param` if the value is nested too deeply."""
     try:
         return orjson.dumps(value)
     except (orjson.JSONEncodeError, RecursionError):

@@ -82,7 +82,7 @@ class ToolUse:
             raise bad_request(error.field, f"'{error.field}': {error}.") from None
 
     def grammar(self, formats: OutputFormats) -> OutputGrammar | None:
-        """Returns the grammar of calls that are forced or strict; None if no call is. Raises ApiError."""
+        """Returns the grammar of calls that are forced or strict, or None without such calls. Raises ApiError."""
         if not self.callable or formats.tools == NONE:
             return None
         try:

@@ -47,13 +47,13 @@ def generation_of(
     include_stop: bool | None = None,
     answer: AnswerBody = TEXT_ALONE,
 ) -> Generation:
-    """Returns what is asked of each prompt of a request. Raises ApiError.
+    """Returns the generation of each prompt of a request. Raises ApiError.
 
     Args:
-        api: Names the fields in errors, and the parameters that `body` has.
+        api: API whose names `body` and the errors use.
         max_tokens: None: all that the context allows. 0, which only some APIs accept: no token.
         constraint: The client's field, and the grammar of the output.
-        include_stop: The text ends with the stop string. None: as `no_stop_trim` says.
+        include_stop: Whether the text keeps its stop string. None: the value of `no_stop_trim`.
     """
     if max_tokens is not None and (min_tokens or 0) > max_tokens:
         name = SCALAR["min_new_tokens"].names[api]

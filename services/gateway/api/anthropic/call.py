@@ -1,4 +1,4 @@
-"""One request of the Messages API."""
+"""Prepares a request of the Messages API and makes its renderer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.gateway.request.request import RunningRequest
 
 
 class MessagesCall:
-    """prepare() and then renderer(), once."""
+    """State of one request: prepare() is called once, then renderer()."""
 
     def __init__(self, preparer: ChatPreparer) -> None:
         self._preparer = preparer
@@ -23,7 +23,7 @@ class MessagesCall:
         self._max_tokens = 0
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
-        """Raises ApiError."""
+        """Returns the plan of the request. Raises ApiError."""
         omits = self._preparer.omits_hosted_tools
         request = parse(MessagesRequest, parse_json(body.take()), origin.omit if omits else None)
         if thinks(request):

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape, and what keeps its silent streams open."""
+"""The form of Anthropic's errors and of the comments that keep a silent stream open."""
 
 from __future__ import annotations
 

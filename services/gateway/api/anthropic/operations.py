@@ -1,4 +1,4 @@
-"""Anthropic's endpoints as the OpenAPI document has them."""
+"""Operations of Anthropic's API for the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A message as a document, or as the events of a stream."""
+"""Renders a message as a document, or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ _EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": "", "s
 
 
 class MessageRenderer:
-    """shows_thinking: None leaves thoughts out, False leaves their blocks empty. max_tokens: that were asked for."""
+    """Renders one message."""
 
     def __init__(self, request: RunningRequest, model: str, shows_thinking: bool | None, max_tokens: int) -> None:
+        """Makes the renderer.
+
+        Args:
+            shows_thinking: False leaves blocks of reasoning empty; None leaves them out.
+            max_tokens: The client's limit of output tokens.
+        """
         self._request = request
         self._max_tokens = max_tokens
         self._reader = ChoiceReader(request.generation.parsing)
@@ -84,11 +90,11 @@ class MessageRenderer:
 
 
 class _Blocks:
-    """What has been said, as content blocks and the events that tell of them."""
+    """The content blocks of a message so far, and the events that announce them."""
 
     def __init__(self, shows_thinking: bool | None) -> None:
         self._shows_thinking = shows_thinking
-        self._texts: list[str] | None = None  # of the block that is open
+        self._texts: list[str] | None = None  # pieces of the open block; None if no block is open
         self.whole: list[Json] = []
         self.called = False
 
@@ -110,7 +116,7 @@ class _Blocks:
             yield from self.close(is_whole=True)
 
     def close(self, is_whole: bool = False) -> Iterator[Json]:
-        """Closes the block that is open. The input of a call that was cut off has its complete members, as in a client."""
+        """Closes the open block. The input of a call that was cut off has its complete members, as in Anthropic's clients."""
         if self._texts is None:
             return
         block, text = self.whole[-1], "".join(self._texts)

@@ -59,13 +59,17 @@ _THINKS = ("enabled", "adaptive")
 _FUNCTION = "custom"  # a tool's type
 _MODES = {"auto": "auto", "any": "required", "none": "none", "tool": ""}  # modes of ToolChoice by type of choice
 _HOSTED_CALLS = frozenset(("server_tool_use", "mcp_tool_use"))
-_HOSTED_RESULT = "_tool_result"  # the end of the type of a block that has what a hosted tool gave
+_HOSTED_RESULT = "_tool_result"  # end of the type of a block with the result of a hosted tool
 _NAME = re.compile("[a-z0-9_]{1,64}")
 _FORMAT = "output_config.format"
 
 
 def parse(model: type[B], body: Json, omit: Callable[[Sequence[str]], None] | None) -> B:
-    """Returns a checked body. omit: called with the hosted tools that are left out; None: they are refused."""
+    """Returns the checked body. Raises ApiError.
+
+    Args:
+        omit: Receives the names of the hosted tools that are left out. Without it, hosted tools are refused.
+    """
     refuse_unserved(body, KNOWN)
     try:
         request = model.model_validate(body)
@@ -77,7 +81,7 @@ def parse(model: type[B], body: Json, omit: Callable[[Sequence[str]], None] | No
 
 
 def thinks(request: CountTokensRequest) -> bool:
-    """Whether its answer is to show what the model thought."""
+    """Returns whether the response shows the model's reasoning."""
     return request.thinking is not None and request.thinking.type in _THINKS
 
 
@@ -105,7 +109,7 @@ def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
 
 
 def prompt_request(request: CountTokensRequest, omits_hosted: bool) -> ChatRequest:
-    """Returns the chat as far as its prompt depends on it."""
+    """Returns the fields of the chat that its prompt depends on."""
     messages = _messages(_without_hosted_calls(request.messages) if omits_hosted else request.messages)
     if request.system is not None:
         messages.insert(0, {"role": "system", "content": _text(request.system, "system", _without_billing)})
@@ -187,7 +191,7 @@ def _messages(given: Any) -> list[Json]:
 
 
 def _without_hosted_calls(messages: Any) -> Any:
-    """Returns messages whose calls of hosted tools are empty texts: the other blocks keep their indices, which errors name."""
+    """Returns messages whose calls of hosted tools are empty texts. The other blocks keep their indices, which errors name."""
     return [_without_calls(message) for message in messages] if isinstance(messages, list) else messages
 
 
@@ -204,7 +208,7 @@ def _is_hosted_call(block: Any) -> bool:
 
 
 def _joined(messages: Sequence[Json]) -> list[Json]:
-    """What a user says in a row is one message, and so is what the model does: templates take turns."""
+    """Joins consecutive messages of the user, and of the model. Chat templates expect the roles to alternate."""
     found: list[Json] = []
     for message in messages:
         last = found[-1] if found else {}
@@ -233,7 +237,7 @@ def _message(message: Any, where: str) -> list[Json]:
 
 
 def _blocks(content: Any, where: str) -> Sequence[Json]:
-    """A text is one block."""
+    """Returns checked blocks. A plain text is one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -247,7 +251,7 @@ def _blocks(content: Any, where: str) -> Sequence[Json]:
 
 
 def _heard(blocks: Sequence[Json], where: str) -> list[Json]:
-    """Of a user: results of tools are messages of their own, in their places."""
+    """Returns a user's blocks as messages. Each result of a tool is a message at its position."""
     messages: list[Json] = []
     for index, block in enumerate(blocks):
         at = f"{where}[{index}]"
@@ -266,7 +270,7 @@ def _heard(blocks: Sequence[Json], where: str) -> list[Json]:
 
 
 def _said(blocks: Sequence[Json], where: str) -> Json:
-    """By the model: its thoughts, its text, its calls."""
+    """Returns the model's blocks as one message: reasoning, text and calls."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
@@ -292,13 +296,12 @@ def _call(block: Json, where: str) -> Json:
 
 
 def _without_billing(text: str) -> str:
-    """Claude Code's first line of `system` is another one in every request: it says nothing to a model, and would keep prompts
-    from sharing what is cached."""
+    """Removes Claude Code's first line of `system`. It differs in each request, so prompts would share no cached prefix."""
     return text.partition("\n")[2] if text.startswith("x-anthropic-billing-header:") else text
 
 
 def _text(content: Any, where: str, shown: Callable[[str], str] = str) -> str:
-    """Of a text, or of blocks of text."""
+    """Returns the text of a string or of text blocks."""
     texts = []
     for index, block in enumerate(_blocks(content, where)):
         if block["type"] != "text":
@@ -320,5 +323,5 @@ def _unserved(kind: str, where: str) -> ApiError:
 
 
 def _is_prefill(messages: Sequence[Json]) -> bool:
-    """The answer goes on where the last message ends."""
+    """Returns whether the output continues the last message."""
     return messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]

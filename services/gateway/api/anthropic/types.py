@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API. They validate and document; messages, tools and blocks are checked by hand.
+"""Bodies of Anthropic's Messages API, for validation and documentation. Code checks messages, tools and blocks.
 
 Source: Anthropic's API reference, POST /v1/messages and /v1/messages/count_tokens.
 """

@@ -36,7 +36,7 @@ def file_card(file: StoredFile) -> Json:
 
 
 def batch_card(record: BatchRecord) -> Json:
-    """Its files are named once they are there."""
+    """Returns the batch as the API shows it. It names a file of results once the file exists."""
     order, used = record.order, record.usage
     return {
         "id": order.id,

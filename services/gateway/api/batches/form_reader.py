@@ -17,12 +17,12 @@ _DISPOSITION = "content-disposition"
 
 
 class BadForm(ValueError):
-    """The text says what is wrong with it."""
+    """The body is not a valid form. The text names the fault, for the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartBegins:
-    """filename: None of a plain field."""
+    """The head of a part. A plain field has no filename."""
 
     name: str
     filename: str | None
@@ -35,7 +35,7 @@ class PartContent:
 
 @dataclass(frozen=True, slots=True)
 class PartEnds:
-    """Its content is complete."""
+    """The content of the current part is complete."""
 
 
 Event = PartBegins | PartContent | PartEnds
@@ -43,20 +43,20 @@ Event = PartBegins | PartContent | PartEnds
 
 class _At(Enum):
     START = auto()
-    BOUNDARY = auto()  # behind one
+    BOUNDARY = auto()  # after a delimiter
     HEAD = auto()
     CONTENT = auto()
     END = auto()
 
 
 def boundary_of(content_type: str) -> bytes | None:
-    """None where it is no form with files, or does not say."""
+    """Returns the boundary of a form with files; without one, None."""
     found = _BOUNDARY.fullmatch(content_type.strip())
     return None if found is None else (found[1] or found[2]).encode("latin-1")
 
 
 class FormReader:
-    """boundary: as the content type has it."""
+    """Reads a form as it arrives."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
@@ -69,13 +69,13 @@ class FormReader:
         return self._at is _At.END
 
     def feed(self, piece: bytes) -> Iterator[Event]:
-        """What it makes of what has come so far. Raises BadForm."""
+        """Returns the parts and pieces that are complete so far. Raises BadForm."""
         self._held += piece
         while (found := self._next()) is not None:
             yield from found
 
     def _next(self) -> list[Event] | None:
-        """None: it needs more."""
+        """Returns the next event. None if more bytes are needed."""
         steps = {_At.START: self._start, _At.BOUNDARY: self._boundary, _At.HEAD: self._head, _At.CONTENT: self._content}
         if self._at is _At.END:
             self._held.clear()

@@ -1,4 +1,4 @@
-"""Files and batches of one API key at a time. Every method raises ApiError."""
+"""Stored files and batches of one API key at a time. Every method raises ApiError."""
 
 from __future__ import annotations
 
@@ -27,19 +27,25 @@ class Stores:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """Of a new batch. results_live_s: None for as long as the store keeps things."""
+    """A client's order of a new batch."""
 
     input_file_id: str
-    endpoint: str
-    window: str
+    endpoint: str  # path of the operation that computes each line
+    window: str  # such as 24h
     metadata: dict[str, str]
-    results_live_s: int | None
+    results_live_s: int | None  # seconds for which the files of results are stored; None for the store's default
 
 
 class BatchRecords:
-    """stores: None where this gateway keeps nothing. lives_s: seconds for which it keeps what is not said otherwise."""
+    """Reads and writes files and batches in the store."""
 
     def __init__(self, stores: Stores | None, lives_s: int, retry_after_s: int) -> None:
+        """Takes the stores.
+
+        Args:
+            stores: None if this gateway has no store.
+            lives_s: Seconds for which files and batches are stored by default.
+        """
         self._stores = stores
         self.lives_s = lives_s
         self._retry_after_s = retry_after_s
@@ -75,7 +81,7 @@ class BatchRecords:
             await stores.files.delete(owner, file)
 
     async def begin(self, owner: str, key: str, asked: NewBatch) -> BatchRecord:
-        """key: name of the API key."""
+        """Stores a new batch. `key` is the name of the API key."""
         window_s = int(asked.window[:-1]) * _UNITS[asked.window[-1]]
         if window_s > limits.MAX_BATCH_WINDOW_S:
             message = f"'completion_window' may be at most {limits.MAX_BATCH_WINDOW_S // 86_400} days."

@@ -28,7 +28,7 @@ class ExpiresAfter(Body):
 
 
 class FileForm(Body):
-    """Of a multipart form; expires_after as expires_after[anchor] and expires_after[seconds]."""
+    """Fields of a multipart form. `expires_after` comes as expires_after[anchor] and expires_after[seconds]."""
 
     file: File = Field(description="JSONL: a request a line.")
     purpose: Literal["batch"]

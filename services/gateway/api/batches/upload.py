@@ -38,12 +38,11 @@ MOST_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """file_bytes: of a file. chunk_s: seconds in which a chunk's worth must arrive. lives_s: for which a file is kept where its
-    client does not say."""
+    """Limits of uploads."""
 
-    file_bytes: int
-    chunk_s: float
-    lives_s: int
+    file_bytes: int  # largest size of a file
+    chunk_s: float  # seconds within which the bytes of a chunk must arrive
+    lives_s: int  # seconds for which a file is stored by default
 
 
 async def receive_file(

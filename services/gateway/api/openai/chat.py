@@ -64,7 +64,7 @@ def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> Ch
         separates_reasoning=request.separate_reasoning is not False,
         constraint=constraint_of(request),
         prediction=prediction,
-        sampling=request.model_copy(update={"messages": (), "prediction": None}),  # they may be 64 MiB
+        sampling=request.model_copy(update={"messages": (), "prediction": None}),  # messages may have 64 MiB
         min_tokens=request.min_tokens,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         seed=request.seed,
@@ -172,7 +172,7 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def _check_part(part: Any, where: str) -> None:
-    """Raises ApiError for a content part that is not text."""
+    """Checks that a content part is text. Raises ApiError."""
     if not isinstance(part, dict):
         raise bad_request(where, f"'{where}' must be an object.")
     if part.get("type") != "text":
@@ -182,7 +182,7 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def _predicted_text(prediction: Any) -> str | None:
-    """Returns the text of `prediction`, which the output may turn out to be; None if there is none."""
+    """Returns the text of `prediction`, or None without one."""
     if prediction is None:
         return None
     if not isinstance(prediction, dict):

@@ -1,4 +1,4 @@
-"""What a chat's choice has said, as OpenAI's message: text, reasoning, calls; whole, or as the deltas of a stream."""
+"""Renders the output of a chat's choice as OpenAI's message: whole, or as the deltas of a stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def finish_reason(reader: ChoiceReader, delta: Delta) -> str:
 
 
 def message_of(deltas: Iterable[Json]) -> Json:
-    """The whole message. Without text its content is null where there are calls, else empty."""
+    """Returns the whole message. Without text, its content is null if it has calls, else empty."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[tuple[Json, list[str]]] = []

@@ -1,6 +1,6 @@
 """Prepares requests of OpenAI's endpoints: checks first, then the tokenizer, then the checks that need lengths.
 
-Cancelling a preparation leaves nothing behind. No worker is asked.
+Cancelling a preparation leaves nothing behind. The preparation calls no worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Preparer(ChatPreparer):
         dropped: Callable[[], None],
         omits_hosted_tools: bool,
     ) -> None:
-        """Takes what all requests share, as ChatPreparer."""
+        """Makes the preparer; see ChatPreparer."""
         super().__init__(models, tokenizer, make_parser, dropped, omits_hosted_tools)
         self._detoks = detoks
 
@@ -129,7 +129,7 @@ def _parts(
 
 
 async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], skip_special_tokens: bool, model: str) -> str:
-    """The text of ids that are all there. Raises ApiError; cancelling it frees the handle."""
+    """Returns the text of a complete sequence of ids. Raises ApiError. Cancelling it frees the handle at the detokenizer."""
     sink = _WholeText()
     decoding = Decoding(
         sink,

@@ -1,6 +1,6 @@
-"""Choices → the bytes of an answer: server-sent events from a per-request template, or one JSON document.
+"""Renders the choices of a response: server-sent events from a template per request, or one JSON document.
 
-Everything about a stream's chunks that does not change is rendered once per request; a chunk is a join around the escaped text.
+The constant parts of the events are rendered once per request. An event is a join around the escaped text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.gateway.request.usage import usage_of
 
 
 class _Envelope:
-    """The fields around the choices, which are the same in every chunk."""
+    """Fields around the choices. They are the same in every event."""
 
     def __init__(self, request: RunningRequest, kind: str, id_prefix: str, created: int, model: str) -> None:
         self.fields = {"id": f"{id_prefix}-{request.request_id}", "object": kind, "created": created, "model": model}
@@ -32,20 +32,24 @@ class _Envelope:
         self.tail = b"]" + self.usage + b"}\n\n"
 
     def ending(self, request: RunningRequest) -> bytes:
-        """With the usage, where it is wanted."""
+        """Returns the end of a stream, with the usage if the client asks for it."""
         if not self.usage:
             return DONE
         course = b',"rootstock":%s' % orjson.dumps(request.course.told(request)) if request.course is not None else b""
         return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), course, b"}\n\n", DONE))
 
     def document(self, request: RunningRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """All that is not streamed."""
+        """Returns a whole response."""
         course = {} if request.course is None else {"rootstock": request.course.told(request)}
         return {**self.fields, "choices": choices, "usage": usage_of(request), **course}
 
 
 def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> bytes:
-    """finish_reason: in place of the ending's own."""
+    """Returns the last fields of an event's choice.
+
+    Args:
+        finish_reason: Replaces the ending's own one if it is not empty.
+    """
     if delta.ending is None:
         return _going_on(logprobs)
     reason = orjson.dumps(delta.ending.stop_reason)
@@ -83,8 +87,9 @@ class ChatRenderer:
         return self._readers[index]
 
     async def chunk(self, delta: Delta) -> bytes:
-        """One chunk for each thing that is new: the first has the log probabilities and ids of all of them, the last one the
-        ending."""
+        """Returns an event for each new piece. The first has the log probabilities and ids of all pieces, the last one the
+        ending.
+        """
         role = self._role_chunk(delta) if delta.first else b""
         if not delta.text and delta.ending is None:
             return role
@@ -209,8 +214,10 @@ class EmbeddingRenderer:
 
 
 def best_of(deltas: Sequence[Delta]) -> list[Delta]:
-    """Of the whole choices of each prompt those whose tokens have the highest mean log probability, as many as it shows, the best
-    one first. Of equal ones the first."""
+    """Returns the shown choices of each prompt: those with the highest mean log probability, the best first.
+
+    Of equal choices, the first goes first.
+    """
     by_prompt = [list(choices) for _, choices in groupby(deltas, key=lambda delta: id(delta.choice.part))]
     return [
         delta

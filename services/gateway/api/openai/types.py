@@ -1,6 +1,6 @@
-"""The request bodies of the OpenAI endpoints, with the extensions that vLLM and SGLang share. They validate and document.
+"""Bodies of OpenAI's endpoints, with the extensions that vLLM and SGLang share, for validation and documentation.
 
-What a type cannot say is checked in validation.py.
+validation.py and chat.py make the checks that a type cannot make.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StreamOptions(Body):
 
 
 class NamedBody(PlacedBody):
-    """Under which names a request runs, and with whom it shares what is cached."""
+    """Names of a request, and the sharing of its cached prefixes."""
 
     user: Any = Field(None, description="Accepted and not used.")
     rid: str | None = Field(
@@ -86,7 +86,7 @@ class NamedBody(PlacedBody):
 
 
 class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
-    """What chat and plain completions have in common."""
+    """Fields that chat and plain completions share."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")

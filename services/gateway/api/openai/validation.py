@@ -50,7 +50,7 @@ def parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Orig
 
 
 def completion_generation(request: CompletionRequest, vocab_size: int) -> Generation:
-    """Returns what is asked of each prompt. With echo, the prompt's log probabilities are wanted too."""
+    """Returns the generation of each prompt. With echo, it includes the prompt's log probabilities."""
     given = (request.max_completion_tokens, request.max_tokens, COMPLETION_TOKENS)
     most = next(value for value in given if value is not None)
     if most == 0 and not request.echo:

@@ -1,4 +1,4 @@
-"""A request of the Responses API that goes on in the background, and who has it there."""
+"""Starts a response in the background, and the port to the background's store."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from services.shared.output_formats import OutputFormats
 
 Json = dict[str, Any]
 
-_MOST_ASKED_BYTES = MAX_RECORD_BYTES - (64 << 10)  # its end, and what becomes of it, have room beside it
+_MOST_ASKED_BYTES = MAX_RECORD_BYTES - (64 << 10)  # leaves 64 KiB for the end of the record
 
 
 class Background(Protocol):
-    """takes_any: responses. timeout_s: seconds in which one is over. Every method raises ApiError."""
+    """Responses in the background. Every method raises ApiError."""
 
-    takes_any: bool
-    timeout_s: int
+    takes_any: bool  # whether responses may run in the background here
+    timeout_s: int  # seconds within which a response ends
 
     async def begin(
         self,
@@ -43,26 +43,30 @@ class Background(Protocol):
         admission: KeyAdmission | None,
         events: Sequence[bytes],
     ) -> None:
-        """Returns once it is kept. The admission has ended where it is not. record: what is kept of it until it is over."""
+        """Stores a new response and starts it. Ends the admission if that fails.
+
+        Args:
+            record: Stored for readers until the response ends.
+        """
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """None: nothing is known of it but what is kept of every response."""
+        """Returns the status of a response in the background, or None if this is not one."""
 
     async def stream(self, owner: str, response_id: str, after: int) -> Follow:
-        """Its events behind that sequence number, -1 for all; unless too many streams are open."""
+        """Returns the events after a sequence number, -1 for all. Raises ApiError if too many streams are open."""
 
     def own_stream(self, owner: str, response_id: str) -> Follow:
-        """All its events, for who has just asked for it."""
+        """Returns all events, for the client that has just created the response."""
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Returns once it is over, as cancelled or as it was."""
+        """Cancels a response. Returns when the response has ended, cancelled or not."""
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Of any response that is kept, which is cancelled by it. Whether there was one."""
+        """Deletes any stored response, and cancels it. Returns whether it existed."""
 
 
 class DetachedCall(Detached):
-    """streams: its client wants its events. record: what is kept of it. context_bytes: of the responses before it."""
+    """Stores a prepared response and answers its client, instead of rendering it."""
 
     def __init__(
         self,
@@ -73,6 +77,13 @@ class DetachedCall(Detached):
         record: Json,
         context_bytes: int,
     ) -> None:
+        """Takes the prepared response.
+
+        Args:
+            streams: The client follows the events of the response.
+            record: The stored form of the response until it ends.
+            context_bytes: Bytes of the responses before it.
+        """
         self._background = background
         self._origin = origin
         self._asked = asked

@@ -1,4 +1,4 @@
-"""Responses in the background as events: told as they come, gone on with behind another gateway, ended where none will."""
+"""Renders responses in the background as events, continues them after another gateway, and ends abandoned ones."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-# In place of what the prompt was made of: that is stored as ids, whatever has become of the responses before it.
+# Replaces the input. The prompt is stored as ids, so it does not depend on earlier responses.
 _INPUT: list[Json] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "."}]}]
 
 
 class BackgroundStory:
-    """Of one response, told from where it stands on."""
+    """Events of one response from where its stored events end."""
 
     def __init__(self, draft: Draft, told: int) -> None:
-        """told: events, which are stored."""
+        """Starts behind `told` stored events."""
         self._draft = draft
         self._told = told
 
@@ -70,14 +70,14 @@ class BackgroundStory:
 
 
 class BackgroundAnswers:
-    """Every method raises ApiError."""
+    """Makes, continues and ends responses in the background. Every method raises ApiError."""
 
     def __init__(self, preparer: ChatPreparer, records: Records) -> None:
         self._preparer = preparer
         self._records = records
 
     def prepare(self, stored: Stored) -> Prepare:
-        """As it was prepared at first, with the prompt that is stored."""
+        """Returns a function that prepares the request as at first, with the stored prompt."""
         order = stored.order
         prepared = PreparedChat(
             Prompt(array("I", stored.prompt), None, rendered_end=order.rendered_end),
@@ -97,29 +97,38 @@ class BackgroundAnswers:
         return prepare
 
     def story(self, stored: Stored, request: RunningRequest, token_texts: ModelTexts) -> BackgroundStory:
-        """Goes on where the stored events end, once it has been told of them."""
+        """Returns the events of a stored response. They continue after restore() has received the stored ones."""
         order, asked = stored.order, _asked(stored.order)
         response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}
         draft = Draft(request, token_texts, response, output_items(order.id, asked))
         return BackgroundStory(draft, stored.past.lengths.events)
 
     async def record(self, order: BackgroundOrder, response: Json) -> FinalRecords:
-        """What is kept of a response that is over; of one that is gone: 404. One without output is kept whatever it has: its
-        request has been."""
+        """Returns the final record of a response. Raises ApiError 404 if the response was deleted.
+
+        A response without output is stored at any size, because its request was.
+        """
         kept = await self._records.over(order.owner, response, order.context_bytes)
         if response["output"] and len(kept.record) > MAX_RECORD_BYTES:
             raise ApiError(400, "The response is larger than what can be kept of one.", code="response_too_large")
         return kept
 
     async def given_up(self, owner: str, response_id: str) -> bytes:
-        """The record of one that nobody can read or end, as it is kept; raises ValueError, TypeError or LookupError where that
-        cannot be read either."""
+        """Returns the record of a response, as a failed one, that no gateway could read or end.
+
+        Raises:
+            ValueError, TypeError, LookupError: The record cannot be read either.
+        """
         error = internal("None of the gateways that have taken it could go on with it, or end it.")
         return await self._records.ended(owner, response_id, failure(error))
 
     async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
-        """A response that ends with what is stored, and its last events. error: of one that failed. What is too large to keep
-        is left out."""
+        """Returns a response that ends with its stored output, and its last events. Output that is too large to store is left
+        out.
+
+        Args:
+            error: Of a failed response.
+        """
         order, events = stored.order, list[Json]()
         try:
             response, events = await self._ended(stored)

@@ -1,4 +1,4 @@
-"""One request of the Responses API: what it follows is fetched, its answer is kept."""
+"""Prepares a request of the Responses API after the items before it, and stores its response."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FIXED = frozenset(("system", "developer"))  # roles of what truncation leaves
 
 
 class ResponsesCall:
-    """prepare() and then renderer(), once."""
+    """State of one request: prepare() is called once, then renderer()."""
 
     _asked: ResponsesRequest
     _before: Context
@@ -51,11 +51,14 @@ class ResponsesCall:
         self._background = background
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
-        """Raises ApiError."""
+        """Returns the plan of the request. Raises ApiError."""
         await self._read(body, origin)
         if self._asked.background:
             self._check_background()
-        before, self._before = self._before.items, replace(self._before, items=[])  # they may be 16 MiB, and are kept already
+        before, self._before = (
+            self._before.items,
+            replace(self._before, items=[]),
+        )  # items may have 16 MiB, and are stored already
         plan = await self._fitted([*before, *self._items], origin)
         self._asked = as_served(self._asked)
         return plan
@@ -91,10 +94,13 @@ class ResponsesCall:
         items = checked_items([] if asked.input is None else asked.input, "input", omits)
         self._before = await self._context(asked, body.hold)
         self._items = await self._records.resolved(self._owner, items, self._before)
-        self._asked = asked.model_copy(update={"input": None})  # it may be 64 MiB, and the items are its copy
+        self._asked = asked.model_copy(update={"input": None})  # the input may have 64 MiB, and `_items` is a copy
 
     def _check_background(self) -> None:
-        """And what is left to chance is fixed, so that another gateway's worker goes on as the first one would."""
+        """Checks whether the response may run in the background, and fixes its seed.
+
+        Another gateway's worker can then continue it with the same draws.
+        """
         asked = self._asked
         if asked.store is False:
             message = "Background sampling requires store=true; stateless requests are rejected."
@@ -105,7 +111,7 @@ class ResponsesCall:
             raise ApiError(400, "This server keeps nothing: it has no store.", param="background", code="no_store")
         if not self._background.takes_any:
             raise bad_request("background", "This server takes no responses in the background.", "unsupported_parameter")
-        self._streams = bool(asked.stream)  # to whoever follows it: there is no stream of the request itself
+        self._streams = bool(asked.stream)  # the client follows the stored events; the request itself has no stream
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         self._asked = asked.model_copy(update={"seed": seed, "stream": None})
 
@@ -132,7 +138,7 @@ class ResponsesCall:
         return given if isinstance(given, str | None) else given.id
 
     async def _fitted(self, items: Sequence[Json], origin: Origin) -> Plan:
-        """With truncation `auto`, without the oldest items that there is no room for: a quarter of them at a time."""
+        """Returns the plan. With truncation `auto`, it leaves out the oldest quarter of the items until the rest fits."""
         streams = bool(self._asked.stream or self._asked.background)
         while True:
             try:
@@ -144,7 +150,7 @@ class ResponsesCall:
                 items = fewer
 
     async def _keep(self, response: Json) -> bool:
-        """Of a conversation its items; of the response itself what a later one needs, where that is wanted."""
+        """Stores the new items of a conversation, and the response if the client wants that. Returns whether all was stored."""
         kept = True
         conversation = self._conversation(self._asked)
         if conversation is not None:
@@ -160,8 +166,12 @@ class ResponsesCall:
 
 
 def _without_oldest(items: Sequence[Json]) -> list[Json]:
-    """What is said to the model for good stays, and so does the last item, with its call where it is a result; no result before
-    it is left without its call."""
+    """Returns the items without the oldest quarter of those that may go.
+
+    System and developer messages stay. The last item stays; if it is a tool result, its call stays, too. A result loses its
+    place
+    together with its call.
+    """
     if not items:
         return []
     *before, last = items

@@ -1,5 +1,7 @@
-"""Items of the Responses API: checked, given ids, and turned into a chat's messages. Pure; raises ApiError that names the exact
-element."""
+"""Checks items of the Responses API, gives them ids, and turns them into messages of a chat.
+
+Pure; raises ApiError that names the exact element.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _HOSTED_CALLS = frozenset(
         *("mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call"),
     )
 )
-# Calls that a client has run by itself, whose texts the model would miss, and a history that only its vendor can read.
+# Calls that the client has run, whose results the model needs, and a history that only another vendor can read.
 _UNSERVED = _HOSTED_CALLS | frozenset(
     (
         *("apply_patch_call", "apply_patch_call_output", "compaction", "computer_call", "computer_call_output"),
@@ -40,10 +42,10 @@ _UNSERVED = _HOSTED_CALLS | frozenset(
 
 
 def checked_items(given: Any, where: str, omits_hosted: bool = False) -> list[Json]:
-    """What a client sends as input, in the form in which it is stored: with types and ids, texts as lists of parts.
+    """Returns a client's input in the stored form: items with types and ids, and texts as lists of parts.
 
     Args:
-        omits_hosted: calls of hosted tools are left out instead of refused.
+        omits_hosted: Calls of hosted tools are left out instead of refused.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -61,18 +63,25 @@ def _kind(item: Any) -> str:
 
 
 def new_id(kind: str, owner: str = "", index: int = 0) -> str:
-    """kind: an item's type. owner: what is behind the prefix of the id of the response that has made it as its item `index`."""
+    """Returns a new id for an item of a type.
+
+    Args:
+        owner: Part after the prefix of the id of the response that has made the item; "" for a client's item.
+        index: Index of the item in that response.
+    """
     return f"{_PREFIXES[kind]}_{owner}{index:04x}" if owner else f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
 
 
 def response_of(item_id: str) -> str | None:
-    """The response that has made an item of this id, if its id says so."""
+    """Returns the id of the response that has made an item with this id, or None for another item."""
     prefix, _, rest = item_id.partition("_")
     return f"resp_{rest[:-4]}" if prefix in _PREFIXES.values() and len(rest) == 36 else None
 
 
 def messages_of(items: Iterable[Json]) -> list[Json]:
-    """In the form of chat completions. What a model has said in a row is one message: its reasoning, its text, its calls."""
+    """Returns the messages that the chat template reads. Consecutive items of the model are one message: reasoning, text and
+    calls.
+    """
     messages: list[Json] = []
     open_turn: Json | None = None
     for item in items:
@@ -110,7 +119,7 @@ def _add(item: Json, turn: Json) -> None:
 
 
 def _reasoning(item: Json) -> str:
-    """Its content, else what is sealed in it, else its summary."""
+    """Returns the reasoning of an item: its content, else its sealed content, else its summary."""
     content = _text(item.get("content") or [])
     if not content and item.get("encrypted_content"):
         content = opened(item["encrypted_content"]) or ""
@@ -165,7 +174,11 @@ def _message(item: Json, where: str) -> Json:
 
 
 def _parts(content: Any, where: str, kind: str) -> list[Json]:
-    """As a list of parts of texts. kind: of what is given as a string."""
+    """Returns the checked text parts.
+
+    Args:
+        kind: Type of a part that is given as a string.
+    """
     if isinstance(content, str):
         return [_part(kind, content)]
     if not isinstance(content, list):
@@ -241,7 +254,7 @@ def _string(item: Json, name: str, where: str) -> str:
 
 
 def check_tool_types(tools: Sequence[Json] | None, omits_hosted: bool) -> None:
-    """Raises ApiError that names the first tool that is neither a function nor left out."""
+    """Checks the types of tools. Raises ApiError that names the first tool that is neither a function nor left out."""
     for index, tool in enumerate(tools or ()):
         kind = hosted_type(tool)
         if tool.get("type") != "function" and not (kind and omits_hosted):
@@ -260,7 +273,7 @@ def sealed(text: str) -> str:
 
 
 def opened(given: str) -> str | None:
-    """Returns the reasoning; None for a text that sealed() has not made."""
+    """Returns the reasoning, or None for a text that sealed() has not made."""
     if not given.startswith(_SEAL_MARK):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a model has said → output items, and the events of a stream that tell of them. Pure."""
+"""Makes output items, and the events that announce them, from a model's output. Pure."""
 
 from __future__ import annotations
 
@@ -17,25 +17,30 @@ _PART = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 def numbered(events: Iterable[Json], first: int) -> list[bytes]:
-    """As they are stored, with their sequence numbers from `first` on."""
+    """Returns the events in the stored form, with sequence numbers from `first`."""
     return [orjson.dumps({**event, "sequence_number": number}) for number, event in enumerate(events, first)]
 
 
 class OutputItems:
-    """owner: what the ids of its items are made of, so that an id says whose output it is. seals: reasoning also comes in the
-    form in which clients carry it. Events lack their sequence numbers."""
+    """The output items of one response so far. Its events have no sequence numbers yet."""
 
     def __init__(self, owner: str, seals: bool) -> None:
+        """Starts without items.
+
+        Args:
+            owner: Part after the prefix of the response's id. The ids of items contain it.
+            seals: Whether reasoning comes in the sealed form, too.
+        """
         self._owner = owner
         self._seals = seals
-        self._texts: list[str] = []  # of the item that is open
+        self._texts: list[str] = []  # pieces of the open item
         self._is_open = False
-        self._logprobs: list[Json] = []  # of it
-        self._pending: list[Json] = []  # of tokens whose text is still to come
+        self._logprobs: list[Json] = []  # log probabilities of the open item
+        self._pending: list[Json] = []  # log probabilities of tokens whose text has not arrived
         self.items: list[Json] = []
 
     def restore(self, events: Iterable[Json]) -> None:
-        """As it was behind these events of the same response, the first ones first."""
+        """Restores the state after these stored events. Called in the order of the events."""
         for event in events:
             if event["type"] == "response.output_item.added":
                 self.items.append(event["item"])
@@ -48,7 +53,7 @@ class OutputItems:
                 self._logprobs += event.get("logprobs", ())
 
     def logprobs(self, entries: list[Json]) -> None:
-        """Of the tokens behind the events that are added next."""
+        """Adds the log probabilities of the tokens behind the next events."""
         self._pending += entries
 
     def add(self, event: Event) -> Iterator[Json]:
@@ -70,7 +75,7 @@ class OutputItems:
             yield from self._close("completed", is_whole=True)
 
     def finish(self, status: str) -> Iterator[Json]:
-        """status: of what is still open, whose text the tokens that are left are behind."""
+        """Closes the open item with this status, and returns the last events. Remaining log probabilities belong to its text."""
         self._logprobs += self._pending
         yield from self._close(status)
 
@@ -92,7 +97,11 @@ class OutputItems:
             yield self._placed("response.content_part.added", content_index=0, part=self._part(""))
 
     def _close(self, status: str, is_whole: bool = False) -> Iterator[Json]:
-        """is_whole: the end of a call has come; one that broke off is never completed."""
+        """Closes the open item.
+
+        Args:
+            is_whole: The call has ended. A call that broke off is never completed.
+        """
         if not self._is_open:
             return
         self._is_open = False

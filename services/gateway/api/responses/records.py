@@ -1,4 +1,4 @@
-"""Responses and conversations as they are stored. Every method raises ApiError."""
+"""Stored responses and conversations. Every method raises ApiError."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from services.shared import limits
 logger = logging.getLogger(__name__)
 
 NOT_FINISHED = "previous_response_not_finished"
-TURNS = 16  # of writers of one conversation, which may meet
+TURNS = 16  # attempts to change a conversation that other requests change, too
 PAUSE_S = 0.01
 RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"  # how their ids begin
 
@@ -32,23 +32,28 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What came before a request. items: in order. chain: the responses that they are of, oldest first. num_bytes: of those."""
+    """The items before a request."""
 
-    items: list[Json] = field(default_factory=list)
-    chain: tuple[str, ...] = ()
-    num_bytes: int = 0
+    items: list[Json] = field(default_factory=list)  # in order
+    chain: tuple[str, ...] = ()  # ids of the responses that the items belong to, oldest first
+    num_bytes: int = 0  # bytes of these responses
 
 
 class Records:
-    """store: None where this gateway keeps nothing."""
+    """Reads and writes responses and conversations in the store."""
 
     def __init__(self, store: StateStore | None, retry_after_s: int) -> None:
+        """Takes the store; None if this gateway has none."""
         self._store = store
         self.keeps = store is not None  # whether this gateway has a store
         self._retry_after_s = retry_after_s
 
     async def after(self, owner: str, response_id: str, hold: Hold) -> Context:
-        """The context of a response that follows this one. hold: called with the bytes that it comes to."""
+        """Returns the context of a response that follows this one.
+
+        Args:
+            hold: Reserves the bytes of the context in the body budget.
+        """
         last = await self._response(owner, response_id, "previous_response_id")
         if last["response"]["status"] in OPEN:
             message = "The response that this one follows is not over yet: wait until it is, or cancel it."
@@ -66,13 +71,13 @@ class Records:
         return Context(items, names, last["bytes"])
 
     async def of_conversation(self, owner: str, conversation_id: str, hold: Hold) -> Context:
-        """The context of a response in it. hold: as in after()."""
+        """Returns the context of a response in a conversation. `hold` as in after()."""
         found = await self._conversation_record(owner, conversation_id, "conversation")
         await hold(len(found.content))
         return Context(orjson.loads(found.content)["items"])
 
     async def resolved(self, owner: str, items: Sequence[Json], before: Context) -> list[Json]:
-        """With what references stand for; those to what is there already are left out."""
+        """Returns the items with references resolved. A reference to an item that the context has is left out."""
         known = {item["id"] for item in before.items}
         found = []
         for index, item in enumerate(items):
@@ -83,12 +88,15 @@ class Records:
         return found
 
     async def keep_response(self, owner: str, response: Json, items: Sequence[Json], before: Context) -> bool:
-        """Whether it is kept from here on. items: its input."""
+        """Stores a response with the items of its input. Returns whether it is stored."""
         return await self._try_put(owner, response["id"], record_of(response, items, before.chain, before.num_bytes))
 
     async def over(self, owner: str, response: Json, context_bytes: int) -> FinalRecords:
-        """What is to be kept of a response that was kept while it was made. context_bytes: of those before it. Its conversation,
-        if it has one, gets what has been said."""
+        """Returns the final record of a response in the background, with its conversation if that continues with the response.
+
+        Args:
+            context_bytes: Bytes of the responses before it.
+        """
         last = await self._response(owner, response["id"], "response_id")
         talk = None
         if response["conversation"] is not None and response["status"] in ("completed", "incomplete"):
@@ -96,8 +104,11 @@ class Records:
         return FinalRecords(orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes)), talk)
 
     async def ended(self, owner: str, response_id: str, change: Json) -> bytes:
-        """What is to be kept of a response that ends as it is kept, but for a change. Raises ValueError, TypeError, LookupError
-        too, where that is no response."""
+        """Returns the record of a response that ends as it is stored, with a change.
+
+        Raises:
+            ValueError, TypeError, LookupError: The record is not a response.
+        """
         last = await self._response(owner, response_id, "response_id")
         context_bytes = last["bytes"] - len(orjson.dumps({**last, "bytes": 0}))
         return orjson.dumps(record_of({**last["response"], **change}, last["input"], last["chain"], context_bytes))
@@ -140,7 +151,7 @@ class Records:
             raise gone(param)
 
     async def begin_conversation(self, owner: str, items: Sequence[Json], metadata: Json) -> Json:
-        """With its id."""
+        """Stores a new conversation and returns it."""
         conversation: Json = {
             "id": f"{CONVERSATION_PREFIX}{secrets.token_hex(24)}",
             "created_at": int(time.time()),
@@ -160,7 +171,7 @@ class Records:
         return await self._change(owner, conversation_id, lambda conversation: conversation.update(metadata=metadata))
 
     async def extend(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Json:
-        """What is there already stays where it is."""
+        """Adds items to a conversation. Items that it has keep their positions."""
         return await self._change(owner, conversation_id, lambda conversation: _extend(conversation, items))
 
     async def remove_item(self, owner: str, conversation_id: str, item_id: str) -> Json:
@@ -217,7 +228,7 @@ class Records:
             return await store.get(owner, names)
 
     async def _try_put(self, owner: str, name: str, record: Json) -> bool:
-        """An answer is worth more than its record."""
+        """Tries to store a record. A response is sent even if its record cannot be stored."""
         if self._store is None:
             return False
         try:
@@ -242,7 +253,13 @@ def _extend(conversation: Json, items: Sequence[Json]) -> None:
 
 
 def record_of(response: Json, items: Sequence[Json], chain: Sequence[str], context_bytes: int) -> Json:
-    """items: its input. chain, context_bytes: the responses before it, and their bytes."""
+    """Returns the record of a response.
+
+    Args:
+        items: The response's input.
+        chain: Ids of the responses before it, oldest first.
+        context_bytes: Bytes of these.
+    """
     record: Json = {"response": response, "input": list(items), "chain": list(chain), "bytes": 0}
     record["bytes"] = context_bytes + len(orjson.dumps(record))
     return record

@@ -1,4 +1,7 @@
-"""A response as a document, or as the events of a stream. It is kept before its client is told that it is."""
+"""Renders a response as a document, or as the events of a stream.
+
+The response is stored before the client learns whether it is stored.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +28,24 @@ _ERROR_CODES = {429: "rate_limit_exceeded"}
 
 
 class Draft:
-    """A response as far as it has come. response: as it began; all that becomes of it is in it at the end."""
+    """A response while it is generated. `response` is complete after finish()."""
 
     def __init__(self, request: RunningRequest, token_texts: ModelTexts, response: Json, output: OutputItems) -> None:
         self._request = request
         self._output = output
         self._logprobs = ChatLogprobWriter(request.generation, token_texts)
         self._reader = ChoiceReader(request.generation.parsing)
-        # Which tokens are the text's is known only where all of them are.
+        # Log probabilities need to know the tokens of the text. Without a parser, all tokens are text.
         self._has_logprobs = request.generation.wants_logprobs and request.generation.parsing is None
         self.response = response
 
     def restore(self, events: Iterable[Json], texts: Iterable[str]) -> None:
-        """As it was behind these events, which came of these texts."""
+        """Restores the state after these stored events and the texts that they were made of."""
         self._output.restore(events)
         self._reader.replay(texts)
 
     async def told(self, delta: Delta) -> list[Json]:
-        """Raises ApiError."""
+        """Returns the events of a delta. Raises ApiError."""
         if self._has_logprobs:
             self._output.logprobs(orjson.loads(await self._logprobs.of(delta))["content"])
         told = [each for event in self._reader.read(delta) for each in self._output.add(event)]
@@ -53,7 +56,7 @@ class Draft:
         return told
 
     def finish(self, completed_at: int) -> None:
-        """Behind the last delta. completed_at: Unix seconds."""
+        """Completes the response after the last delta. `completed_at` is in Unix seconds."""
         response = self.response
         response["output"] = self._output.items
         response["usage"] = _usage(self._request)
@@ -63,7 +66,7 @@ class Draft:
             response["completed_at"] = completed_at
 
     def failed(self, error: ApiError) -> Json:
-        """It with what there is of its output."""
+        """Returns the failed response with its output so far."""
         return {**self.response, **failure(error), "output": self._output.items}
 
 
@@ -71,7 +74,7 @@ STORED = b"x-rootstock-stored"  # header of a response that was to be stored and
 
 
 class ResponseRenderer(HeaderRenderer):
-    """asked: the body. keep: has the response kept where that is wanted."""
+    """Renders one response, and has it stored."""
 
     def __init__(
         self,
@@ -84,7 +87,13 @@ class ResponseRenderer(HeaderRenderer):
         keep: Keep,
         keeps: bool,
     ) -> None:
-        """keeps: whether this server has a store."""
+        """Makes the renderer.
+
+        Args:
+            asked: The body.
+            keep: Stores the response if the client wants that.
+            keeps: Whether this server has a store.
+        """
         self._request = request
         self._keep = keep
         self._response = begun(response_id, created, model, asked)
@@ -119,7 +128,7 @@ class ResponseRenderer(HeaderRenderer):
         return orjson.dumps(self._response)
 
     async def _finish(self) -> None:
-        """What is asked to be kept is kept now, or says that it is not."""
+        """Completes and stores the response. The response reports whether it is stored."""
         response = self._response
         self._draft.finish(response["created_at"] + int(self._request.clock() - self._request.arrived))
         self._is_stored = await self._keep(response)
@@ -138,18 +147,18 @@ def output_items(response_id: str, asked: ResponsesRequest) -> OutputItems:
 
 
 def failure(error: ApiError) -> Json:
-    """What it makes of a response."""
+    """Returns the fields that an error changes in a response."""
     code = _ERROR_CODES.get(error.status, "invalid_prompt" if error.status < 500 else "server_error")
     return {"status": "failed", "error": {"code": code, "message": error.message}}
 
 
 def end_of(response: Json) -> str:
-    """The last event's type."""
+    """Returns the type of the last event."""
     return {"completed": "response.completed", "failed": "response.failed"}.get(response["status"], "response.incomplete")
 
 
 def begun(response_id: str, created: int, model: str, asked: ResponsesRequest) -> Json:
-    """Before anything has been said."""
+    """Returns the response before any output."""
     conversation = asked.conversation if isinstance(asked.conversation, str | None) else asked.conversation.id
     text, reasoning = asked.text, asked.reasoning
     return {

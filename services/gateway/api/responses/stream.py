@@ -1,4 +1,4 @@
-"""The stream of a background response: the events that the store has, then those that any gateway adds to them."""
+"""The stream of a background response: its stored events, then the new ones that any gateway stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNREAD_S = 60.0  # for which a client may leave events unread; it can resume its
 
 
 class FollowedStream(Response):
-    """Sends the events to one client. The response goes on if the client leaves."""
+    """Sends the events to one client. The response continues if the client leaves."""
 
     def __init__(self, follow: Follow) -> None:
         # Not Response.__init__: there is no content.
@@ -26,7 +26,7 @@ class FollowedStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(content: bytes) -> None:
-            """Raises TimeoutError if the client does not read."""
+            """Sends content. Raises TimeoutError if the client does not read."""
             async with asyncio.timeout(UNREAD_S):
                 await send({"type": "http.response.body", "body": content, "more_body": True})
 

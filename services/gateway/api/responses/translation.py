@@ -54,7 +54,11 @@ _FORMAT = "text.format"
 
 
 def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
-    """What does not need the items of other responses is checked. omits_hosted: hosted tools may be there."""
+    """Returns the body after all checks that do not need stored items. Raises ApiError.
+
+    Args:
+        omits_hosted: Hosted tools are allowed, because they will be left out.
+    """
     refuse_unserved(body, KNOWN)
     try:
         request = ResponsesRequest.model_validate(body)
@@ -68,7 +72,7 @@ def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
 
 
 def as_served(request: ResponsesRequest) -> ResponsesRequest:
-    """Returns a request that has been prepared without its hosted tools: as its response shows it, and as it is stored."""
+    """Returns the request without its hosted tools, as its response shows it and as the store has it."""
     if not omitted_names(request.tools):
         return request
     choice = request.tool_choice
@@ -102,7 +106,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool
 
 
 def prompt_request(request: ResponsesRequest, items: Sequence[Json]) -> ChatRequest:
-    """Returns the chat as far as its prompt depends on it."""
+    """Returns the fields of the chat that its prompt depends on."""
     messages = messages_of(items)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
@@ -151,7 +155,7 @@ def _tool_use(request: ResponsesRequest) -> ToolUse:
 
 
 def _check_choice(choice: Any) -> None:
-    """Raises ApiError for a tool choice, or a tool in its allow list, of a type that there is not."""
+    """Checks the type of a tool choice, and of the tools in its allow list. Raises ApiError."""
     if not isinstance(choice, dict) or choice.get("type") == "function" or hosted_type(choice) not in ("", "allowed_tools"):
         return
     if choice.get("type") != "allowed_tools":

@@ -52,7 +52,7 @@ class ConversationReference(Body):
 
 
 class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
-    """stream_options and text are as in OpenAI's; sampling parameters that OpenAI's has not are those of chat completions."""
+    """Body of a response. Sampling parameters that OpenAI's API does not have are those of chat completions."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     input: Input = Field(None, description="A text, or a list of items.")

@@ -1,4 +1,4 @@
-"""One call of SGLang's API, with one prompt or many: its fields spread over the prompts. Pure; raises ApiError."""
+"""Spreads the fields of a call of SGLang's API over its prompts. Pure; raises ApiError."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from services.shared import limits
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The prompts of a call, as texts or as ids. many: they came as a list, so the answer is a list."""
+    """The prompts of a call, as texts or as ids."""
 
     field: str  # "text" or "input_ids"
     prompts: Sequence[Any]
-    many: bool
+    many: bool  # the prompts came as a list, so the response is a list
 
     def where(self, index: int) -> str:
         return f"{self.field}[{index}]" if self.many else self.field
@@ -32,16 +32,15 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one prompt's answers are written. wish: their log probabilities, None for none. hidden: no token is wanted; see
-    Generation."""
+    """The form of the outputs of one prompt."""
 
-    wish: LogprobWish | None
-    hidden: bool
+    wish: LogprobWish | None  # log probabilities in the outputs; None for none
+    hidden: bool  # no token is wanted; see Generation
 
 
 @dataclass(frozen=True, slots=True)
 class PromptGeneration:
-    """What is asked of one prompt."""
+    """The generation of one prompt, and the form of its outputs."""
 
     generation: Generation
     form: Form
@@ -82,7 +81,7 @@ def _check_count(count: int, param: str) -> None:
 
 
 def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
-    """One per prompt: those that the client gave, or made from its one, or from the HTTP request's id."""
+    """Returns an id per prompt: the client's, or one made of the client's only id, or of the HTTP request's id."""
     named = _spread(given, inputs, "rid") if isinstance(given, list) else [request_id if given is None else given]
     if not all(isinstance(rid, str) and 1 <= len(rid) <= RID_CHARS for rid in named):
         raise bad_request("rid", f"A 'rid' must be a string of 1 to {RID_CHARS} characters.")
@@ -94,7 +93,7 @@ def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
 
 
 def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) -> list[PromptGeneration]:
-    """One per prompt."""
+    """Returns the generation of each prompt."""
     sampling = _sampling_of(request, inputs)
     wishes = _wishes_of(request, inputs, vocab_size)
     n = sampling[0][1].n or 1
@@ -105,7 +104,7 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
     if session_turn(request.session_params) is not None:
         wished = any(wish is not None and wish.start >= 0 for wish in wishes)
         check_turn(not inputs.many and n == 1, "logprob_start_len" if wished else None)
-    made: dict[tuple[int, LogprobWish | None], PromptGeneration] = {}  # prompts that ask for the same share what is made of it
+    made: dict[tuple[int, LogprobWish | None], PromptGeneration] = {}  # prompts with the same parameters share a generation
     asked = []
     for (where, given), wish in zip(sampling, wishes, strict=True):
         if (id(given), wish) not in made:
@@ -116,7 +115,7 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
 
 
 def _sampling_of(request: NativeGenerateRequest, inputs: Inputs) -> list[tuple[str, NativeSampling]]:
-    """(path, parameters) per prompt."""
+    """Returns the client's path and the parameters of each prompt."""
     given = request.sampling_params
     if isinstance(given, list):
         values = _spread(given, inputs, "sampling_params")
@@ -164,7 +163,7 @@ def _wish(start: int, top: int, ids: list[Any], vocab_size: int) -> LogprobWish:
 
 
 def _token_ids_of(given: Any, inputs: Inputs) -> list[list[Any]]:
-    """A flat list of ids is for every prompt; a list of lists has one per prompt."""
+    """Returns the chosen ids of each prompt. A flat list is for every prompt; a list of lists has one per prompt."""
     if given is None:
         return [[]] * len(inputs.prompts)
     if not isinstance(given, list):

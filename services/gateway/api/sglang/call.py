@@ -1,6 +1,6 @@
-"""One call of /generate or /encode: from its body to what dispatch needs, and to the renderer of its answer.
+"""Prepares a call of /generate or /encode, and makes its renderer.
 
-Made per HTTP request; what it finds out while it prepares is what its renderer goes by. Cancelling it leaves nothing behind.
+An object is made per HTTP request. Its renderer uses facts of the preparation. Cancelling a preparation leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.gateway.request.request import RunningRequest
 
 
 class PromptSource:
-    """Checked inputs → prompts as token ids. Raises ApiError."""
+    """Makes prompts as token ids from checked inputs. Raises ApiError."""
 
     def __init__(self, tokenizer: TokenizerClient) -> None:
         self._tokenizer = tokenizer
@@ -55,7 +55,7 @@ class PromptSource:
 
 
 def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
-    """The prompts' names; from here on the request can be aborted by them, and by the one that a batch was given."""
+    """Returns the names of the prompts, and notes them and the name of the batch for aborts."""
     rids = rids_of(given, inputs, origin.request_id)
     origin.part_names.extend(rids)
     if isinstance(given, str):
@@ -68,11 +68,11 @@ class GenerateCall:
         self._models = models
         self._source = source
         self._many = False
-        self._texts = False  # tokens' texts beside their ids
+        self._texts = False  # whether log probabilities have the tokens' texts
         self._forms: list[Form] = []
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
-        """Raises ApiError."""
+        """Returns the plan of the request. Raises ApiError."""
         request = parse(NativeGenerateRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
@@ -110,7 +110,7 @@ class EncodeCall:
         self._many = False
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
-        """Raises ApiError."""
+        """Returns the plan of the request. Raises ApiError."""
         request = parse(NativeEncodeRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)

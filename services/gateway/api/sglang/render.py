@@ -1,5 +1,8 @@
-"""Choices → SGLang's answers. Text, ids and log probabilities of a stream's event are those of the answer so far, as SGLang
-sends them; each is rendered once and kept as bytes, so an event costs a join.
+"""Renders choices as SGLang's responses.
+
+Text, ids and log probabilities of an event are those of the output so far, as SGLang sends them. Each is rendered once and
+kept as
+bytes, so an event costs a join.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ ABORT_MESSAGE = "The request was aborted."
 
 
 class GenerateRenderer:
-    """token_texts: None when the tokens' texts are not wanted beside their ids."""
+    """Renders the outputs of /generate. Log probabilities have no texts of tokens if `token_texts` is None."""
 
     def __init__(self, request: RunningRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
         self._many = many
@@ -58,7 +61,7 @@ class GenerateRenderer:
 
 
 class _ChoiceText:
-    """One choice's answer so far, rendered."""
+    """The rendered output of one choice so far."""
 
     def __init__(self, choice: Choice, form: Form, token_texts: ModelTexts | None) -> None:
         self.choice = choice

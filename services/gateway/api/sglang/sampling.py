@@ -1,6 +1,6 @@
-"""SGLang's names for what is asked of one prompt → Generation, or an ApiError that names the field. Pure.
+"""Translates SGLang's parameters of one prompt to a Generation. Pure; raises ApiError that names the field.
 
-Error messages never repeat what the client sent.
+Error messages never repeat a value that the client sent.
 """
 
 from __future__ import annotations
@@ -31,19 +31,25 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class LogprobWish:
-    """Which log probabilities one prompt's answers carry. start: first prompt position that is listed, -1 for none. SGLang
-    lists that position without a value, wherever it is, so that the values are those of what follows it."""
+    """The log probabilities in the outputs of one prompt.
 
-    top: int = 0
-    token_ids: tuple[int, ...] = ()
-    start: int = -1
+    SGLang lists the first position without a value, so that the values are those of the tokens after it.
+    """
+
+    top: int = 0  # number of most likely tokens
+    token_ids: tuple[int, ...] = ()  # further tokens
+    start: int = -1  # first listed position of the prompt; -1 for none
 
     def message(self) -> pb.Logprobs:
         return pb.Logprobs(top=self.top, token_ids=self.token_ids, prompt_from=None if self.start < 0 else self.start)
 
 
 def parse(model: type[M], value: Any, where: str = "", known: KnownFields = NATIVE) -> M:
-    """Raises ApiError. `where` is the field that holds the value, "" for the body itself."""
+    """Returns the checked value. Raises ApiError.
+
+    Args:
+        where: Client's field of the value; "" for the body itself.
+    """
     if not isinstance(value, dict):
         raise bad_request(where or None, f"'{where}' must be an object.")
     try:
@@ -60,7 +66,7 @@ def native_generation(
     where: str,
     prompt_field: str,
 ) -> Generation:
-    """Returns what is asked of one prompt. Raises ApiError.
+    """Returns the generation of one prompt. Raises ApiError.
 
     Args:
         where: Client's path of the sampling parameters.

@@ -81,7 +81,7 @@ class ScoreCall:
         self._softmax = False
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
-        """Raises ApiError."""
+        """Returns the plan of the request. Raises ApiError."""
         request = parse(ScoreRequest, parse_json(body.take()), known=known_fields.SCORE)
         scored = scored_of(request)
         rids = _named(request.rid, len(scored.items), origin)

@@ -80,7 +80,7 @@ class NativeSampling(SamplingBody):
 
 
 class NativeInput(PlacedBody):
-    """What is computed, and under which names."""
+    """The inputs of a call, and their names."""
 
     model_config = _STRICT
 

@@ -1,4 +1,4 @@
-"""An output that a client has → its calls, or its reasoning, whose text may be long. Raises ApiError."""
+"""Finds the calls, or the reasoning, in an output that a client sends. Raises ApiError."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats
 
-PIECE_CHARS = 1024  # of a text, between which others have the loop
-# SGLang's names of what has another one here.
+PIECE_CHARS = 1024  # characters of a text between two turns of other tasks
+# our names by SGLang's names.
 _TOOLS = {
     "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31",
@@ -34,7 +34,7 @@ _REASONING = {
 
 
 async def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, make: MakeParser) -> dict[str, Any]:
-    """tools: parameters by name. What is no call is text."""
+    """Returns the calls and the other text. `tools` has the parameters of each tool by its name."""
     name = _format(_TOOLS.get(parser, parser), TOOL_FORMATS, "tool_call_parser")
     formats = OutputFormats(name, "harmony" if name == "harmony" else NONE)
     events = await _events(text, formats, ParserSetup(tools, limits.MAX_CALLS), make)
