@@ -99,11 +99,18 @@ class PlacedBody(Body):
         None,
         min_length=1,
         max_length=limits.MAX_CACHE_SALT_CHARS,
-        description="Cached prefixes are shared only within a key; with a cache_salt both are a namespace of their own.",
+        description=(
+            "Cached prefixes are shared only within an extra key. With a cache_salt, both together are a separate namespace."
+        ),
     )
     priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0. Without priority scheduling: no effect.")
     routing_key: str | None = Field(
-        None, max_length=limits.MAX_ROUTING_KEY_CHARS, description="Also as header x-smg-routing-key; the body goes first."
+        None,
+        max_length=limits.MAX_ROUTING_KEY_CHARS,
+        description=(
+            "The policy affinity sends requests with the same routing key to the same worker. The header "
+            "x-smg-routing-key sets it, too; the body takes precedence."
+        ),
     )
 
 
@@ -111,17 +118,19 @@ class ConstraintBody(Body):
     """Constraints of the output, of which at most one may be given. The names are OpenAI's, vLLM's and SGLang's."""
 
     response_format: Object = Field(None, description="text, json_object, json_schema or structural_tag.")
-    structured_outputs: Object = Field(None, description="One of json, regex, choice, grammar, json_object, structural_tag.")
+    structured_outputs: Object = Field(
+        None, description="An object with json, regex, choice, grammar, json_object or structural_tag."
+    )
     guided_json: Source = Field(None, description="A JSON Schema, as an object or as text.")
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(
-        None, min_length=1, max_length=limits.MAX_GUIDED_CHOICES, description="One of these texts."
+        None, min_length=1, max_length=limits.MAX_GUIDED_CHOICES, description="The output is exactly one of these texts."
     )
     guided_grammar: str | None = Field(None, description="EBNF.")
-    json_schema: Source = Field(None, description="As guided_json.")
-    regex: str | None = Field(None, description="As guided_regex.")
-    ebnf: str | None = Field(None, description="As guided_grammar.")
-    structural_tag: Source = Field(None, description="Tags that begin a structured part, and what follows them.")
+    json_schema: Source = Field(None, description="The same as guided_json.")
+    regex: str | None = Field(None, description="The same as guided_regex.")
+    ebnf: str | None = Field(None, description="The same as guided_grammar.")
+    structural_tag: Source = Field(None, description="Tags, and the structure of the output after each of them.")
 
 
 def joined_salt(cache_salt: str | None, extra_key: str | None) -> str:

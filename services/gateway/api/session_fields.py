@@ -18,11 +18,13 @@ class SessionParams(BaseModel):
 
     id: str | None = Field(None, min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
     rid: str | None = Field(
-        None, max_length=limits.MAX_REQUEST_ID_CHARS, description="The turn that is gone on from. Null: the latest."
+        None, max_length=limits.MAX_REQUEST_ID_CHARS, description="Turn that this one continues. Null: the latest."
     )
-    offset: int | None = Field(None, ge=-1, le=_UINT32_MAX, description="Tokens of that turn's context that are kept. Null: all.")
-    replace: bool | None = Field(None, description="Later turns are forgotten.")
-    drop_previous_output: bool | None = Field(None, description="Of that turn only its prompt counts.")
+    offset: int | None = Field(
+        None, ge=-1, le=_UINT32_MAX, description="Number of tokens of that turn's context that stay. Null: all."
+    )
+    replace: bool | None = Field(None, description="Whether later turns are deleted.")
+    drop_previous_output: bool | None = Field(None, description="Whether the output of that turn is left out of the context.")
 
 
 def session_turn(given: SessionParams | None) -> worker_pb2.SessionTurn | None:

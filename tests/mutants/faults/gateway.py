@@ -106,7 +106,7 @@ GATEWAY = (
         "gateway",
         "services/gateway/api/request_body.py",
         ('le=INT32[1], description="Default 0.', 'le=INT32[1] + 1, description="Default 0.'),
-        ("None, max_length=limits.MAX_ROUTING_KEY_CHARS,", "None, max_length=limits.MAX_ROUTING_KEY_CHARS + 1,"),
+        ("max_length=limits.MAX_ROUTING_KEY_CHARS,", "max_length=limits.MAX_ROUTING_KEY_CHARS + 1,"),
         only="gateway/api/test_limits_walked",
     ),
     *of(
@@ -121,8 +121,8 @@ GATEWAY = (
         "services/gateway/api/openai/types.py",
         ("max_length=limits.MAX_LOGPROB_TOKEN_IDS,", "max_length=limits.MAX_LOGPROB_TOKEN_IDS + 1,"),
         (
-            'None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Of',
-            'None, ge=0, le=limits.MAX_TOP_LOGPROBS + 1, description="Of',
+            'None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Number',
+            'None, ge=0, le=limits.MAX_TOP_LOGPROBS + 1, description="Number',
         ),
         only="gateway/api/test_limits_walked",
     ),

@@ -1,4 +1,4 @@
-"""What the Messages API answers. For documentation: the bytes are written in render.py and errors.py."""
+"""Types of the Messages API's responses, for the OpenAPI document. render.py and errors.py write the bytes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ContentBlock(ResponseModel):
 
 
 class MessageUsage(ResponseModel):
-    """All of it, in every place."""
+    """Token counts. Each response has all of them."""
 
-    input_tokens: Count = Field(description="Without those that were cached.")
+    input_tokens: Count = Field(description="Prompt tokens that were not cached.")
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: Count
     output_tokens: Count
@@ -76,7 +76,7 @@ class MessagesError(ResponseModel):
 
 
 class MessageEvent(ResponseModel):
-    """One event; its type is also the event's name."""
+    """An event of a stream. Its type is also the name of the server-sent event."""
 
     type: Literal[
         "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop"

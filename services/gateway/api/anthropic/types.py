@@ -45,16 +45,18 @@ class CountTokensRequest(PlacedBody):
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     messages: Messages
     system: System = Field(None, description="A text, or blocks of text.")
-    tools: list[dict[str, Any]] | None = Field(None, description="What the model may call; none of Anthropic's own.")
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="Functions that the model may call. Anthropic's own tools are not supported."
+    )
     tool_choice: dict[str, Any] | None = Field(None, description="auto, any, tool or none, with disable_parallel_tool_use.")
     thinking: Thinking | None = Field(None, description="Default: disabled, where the chat template has a switch.")
     output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = Field(None, description="As output_config.format.")
+    output_format: dict[str, Any] | None = Field(None, description="The same as output_config.format.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: int = Field(ge=1, le=UINT32_MAX, description="Of the answer, thinking included.")
+    max_tokens: int = Field(ge=1, le=UINT32_MAX, description="Maximum number of output tokens, including reasoning.")
     stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
     stop_sequences: list[str] | None = None
     temperature: float | None = parameter("temperature")

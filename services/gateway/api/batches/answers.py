@@ -1,4 +1,4 @@
-"""What OpenAI's files and batches answer. For documentation: the bytes are written in cards.py."""
+"""Types of the responses about files and batches, for the OpenAPI document. cards.py writes the bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FileDeleted(ResponseModel):
 
 
 class BatchError(ResponseModel):
-    """Of an input; line: its number, from 1."""
+    """A fault of an input file. Lines count from 1."""
 
     code: str
     line: int | None

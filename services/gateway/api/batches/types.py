@@ -32,14 +32,16 @@ class FileForm(Body):
 
     file: File = Field(description="JSONL: a request a line.")
     purpose: Literal["batch"]
-    expires_after: ExpiresAfter | None = Field(None, description="Default: as long as the server keeps what nobody uses.")
+    expires_after: ExpiresAfter | None = Field(
+        None, description="Time until the file is deleted. Default: the server's limit for unused files."
+    )
 
 
 class BatchRequest(Body):
     input_file_id: str = Field(max_length=limits.MAX_STORED_ID_CHARS)
-    endpoint: LineEndpoint = Field(description="Of all its lines.")
+    endpoint: LineEndpoint = Field(description="Path of all lines.")
     completion_window: str = Field(
         pattern=r"^[1-9][0-9]{0,5}[smhd]$", description="24h, or another time up to seven days, such as 30m; then it expires."
     )
     metadata: Metadata = Field(None, description="Up to 16 names and texts.")
-    output_expires_after: ExpiresAfter | None = Field(None, description="Of the files of its results.")
+    output_expires_after: ExpiresAfter | None = Field(None, description="Time until the files of results are deleted.")

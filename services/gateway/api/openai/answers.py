@@ -48,13 +48,15 @@ class CompletionUsage(ResponseModel):
 class RequestTimeline(ResponseModel):
     """What became of the request. Seconds are those of the choice that waited longest, counts those of all choices."""
 
-    gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Until a worker had room.")
-    worker_queue_s: Annotated[float, Field(ge=0)] = Field(description="From its arrival at the worker to its first step.")
-    cached_tokens: Count = Field(description="Of the prompts, as in usage.")
-    workers: list[str] = Field(description="Those that have had one of its choices, in the order in which they got it.")
-    retractions: Count = Field(description="How often it lost its memory to others.")
-    drafted_tokens: Count = Field(description="Guesses that were verified.")
-    accepted_tokens: Count = Field(description="Guesses that were right.")
+    gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Time until a worker had free capacity.")
+    worker_queue_s: Annotated[float, Field(ge=0)] = Field(
+        description="Time between the arrival at the worker and the first step."
+    )
+    cached_tokens: Count = Field(description="Cached prompt tokens, as in usage.")
+    workers: list[str] = Field(description="Workers that computed a choice, in the order in which they received it.")
+    retractions: Count = Field(description="Number of times that the request lost its KV pages to other requests.")
+    drafted_tokens: Count = Field(description="Draft tokens that were verified.")
+    accepted_tokens: Count = Field(description="Draft tokens that were accepted.")
 
 
 class TokenLogprobFields(ResponseModel):
@@ -90,7 +92,7 @@ class ToolCall(ResponseModel):
 
 class ChatMessage(ResponseModel):
     role: Literal["assistant"]
-    content: str | None = Field(description="Null where there are calls and no text.")
+    content: str | None = Field(description="Null if the message has calls and no text.")
     refusal: None
     reasoning_content: str = absent(_REASONING)
     reasoning: str = absent("The same as reasoning_content.")
@@ -119,11 +121,11 @@ class ChatCompletion(ResponseModel):
 
 class FunctionDelta(ResponseModel):
     name: str = absent("In a call's first event.")
-    arguments: str = Field(description="What is new of the call's arguments, which are JSON when it is whole.")
+    arguments: str = Field(description="New part of the call's arguments. The whole arguments are JSON.")
 
 
 class ToolCallDelta(ResponseModel):
-    index: Count = Field(description="Which of the choice's calls it is.")
+    index: Count = Field(description="Index of the call in its choice.")
     id: str = absent("In a call's first event.")
     type: Literal["function"] = absent("In a call's first event.")
     function: FunctionDelta
@@ -131,7 +133,7 @@ class ToolCallDelta(ResponseModel):
 
 class ChatDelta(ResponseModel):
     role: Literal["assistant"] = absent("In a choice's first event.")
-    content: str = absent("What is new.")
+    content: str = absent("New part of the text.")
     reasoning_content: str = absent(_REASONING)
     reasoning: str = absent("The same as reasoning_content.")
     tool_calls: list[ToolCallDelta] = absent("Where the model calls tools.")
@@ -153,7 +155,7 @@ class ChatCompletionChunk(ResponseModel):
     object: Literal["chat.completion.chunk"]
     created: Count
     model: str
-    choices: list[ChatChunkChoice] = Field(max_length=1, description="None in the event that has the usage.")
+    choices: list[ChatChunkChoice] = Field(max_length=1, description="Empty in the event with the usage.")
     usage: CompletionUsage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
     rootstock: RequestTimeline = absent(f"{_COURSE}, in the event that has the usage.")
     prompt_token_ids: list[Count] = absent("In the first event, with return_token_ids.")
@@ -192,7 +194,7 @@ class Completion(ResponseModel):
 
 class CompletionChunkChoice(ResponseModel):
     index: Count
-    text: str = Field(description="What is new.")
+    text: str = Field(description="New part of the text.")
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None = Field(description="Null until a choice's last event.")
     stop_reason: str | int | None = absent(f"In a choice's last event. {_STOP_REASON}")
@@ -207,7 +209,7 @@ class CompletionChunk(ResponseModel):
     object: Literal["text_completion"]
     created: Count
     model: str
-    choices: list[CompletionChunkChoice] = Field(max_length=1, description="None in the event that has the usage.")
+    choices: list[CompletionChunkChoice] = Field(max_length=1, description="Empty in the event with the usage.")
     usage: CompletionUsage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
     rootstock: RequestTimeline = absent(f"{_COURSE}, in the event that has the usage.")
 
@@ -215,7 +217,7 @@ class CompletionChunk(ResponseModel):
 class Embedding(ResponseModel):
     object: Literal["embedding"]
     index: Count
-    embedding: list[float] | str = Field(description="With encoding_format base64: little-endian float32.")
+    embedding: list[float] | str = Field(description="Numbers, or with encoding_format base64, little-endian float32.")
 
 
 class EmbeddingUsage(ResponseModel):
@@ -237,7 +239,7 @@ class ModelCard(ResponseModel):
     owned_by: Literal["rootstock"]
     max_model_len: Count | None = Field(description="Tokens of prompt and answer together; null while no worker has said it.")
     sampling_defaults: SamplingDefaultValues
-    type: Literal["model"] = Field(description="This and what follows are as Anthropic's clients read them.")
+    type: Literal["model"] = Field(description="For Anthropic's clients, as are the next two fields.")
     display_name: str
     created_at: str = Field(description="The same as created, as RFC 3339 has it.")
 

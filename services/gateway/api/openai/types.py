@@ -61,7 +61,7 @@ Count = Annotated[int | None, BeforeValidator(lambda value: None if value is Fal
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="One more chunk before [DONE], with the usage of the whole request.")
+    include_usage: bool | None = Field(None, description="Whether a chunk with the usage of the whole request precedes [DONE].")
 
 
 class NamedBody(PlacedBody):
@@ -104,27 +104,36 @@ class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
 
 class ChatCompletionRequest(ThinkingBody, GenerationBody):
     messages: Messages
-    tools: list[dict[str, Any]] | None = Field(None, description="What the model may call; given to the chat template.")
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")
-    separate_reasoning: bool | None = Field(None, description="false: reasoning stays in the text. Default true.")
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="Functions that the model may call. The chat template receives them."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Whether an output may have several calls. Default true.")
+    separate_reasoning: bool | None = Field(None, description="Whether reasoning is separate from the text. Default true.")
     documents: list[dict[str, Any]] | None = Field(
         None, description="Given to the chat template, which has to read a variable of this name."
     )
     reasoning_effort: Effort | None = Field(None, description="Given to the chat template.")
     tool_choice: str | dict[str, Any] | None = Field(
         None,
-        description="none, auto (the default), required, a function or allowed_tools. none: the template does not see the tools.",
+        description=(
+            "Calls that the output may have: none, auto (the default), required, a function or "
+            "allowed_tools. With none, the template does not receive the tools."
+        ),
     )
     add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")
     continue_final_message: bool | None = Field(None, description="The answer continues the last message. Default false.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     prediction: Prediction = Field(
         None,
-        description="Text that the answer may turn out to be, `{type: content, content}`: it comes sooner where it is, and is the"
-        " same. For workers that guess by n-grams.",
+        description=(
+            "Text that the client expects as the output, `{type: content, content}`. Workers that draft by "
+            "n-grams generate matching text faster. The output does not change."
+        ),
     )
     logprobs: bool | None = Field(None, description="Log probabilities of the answer's tokens. Default false.")
-    top_logprobs: int | None = Field(None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Of the likeliest tokens too.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Number of most likely tokens to return per output token. Default 0."
+    )
 
 
 class CompletionRequest(GenerationBody):
@@ -134,7 +143,10 @@ class CompletionRequest(GenerationBody):
     best_of: int | None = parameter("best_of", Api.COMPLETION)
     echo: bool | None = Field(None, description="The text begins with the prompt, and logprobs with the prompt's.")
     logprobs: Count = Field(
-        None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Log probabilities of the tokens, and of so many likeliest ones."
+        None,
+        ge=0,
+        le=limits.MAX_TOP_LOGPROBS,
+        description="Returns log probabilities of the tokens, and of this number of most likely tokens.",
     )
 
 
@@ -146,10 +158,14 @@ class EmbeddingRequest(NamedBody):
         None,
         ge=-1,
         le=UINT32_MAX,
-        description="So many of an input's last tokens count; -1: what the context has room for.",
+        description="Number of last tokens of an input that are used. -1: all that the context allows.",
     )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of little-endian float32. Default float."
     )
-    dimensions: int | None = Field(None, ge=1, le=UINT32_MAX, description="The first so many numbers. Default: all.")
-    normalize: bool | None = Field(None, description="To length 1. Default: as the model's files say.")
+    dimensions: int | None = Field(
+        None, ge=1, le=UINT32_MAX, description="Number of leading numbers of the vector to return. Default: all."
+    )
+    normalize: bool | None = Field(
+        None, description="Whether the vector is scaled to length 1. Default: the value of the model's files."
+    )

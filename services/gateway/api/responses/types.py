@@ -56,40 +56,49 @@ class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
 
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     input: Input = Field(None, description="A text, or a list of items.")
-    instructions: str | None = Field(None, description="A system message before all else; of this response alone.")
+    instructions: str | None = Field(None, description="System message before all items. Later responses do not inherit it.")
     previous_response_id: str | None = Field(
         None, max_length=limits.MAX_STORED_ID_CHARS, description="A stored response that this one follows."
     )
     conversation: str | ConversationReference | None = Field(
-        None, description="A conversation whose items come before, and which gets the new ones."
+        None, description="Conversation whose items precede the input. The new items are added to it."
     )
     max_output_tokens: int | None = Field(
-        None, ge=1, le=UINT32_MAX, description="Reasoning included. Default: what the context leaves."
+        None,
+        ge=1,
+        le=UINT32_MAX,
+        description="Maximum number of output tokens, including reasoning. Default: all that the context allows.",
     )
-    max_tool_calls: int | None = Field(None, ge=1, description="Of hosted tools, which there are none of: accepted and not used.")
+    max_tool_calls: int | None = Field(None, ge=1, description="Limit of calls of hosted tools. Accepted and not used.")
     tools: list[dict[str, Any]] | None = Field(
         None, max_length=limits.MAX_TOOLS, description="Functions that the model may call."
     )
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description="none, auto (the default), required, a function or allowed_tools."
+        None, description="Calls that the output may have: none, auto (the default), required, a function or allowed_tools."
     )
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")
-    text: TextConfig | None = Field(None, description="What the answer's text must be.")
-    reasoning: ReasoningConfig | None = Field(None, description="How the model thinks before it answers.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether an output may have several calls. Default true.")
+    text: TextConfig | None = Field(None, description="Format of the output's text.")
+    reasoning: ReasoningConfig | None = Field(None, description="Settings of the model's reasoning.")
     include: list[Include] | None = Field(
         None,
         description="reasoning.encrypted_content; message.output_text.logprobs, where all is text: neither may tools be"
         " called, nor does the model reason. The others add nothing.",
     )
     top_logprobs: int | None = Field(
-        None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Of the likeliest tokens too, with message.output_text.logprobs."
+        None,
+        ge=0,
+        le=limits.MAX_TOP_LOGPROBS,
+        description=("Number of most likely tokens to return per output token, with message.output_text.logprobs. Default 0."),
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: the oldest items are left out until the rest fits. Default disabled."
     )
     store: bool | None = Field(None, description="Keep the response, so that a later one can follow it. Default true.")
     background: bool | None = Field(
-        None, description="Answered at once, and made whether its client stays or not: GET, or its stream, has what comes of it."
+        None,
+        description=(
+            "Whether to return at once and generate the response in the background. GET returns the response or its stream."
+        ),
     )
     stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
     metadata: Metadata = Field(None, description="Up to 16 names and texts, which come back with the response.")
@@ -106,8 +115,8 @@ class ConversationRequest(Body):
 
 
 class ConversationUpdate(Body):
-    metadata: Metadata = Field(description="In place of what there was.")
+    metadata: Metadata = Field(description="Replaces the metadata.")
 
 
 class ItemsRequest(Body):
-    items: Items = Field(description="Up to 20 items, behind those that there are.")
+    items: Items = Field(description="Up to 20 items, which are added at the end.")

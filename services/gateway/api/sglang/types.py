@@ -97,12 +97,16 @@ class NativeGenerateRequest(NativeInput):
     logprob_start_len: Ints = Field(None, description="First prompt position with a log probability. -1: none of the prompt.")
     top_logprobs_num: Ints = Field(None, description="Default 0.")
     token_ids_logprob: Ids = Field(None, description="Further ids whose log probabilities are wanted.")
-    return_text_in_logprobs: bool | None = Field(None, description="Tokens' texts beside their ids. Default false.")
+    return_text_in_logprobs: bool | None = Field(
+        None, description="Whether log probabilities have the texts of tokens. Default false."
+    )
     session_params: SessionParams | None = None
 
 
 class NativeEncodeRequest(NativeInput):
-    dimensions: int | None = Field(None, ge=1, le=UINT32_MAX, description="The first so many numbers of the vector. Null: all.")
+    dimensions: int | None = Field(
+        None, ge=1, le=UINT32_MAX, description="Number of leading numbers of the vector to return. Null: all."
+    )
 
 
 class ScoreRequest(PlacedBody):
@@ -138,7 +142,7 @@ class AbortRequest(_Native):
 class OpenSessionRequest(_Native):
     capacity_of_str_len: int = Field(ge=0, le=UINT32_MAX, description="Tokens of all turns together; 0: the worker's default.")
     session_id: str | None = Field(None, min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
-    model: str | None = Field(None, description="Where several are served: the one that its turns are for.")
+    model: str | None = Field(None, description="Model of the session's turns, if several are served.")
     timeout: float | None = Field(
         None, gt=0, le=UINT32_MAX / 1000, description="Seconds after the last turn. Null: the worker's."
     )

@@ -37,7 +37,7 @@ class DetokenizeRequest(Body):
 
 class ParseCallRequest(Body):
     text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="An output with its marks.")
-    tools: list[dict[str, Any]] = Field(description="As in chat completions.")
+    tools: list[dict[str, Any]] = Field(description="The same as in chat completions.")
     tool_call_parser: str = Field(description="A format's name, ours or SGLang's.")
 
 
@@ -61,7 +61,7 @@ class DetokenizedText(ResponseModel):
 
 
 class ParsedCall(ResponseModel):
-    tool_index: Count = Field(description="Of the tool in the request.")
+    tool_index: Count = Field(description="Index of the tool in the request.")
     name: str
     parameters: str = Field(description="JSON.")
 
@@ -82,9 +82,9 @@ class Version(ResponseModel):
 
 class WorkerLoad(ResponseModel):
     worker_id: str
-    num_reqs: Count = Field(description="That are open there.")
+    num_reqs: Count = Field(description="Open requests of the worker.")
     num_waiting_reqs: Count
-    num_tokens: Count = Field(description="Of KV cache in use.")
+    num_tokens: Count = Field(description="Tokens of KV cache in use.")
 
 
 class WorkerStanding(ResponseModel):
@@ -102,8 +102,8 @@ class WorkerStanding(ResponseModel):
     num_running: Count | None
     num_waiting: Count | None
     max_running: Count | None
-    kv_used_tokens: Count | None = Field(description="By requests that run.")
-    kv_cached_tokens: Count | None = Field(description="By the prefix cache alone.")
+    kv_used_tokens: Count | None = Field(description="Tokens that running requests use.")
+    kv_cached_tokens: Count | None = Field(description="Tokens that only the prefix cache uses.")
     kv_tokens: Count | None = Field(description="Size of the pool.")
     prompt_tokens: Count | None
     cached_prompt_tokens: Count | None
@@ -116,7 +116,7 @@ class RedisStanding(ResponseModel):
 
     index: bool | None
     limits: bool | None = Field(description="The keys' limits, which gateways share.")
-    kept: bool | None = Field(description="What clients have kept: responses, files, batches.")
+    kept: bool | None = Field(description="The store of responses, files and batches.")
 
 
 class GatewaySurroundings(ResponseModel):
@@ -125,16 +125,18 @@ class GatewaySurroundings(ResponseModel):
     redis: RedisStanding
     key_file_valid: bool | None
     tls_files_valid: bool | None
-    certificate_ends_in_s: int | None = Field(description="Of its own certificate; below 0 where it has expired.")
+    certificate_ends_in_s: int | None = Field(
+        description="Seconds until its own certificate expires; negative if it has expired."
+    )
     unresolved: list[str] = Field(description="Services whose names cannot be looked up.")
-    scraped_s_ago: float | None = Field(description="Since its metrics were asked for; null: never.")
+    scraped_s_ago: float | None = Field(description="Seconds since a client read its metrics; null: never.")
 
 
 class GatewayStanding(ResponseModel):
     """The gateway that answers."""
 
     waiting: Count = Field(description="Choices that wait for a worker with room.")
-    workers: Count = Field(description="That get requests.")
+    workers: Count = Field(description="Workers that receive requests.")
     tokenizers: Count = Field(description="Connected.")
     detokenizers: Count = Field(description="Connected.")
     surroundings: GatewaySurroundings
