@@ -1,4 +1,4 @@
-"""Translates pydantic's errors to the client's error. An error repeats only names of what the client sent."""
+"""Translates pydantic's errors to the client's error. Of the body, an error repeats only names of fields."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def ebnf(value: Any, where: str) -> pb.Grammar:
 
 
 def choice(value: Any, where: str) -> pb.Grammar:
-    """Returns the grammar of an output that is exactly one of these texts. Raises ApiError."""
+    """Returns the grammar of an output that equals one text of a list. Raises ApiError."""
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise bad_request(where, f"'{where}' must be a list of texts, none of them empty.")
     if len(value) > limits.MAX_GUIDED_CHOICES:

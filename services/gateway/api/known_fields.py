@@ -1,11 +1,12 @@
-"""Names in OpenAI's, SGLang's and vLLM's bodies that this server does not act on, by endpoint. Pure.
+"""Fields of OpenAI's, SGLang's and vLLM's bodies that have no effect on this server, by endpoint. Pure.
 
-One that cannot change an answer is taken at any value: `unused`. One that can is taken at the values that ask for nothing and
-refused with its name at any other: `neutral`. What stands in neither and in no request type is ignored on OpenAI's endpoints,
-whose clients send new fields, and refused on SGLang's. Null asks for nothing, whatever the field.
+- `unused` fields cannot change a response. Any value is accepted.
+- `neutral` fields can. They are accepted at the values without effect; any other value is refused with the field's name.
+- Other unknown fields are ignored on OpenAI's endpoints, whose clients send new fields, and refused on SGLang's.
 
-Hosted tools, which only another server can run, are the one thing that is left out: coding agents send them beside functions, and
-their users cannot change that. A response names the omitted tools in a header. The gateway's `omit_hosted_tools` turns it off.
+Null has no effect in any field. Hosted tools, which only another server can run, are left out instead of refused: coding agents
+send them with functions, and their users cannot change that. A response names the omitted tools in a header. The gateway's
+`omit_hosted_tools` turns this off.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def omitted_names(tools: Sequence[Any] | None) -> list[str]:
     return [f"{kind}:{own_name(tool)}" if kind in named and own_name(tool) else kind for kind, tool in kinds if kind]
 
 
-# Accounting, storage, moderators' and caches' hints, labels: none of them is part of an answer. Reasoning is streamed as
-# it comes, whatever stream_reasoning says: its sum is the same.
+# Accounting, storage, labels, and hints for moderators and caches do not change a response. Reasoning is always streamed, so
+# stream_reasoning does not change the whole.
 _UNUSED = frozenset(
     (
         "custom_labels",
@@ -240,7 +241,7 @@ OF_TEMPLATES: Neutral = {
     "tools": ([],),
 }
 
-_CUT: Neutral = {"truncate_prompt_tokens": ()}  # of generating endpoints
+_CUT: Neutral = {"truncate_prompt_tokens": ()}  # on generating endpoints
 OF_CHAT: Neutral = {
     "add_special_tokens": (False,),  # a chat template writes its own
     "best_of": (1,),

@@ -50,7 +50,7 @@ def check_turn(alone: bool, prompt_logprobs: str | None) -> None:
     """Checks a turn of a session. Raises ApiError.
 
     Args:
-        alone: The request has one prompt and one output.
+        alone: Whether the request has one prompt and one output.
         prompt_logprobs: Client's field that asks for log probabilities of the prompt, or None.
     """
     if not alone:

@@ -35,7 +35,7 @@ def _opened(text: bytes | bytearray | str) -> int:
 
 
 def _wrapped(value: Any) -> Any:
-    """Returns the value in so many arrays that it can be written only if it has at most the allowed number of levels."""
+    """Returns the value within arrays, so that it can be written only if it has at most MAX_JSON_DEPTH levels."""
     for _ in range(WRITTEN_LEVELS - limits.MAX_JSON_DEPTH):
         value = [value]
     return value

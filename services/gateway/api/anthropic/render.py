@@ -29,7 +29,7 @@ class MessageRenderer:
         """Makes the renderer.
 
         Args:
-            shows_thinking: False leaves blocks of reasoning empty; None leaves them out.
+            shows_thinking: False leaves blocks of reasoning empty. None leaves the blocks out.
             max_tokens: The client's limit of output tokens.
         """
         self._request = request
@@ -94,7 +94,7 @@ class _Blocks:
 
     def __init__(self, shows_thinking: bool | None) -> None:
         self._shows_thinking = shows_thinking
-        self._texts: list[str] | None = None  # pieces of the open block; None if no block is open
+        self._texts: list[str] | None = None  # pieces of the open block, or None without one
         self.whole: list[Json] = []
         self.called = False
 

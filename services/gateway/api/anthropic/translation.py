@@ -132,7 +132,7 @@ def prompt_request(request: CountTokensRequest, omits_hosted: bool) -> ChatReque
 
 
 def _format(request: CountTokensRequest) -> Mapping[str, Any] | None:
-    """Returns the format of the text that the client asks for; None if it asks for none."""
+    """Returns the format of the output's text, or None for plain text."""
     config = request.output_config
     wanted = (None if config is None else config.format) or request.output_format
     if wanted is not None and wanted.get("type") != "json_schema":
@@ -168,7 +168,7 @@ def _tools(request: CountTokensRequest, omits_hosted: bool) -> tuple[ToolUse, li
 
 
 def _tool(tool: Mapping[str, Any], where: str, omits_hosted: bool) -> Tool | None:
-    """Returns the tool as the template shows it; None for a hosted tool that is left out."""
+    """Returns the tool as the template shows it, or None for a hosted tool that is left out."""
     kind = tool.get("type")
     if kind not in (None, _FUNCTION):
         if omits_hosted and hosted_type(tool):

@@ -33,7 +33,7 @@ class NewBatch:
     endpoint: str  # path of the operation that computes each line
     window: str  # such as 24h
     metadata: dict[str, str]
-    results_live_s: int | None  # seconds for which the files of results are stored; None for the store's default
+    results_live_s: int | None  # seconds for which the files of results are stored, or None for the store's default
 
 
 class BatchRecords:

@@ -30,8 +30,8 @@ from services.shared import limits
 
 logger = logging.getLogger(__name__)
 
-FORM_BYTES = 64 << 10  # of all that is not the file's content
-_HELD = 2 * limits.FILE_CHUNK_BYTES  # what has come of a chunk, and the piece that ends it
+FORM_BYTES = 64 << 10  # limit of the form without the file's content
+_HELD = 2 * limits.FILE_CHUNK_BYTES  # bytes of an incomplete chunk and the piece that ends it
 _FILE = "file"
 MOST_DIGITS = 12
 
@@ -48,7 +48,7 @@ class UploadLimits:
 async def receive_file(
     scope: Scope, receive: Receive, owner: str, files: FileStore, bodies: BodyBudget, most: UploadLimits
 ) -> StoredFile:
-    """Raises ApiError, StoreAway."""
+    """Stores the file of a multipart form as it arrives. Raises ApiError, StoreAway."""
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     declared = headers.get(b"content-length", "")
     if declared.isdecimal() and int(declared) > most.file_bytes + FORM_BYTES:
@@ -67,7 +67,7 @@ async def receive_file(
 
 
 async def _receive(receive: Receive, upload: Upload, form: FormReader) -> StoredFile:
-    left = upload.most.file_bytes + limits.FILE_CHUNK_BYTES  # for the form around the file, and what comes behind its end
+    left = upload.most.file_bytes + limits.FILE_CHUNK_BYTES  # bytes of the form around the file and after it
     try:
         async for piece in _pieces(receive, upload.most.chunk_s):
             left -= len(piece)
@@ -87,7 +87,7 @@ async def _receive(receive: Receive, upload: Upload, form: FormReader) -> Stored
 
 
 async def _pieces(receive: Receive, chunk_s: float) -> AsyncIterator[bytes]:
-    """Raises ApiError 408, ClientGone."""
+    """Yields the pieces of the body. Raises ApiError 408, ClientGone."""
     loop = asyncio.get_running_loop()
     until, since = loop.time() + chunk_s, 0
     while True:
@@ -108,7 +108,7 @@ async def _pieces(receive: Receive, chunk_s: float) -> AsyncIterator[bytes]:
 
 
 class Upload:
-    """Of one form. seal() or discard() is its end."""
+    """Stores the file of one form. Ends with seal() or discard()."""
 
     def __init__(self, files: FileStore, owner: str, most: UploadLimits) -> None:
         self._files = files
@@ -117,14 +117,14 @@ class Upload:
         self._id = f"file-{secrets.token_hex(16)}"
         self._fields: dict[str, str] = {}
         self._name = ""
-        self._field: str | None = ""  # that the part is; None: it is the file
+        self._field: str | None = ""  # field of the current part, or None for the file
         self._value = bytearray()
         self._chunk = bytearray()
         self._size = self._chunks = 0
         self._other_bytes = 0
 
     async def take(self, event: Event) -> None:
-        """Raises BadForm, ApiError, StoreAway."""
+        """Takes the next event of the form. Raises BadForm, ApiError, StoreAway."""
         if isinstance(event, PartBegins):
             self._begin(event)
         elif isinstance(event, PartContent):
@@ -160,12 +160,15 @@ class Upload:
             del self._chunk[: limits.FILE_CHUNK_BYTES]
 
     async def _keep(self, content: bytes) -> None:
-        number, self._chunks = self._chunks, self._chunks + 1  # before it is there: what may be there is discarded
+        number, self._chunks = (
+            self._chunks,
+            self._chunks + 1,
+        )  # counted before it is stored, so that discard() deletes it in any case
         if not await self._files.add(self._owner, self._id, number, content):
             raise _full()
 
     async def seal(self) -> StoredFile:
-        """Raises ApiError, StoreAway."""
+        """Stores the rest of the file and its record. Raises ApiError, StoreAway."""
         if not self._name:
             raise bad_request(_FILE, f"'{_FILE}' is required.", "missing_required_parameter")
         asked = _form(self._fields)
@@ -185,11 +188,11 @@ class Upload:
             try:
                 await self._files.discard(self._owner, self._id, self._chunks)
             except StoreAway as away:
-                logger.warning("what there is of an upload is left to expire: %s", away)
+                logger.warning("the parts of an upload stay until they expire: %s", away)
 
 
 def _form(fields: Mapping[str, str]) -> FileForm:
-    """Raises ApiError."""
+    """Returns the checked fields of the form. Raises ApiError."""
     given: dict[str, Any] = {_FILE: b"", **{name: fields[name] for name in ("purpose",) if name in fields}}
     expires = {name: fields[f"expires_after[{name}]"] for name in ("anchor", "seconds") if f"expires_after[{name}]" in fields}
     if expires:

@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints answer. For documentation: the bytes are written in render.py, embeddings.py and logprob_forms.py."""
+"""Types of the responses of OpenAI's endpoints, for the OpenAPI document. render.py and logprob_forms.py write the bytes."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class CompletionUsage(ResponseModel):
 
 
 class RequestTimeline(ResponseModel):
-    """What became of the request. Seconds are those of the choice that waited longest, counts those of all choices."""
+    """The request's timeline. Times are those of the choice with the longest wait, counts those of all choices."""
 
     gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Time until a worker had free capacity.")
     worker_queue_s: Annotated[float, Field(ge=0)] = Field(
         description="Time between the arrival at the worker and the first step."
     )
     cached_tokens: Count = Field(description="Cached prompt tokens, as in usage.")
-    workers: list[str] = Field(description="Workers that computed a choice, in the order in which they received it.")
+    workers: list[str] = Field(description="Workers that computed a choice, in order.")
     retractions: Count = Field(description="Number of times that the request lost its KV pages to other requests.")
     drafted_tokens: Count = Field(description="Draft tokens that were verified.")
     accepted_tokens: Count = Field(description="Draft tokens that were accepted.")
@@ -162,7 +162,7 @@ class ChatCompletionChunk(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Parallel lists, one entry for each token. null: nothing predicts the first token of all."""
+    """Parallel lists with an entry for each token. The first token of all has null, because nothing predicts it."""
 
     tokens: list[str]
     token_logprobs: list[Logprob | None]

@@ -158,7 +158,7 @@ class EmbeddingRequest(NamedBody):
         None,
         ge=-1,
         le=UINT32_MAX,
-        description="Number of last tokens of an input that are used. -1: all that the context allows.",
+        description="Number of last tokens of an input that are used. -1: as many as the context allows.",
     )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of little-endian float32. Default float."

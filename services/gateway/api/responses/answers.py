@@ -1,4 +1,4 @@
-"""What the Responses API answers. For documentation: the bytes are written in render.py and output.py."""
+"""Types of the Responses API's responses, for the OpenAPI document. render.py and output.py write the bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OutputLogprob(TopLogprob):
 
 
 class ContentPart(ResponseModel):
-    """Of a message or of reasoning."""
+    """A part of a message or of reasoning."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
     text: str = absent("Of all but refusals.")
@@ -89,7 +89,7 @@ class ResponseUsage(ResponseModel):
 
 
 class ResponseAnswer(ResponseModel):
-    """What was asked for comes back beside the output."""
+    """A response. It repeats the parameters of the request."""
 
     id: str
     object: Literal["response"]
@@ -122,7 +122,7 @@ class ResponseAnswer(ResponseModel):
 
 
 class ResponseEvent(ResponseModel):
-    """One event; its type is also the event's name."""
+    """An event of a stream. Its type is also the name of the server-sent event."""
 
     type: str = Field(pattern=r"^response\.[a-z_.]+$")
     sequence_number: Count

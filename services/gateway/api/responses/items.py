@@ -119,7 +119,7 @@ def _add(item: Json, turn: Json) -> None:
 
 
 def _reasoning(item: Json) -> str:
-    """Returns the reasoning of an item: its content, else its sealed content, else its summary."""
+    """Returns the reasoning of an item: the content, else the sealed content, else the summary."""
     content = _text(item.get("content") or [])
     if not content and item.get("encrypted_content"):
         content = opened(item["encrypted_content"]) or ""

@@ -43,7 +43,7 @@ class Records:
     """Reads and writes responses and conversations in the store."""
 
     def __init__(self, store: StateStore | None, retry_after_s: int) -> None:
-        """Takes the store; None if this gateway has none."""
+        """Takes the store, or None if this gateway has no store."""
         self._store = store
         self.keeps = store is not None  # whether this gateway has a store
         self._retry_after_s = retry_after_s
@@ -171,7 +171,7 @@ class Records:
         return await self._change(owner, conversation_id, lambda conversation: conversation.update(metadata=metadata))
 
     async def extend(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Json:
-        """Adds items to a conversation. Items that it has keep their positions."""
+        """Adds items to a conversation. Known items keep their positions."""
         return await self._change(owner, conversation_id, lambda conversation: _extend(conversation, items))
 
     async def remove_item(self, owner: str, conversation_id: str, item_id: str) -> Json:

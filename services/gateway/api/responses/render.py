@@ -40,7 +40,7 @@ class Draft:
         self.response = response
 
     def restore(self, events: Iterable[Json], texts: Iterable[str]) -> None:
-        """Restores the state after these stored events and the texts that they were made of."""
+        """Restores the state after stored events. `texts` are the pieces of output behind the events."""
         self._output.restore(events)
         self._reader.replay(texts)
 

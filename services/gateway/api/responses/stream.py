@@ -1,4 +1,4 @@
-"""The stream of a background response: its stored events, then the new ones that any gateway stores."""
+"""The stream of a background response: stored events, then new events of any gateway."""
 
 from __future__ import annotations
 

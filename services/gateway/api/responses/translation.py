@@ -72,7 +72,7 @@ def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
 
 
 def as_served(request: ResponsesRequest) -> ResponsesRequest:
-    """Returns the request without its hosted tools, as its response shows it and as the store has it."""
+    """Returns the request without its hosted tools, for the response and the store."""
     if not omitted_names(request.tools):
         return request
     choice = request.tool_choice

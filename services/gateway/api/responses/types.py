@@ -67,7 +67,7 @@ class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
         None,
         ge=1,
         le=UINT32_MAX,
-        description="Maximum number of output tokens, including reasoning. Default: all that the context allows.",
+        description="Maximum number of output tokens, including reasoning. Default: as many as the context allows.",
     )
     max_tool_calls: int | None = Field(None, ge=1, description="Limit of calls of hosted tools. Accepted and not used.")
     tools: list[dict[str, Any]] | None = Field(

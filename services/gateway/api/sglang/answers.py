@@ -73,13 +73,13 @@ class _Ended(_Meta):
 
 
 class MetaInfo(_Ended, _Logprobs):
-    """Of an answer that is complete."""
+    """Facts about a complete output."""
 
     finish_reason: Stopped | OfLength | Aborted
 
 
 class MetaInfoSoFar(_Logprobs):
-    """Of a stream's event before the last one."""
+    """Facts about an output in an event before the last one."""
 
     finish_reason: None
     cached_tokens: None
@@ -116,7 +116,7 @@ class AbortResult(ResponseModel):
 
 
 class ModelDescription(ResponseModel):
-    """The one that a request gets that names none."""
+    """The model of requests that name no model."""
 
     model_path: str
     tokenizer_path: str

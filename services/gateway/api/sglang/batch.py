@@ -34,7 +34,7 @@ class Inputs:
 class Form:
     """The form of the outputs of one prompt."""
 
-    wish: LogprobWish | None  # log probabilities in the outputs; None for none
+    wish: LogprobWish | None  # log probabilities in the outputs, or None
     hidden: bool  # no token is wanted; see Generation
 
 

@@ -74,7 +74,7 @@ class _ChoiceText:
         self._output = _LogprobLists(form.wish, token_texts)
 
     async def add(self, delta: Delta) -> None:
-        """Raises ApiError."""
+        """Adds new output. Raises ApiError."""
         if not self._began:
             self._began = True
             await self._input.add(self._prompt_entries())
@@ -114,7 +114,7 @@ class _LogprobLists:
         self._chosen = bytearray()
 
     async def add(self, entries: Iterable[Entry]) -> None:
-        """Raises ApiError."""
+        """Adds log probabilities. Raises ApiError."""
         wish = self._wish
         if wish is None or self._slices is None:
             return

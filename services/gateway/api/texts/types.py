@@ -47,7 +47,7 @@ class SeparateRequest(Body):
 
 
 class Tokens(ResponseModel):
-    """Of several prompts: a list of each."""
+    """Token ids. Several prompts have a list each."""
 
     tokens: list[Count] | list[list[Count]]
     count: Count | list[Count]
@@ -55,7 +55,7 @@ class Tokens(ResponseModel):
 
 
 class DetokenizedText(ResponseModel):
-    """Of several lists: their texts."""
+    """Texts. Several lists have a text each."""
 
     text: str | list[str]
 
@@ -88,15 +88,18 @@ class WorkerLoad(ResponseModel):
 
 
 class WorkerStanding(ResponseModel):
-    """A worker that discovery names. Its figures are those that it told last, over all gateways; null while it is not connected.
-    Totals are since its start."""
+    """A worker that discovery has found.
+
+    Its figures are the last reported ones, over all gateways; they are null while it is not connected. Totals count from its
+    start.
+    """
 
     worker_id: str | None = Field(description="null: it has never been connected.")
     model: str | None
     role: Literal["both", "prefill", "decode"] | None
     state: Literal["ready", "silent", "paused", "draining", "hung", "unused", "lost", "starting"] = Field(
-        description="silent: it has told nothing for some seconds. unused: it gets no requests here for the time being, as after"
-        " faults. lost: it was connected. starting: it never was."
+        description="silent: no report for some seconds. unused: this gateway sends no requests for a while, as after faults."
+        " lost: it was connected before. starting: it was never connected."
     )
     told_s_ago: float | None
     num_running: Count | None
@@ -112,7 +115,7 @@ class WorkerStanding(ResponseModel):
 
 
 class RedisStanding(ResponseModel):
-    """Whether each answers; null where there is none."""
+    """Whether each service responds. null: the gateway does not use it."""
 
     index: bool | None
     limits: bool | None = Field(description="The keys' limits, which gateways share.")
@@ -120,7 +123,7 @@ class RedisStanding(ResponseModel):
 
 
 class GatewaySurroundings(ResponseModel):
-    """What the gateway stands on. null: there is none of it."""
+    """The services that the gateway depends on. null: the gateway does not use it."""
 
     redis: RedisStanding
     key_file_valid: bool | None
