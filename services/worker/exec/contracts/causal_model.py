@@ -1,6 +1,7 @@
-"""What the model runner needs of a model. One thread at a time; a model holds no state of requests.
+"""Declares the models that the model runner runs.
 
-Shapes: T tokens of a step's ragged batch, W of them wanted, hidden size H, vocabulary V.
+One thread at a time calls a model. A model holds no state of requests. Letters in shapes: T tokens of the step's ragged batch, W
+wanted tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,28 +15,38 @@ from services.worker.exec.pools.kv_pool import KVPool
 
 
 class NoVocabulary(RuntimeError):
-    """Logits were asked of a model that has no vocabulary projection."""
+    """Raised if logits are requested from a model without a vocabulary projection."""
 
 
 class TokenModel(Protocol):
-    """A model that gives a vector for each token: an encoder, or a causal model below its vocabulary projection."""
+    """A model that gives a vector per token: an encoder, or a causal model without its vocabulary projection."""
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
-        """Computes every token of the step; a causal model writes their keys and values to the pool at rows.locations.
+        """Computes all tokens of the step. A causal model writes their keys and values to the pool at rows.locations.
 
-        input_ids: int64[T], inside the vocabulary.
+        Args:
+            input_ids: int64[T], ids within the vocabulary.
         """
 
     def states(self, wanted: Tensor) -> Tensor:
-        """[W, H] in the model dtype: the last layer's hidden states after the final norm. wanted: int64[W], indices into T.
+        """Returns [W, H] in the model dtype: the last layer's hidden states after the final norm.
 
-        Valid until the next call of any method; to be called between one forward and the next, as often as is useful.
+        The result is valid until the next call of any method. It can be called any number of times between two forward passes.
+
+        Args:
+            wanted: int64[W], indices into the T tokens.
         """
 
 
 class CausalModel(TokenModel, Protocol):
-    def logits(self, wanted: Tensor) -> Tensor:
-        """float32[W, V] of the tokens after the wanted ones. wanted: int64[W], indices into T.
+    """A model that also predicts the next token."""
 
-        Valid until the next call of logits() or forward(): whoever wants several pieces reads one before asking for the next.
+    def logits(self, wanted: Tensor) -> Tensor:
+        """Returns float32[W, V], the logits of the tokens that follow the wanted ones.
+
+        The result is valid until the next call of logits() or forward(). A caller that computes several pieces reads each piece
+        before it requests the next one.
+
+        Args:
+            wanted: int64[W], indices into the T tokens.
         """

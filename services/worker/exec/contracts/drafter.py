@@ -1,4 +1,7 @@
-"""What guesses at the tokens to come of a slot. Its guesses cost or save time; what is said does not depend on them."""
+"""Declares the drafter, which proposes the next tokens of a slot.
+
+Draft tokens change the speed of decoding and never its output.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,60 @@ from services.worker.core.contracts.plan import SlotParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-BETWEEN_TEXTS = -1  # in the token ids of several
-Kept = tuple["Tensor", ...]
+BETWEEN_TEXTS = -1  # separates texts in an array of token ids
+Kept = tuple["Tensor", ...]  # hidden states of the target, one tensor per layer that the drafter reads
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Positions start .. start + count - 1 of a slot, whose KV counts. kept: [count, H] each, what the target has kept of their
-    tokens, and nobody else has; None where that is not known, for there were several passes, or nothing is read of it. given:
-    by the plan, and not sampled."""
+    """Positions start .. start + count - 1 of a slot, whose KV the target has computed."""
 
     slot: int
     start: int
     count: int
+    # [count, H] each, owned by the receiver, None if the step ran in several passes, or if the drafter reads no states
     kept: Kept | None
-    given: bool
+    given: bool  # the tokens are from the plan and were not sampled
 
 
 class Drafter(Protocol):
-    """Calls are of the thread that launches steps, on the forward stream, in the order of steps; of one step in the order below,
-    but that the tokens of a step may be told once the next one has begun, where that one asks for no guesses. Pages are those of
-    the table, and hold what a drafter keeps of a token beside what the target does. Of a slot whose holder wants no guesses it
-    hears nothing until the next one is admitted."""
+    """A drafter of one executor.
+
+    All calls come from the thread that launches steps, on the forward stream, in the order of the steps. Within a step, the calls
+    have the order of the methods below. There is one exception: sampled() and the second computed() of a step may follow the
+    begin() of the next step, if that step requests no draft tokens.
+
+    Drafter and target share the page table: a page holds the drafter's entries for the tokens whose KV the target has in it. If
+    the request in a slot wants no draft tokens, the drafter gets no calls for the slot until another request is admitted to it.
+    """
 
     def begin(self) -> None:
-        """Before anything of a step: slots and pages are still those of the step before."""
+        """Prepares for a step. Slots and pages are still those of the step before."""
 
     def admit(self, slot: SlotParams) -> None:
-        """The slot has a new holder, whose tokens so far are its history."""
+        """Replaces the request in a slot. The history of the new request becomes the slot's text."""
 
     def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
-        """What stands at positions from start on, and nothing behind it."""
+        """Sets the slot's tokens from position `start` on to `ids`, and drops the tokens after them."""
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Guesses at the next tokens of slots: as many as are wanted of each, or fewer. The pages for them are in the table."""
+        """Returns draft tokens per slot.
+
+        The page table already has the pages for them.
+
+        Args:
+            wanted: largest number of draft tokens per slot.
+        """
 
     def predicted(self, slot: int) -> bool:
-        """Whether its guesses, proposed last, are of the request's prediction."""
+        """Returns whether the slot's last draft tokens are from the client's prediction."""
 
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
-        """The next tokens, of which all but the last were guessed right."""
+        """Appends sampled tokens to the slot's text. All of them but the last equal the draft tokens."""
 
     def computed(self, rows: Sequence[Computed]) -> None:
-        """Of the given rows of the step once its sampling is launched, and of the others once their tokens are told."""
+        """Reports positions that the target has computed.
+
+        It is called twice per step: with the rows whose tokens the plan gave, as soon as sampling is launched; and with the other
+        rows, as soon as their sampled tokens are on the host.
+        """

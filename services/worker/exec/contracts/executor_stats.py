@@ -1,4 +1,4 @@
-"""How an executor for a device has run its steps so far. No torch here."""
+"""Counts the steps of an executor on a device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ExecutorStats:
-    """Counts since the start; written by the thread that launches steps, read by scrapes. graph_steps: replayed; eager_steps:
-    launched kernel by kernel; pieces: passes of steps that were computed in pieces; given_up: requests that ended because the
-    device had no room for one token of theirs."""
+    """Counts since the start. The thread that launches steps writes them, and metric scrapes read them."""
 
-    graph_steps: int = 0
-    eager_steps: int = 0
-    pieces: int = 0
-    given_up: int = 0
+    graph_steps: int = 0  # steps that were replayed as CUDA graphs
+    eager_steps: int = 0  # steps that were launched kernel by kernel
+    pieces: int = 0  # forward passes of steps that were computed in pieces
+    given_up: int = 0  # requests that ended because the device had no memory to compute one of their tokens

@@ -1,4 +1,4 @@
-"""What an operator may ask of an executor beside steps. Plain data; no torch here."""
+"""Declares the operations of an operator that an executor runs between steps. Plain data; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from services.worker.core.contracts.transfers import Deleted, Selection
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMemory:
-    """Gives memory back to the system: of the KV pool, whose content is lost, and of the weights. Released parts stay so."""
+    """Returns memory of the KV pool or the weights to the system, until ResumeMemory. The content of the pool is lost."""
 
-    kv: bool
-    weights: bool
+    kv: bool  # release the KV pool
+    weights: bool  # release the weights
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeMemory:
-    """Takes the memory again: an empty KV pool of the same size, the weights as their folder has them at that time."""
+    """Allocates released memory again: an empty KV pool of the same size, and the weights that their folder has now."""
 
-    kv: bool
-    weights: bool
+    kv: bool  # allocate the KV pool
+    weights: bool  # load the weights
 
 
 @dataclass(frozen=True, slots=True)
 class StartProfile:
-    """path: where StopProfile writes the Chrome trace; its folder exists."""
+    """Starts a profile of the steps."""
 
-    path: Path
+    path: Path  # file for the Chrome trace, which StopProfile writes; its folder exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,17 @@ class StopProfile:
 
 @dataclass(frozen=True, slots=True)
 class DeleteStored:
-    """Deletes pages that the tier below the host's memory keeps, behind what was begun before. It is not waited for. done: told
-    what has come of it."""
+    """Deletes pages of the storage tier, after all operations that began earlier.
+
+    The executor does not wait for the deletion; its result goes to `done`.
+    """
 
     which: Selection
-    done: Future[Deleted] = field(compare=False)
+    done: Future[Deleted] = field(compare=False)  # receives the result
 
 
 Operation = ReleaseMemory | ResumeMemory | StartProfile | StopProfile | DeleteStored
 
 
 class OperationRefused(RuntimeError):
-    """The executor cannot do this, or not in the state it is in; the message is a sentence for the operator."""
+    """Raised if the executor cannot run an operation, or cannot run it in its present state. The message is for the operator."""

@@ -1,4 +1,4 @@
-"""How an executor for a device is made; see the worker's settings of the same names."""
+"""Options of an executor on a device. The worker's settings of the same names describe their effects."""
 
 from __future__ import annotations
 
@@ -12,69 +12,59 @@ from numpy.typing import NDArray
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
 
-NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # who drafts
+NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # values of DeviceOptions.speculative_algorithm
 
 
 OpenStore = Callable[[int, bytes], PageStore | None]
-"""(bytes of a page, identity: 32 bytes, of layout and secret) -> the storage; None if its disk does not serve.
-Raises ValueError."""
+"""Opens the storage tier for (bytes of a page, identity). The identity is a digest of layout and secret, 32 bytes.
+
+Returns None if the disk cannot be used. Raises ValueError for wrong settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Of KV that leaves the pool. host_bytes: of the host's memory; 0: host_ratio times the pool's, at most host_share of what
-    is free. open_storage: of the tier
-    below it, None for none. secret: of the keys, see PageKeys. names_file: where the names of its blocks are kept, for the prefix
-    index; None: nowhere."""
+    """Options of the tiers below the device's KV pool."""
 
-    host_ratio: float
-    host_bytes: int
-    open_storage: OpenStore | None
-    secret: bytes = field(repr=False)
-    names_file: Path | None = None
-    host_share: float = 0.25
+    host_ratio: float  # size of the host tier as a multiple of the pool; used if host_bytes is 0
+    host_bytes: int  # size of the host tier; 0: host_ratio decides, limited by host_share
+    open_storage: OpenStore | None  # opens the storage tier, None for no storage tier
+    secret: bytes = field(repr=False)  # secret of the page keys, see PageKeys
+    names_file: Path | None = None  # file with the names of stored blocks for the prefix index, None for no file
+    host_share: float = 0.25  # largest part of the free host memory that host_ratio may take
 
 
 OpenServer = Callable[[bytes, int, ReadPages], RoomServer]
-"""(layout, bytes of a page, what reads them) -> what lets others read this worker's rooms. Raises ValueError."""
+"""Opens the server of this worker's KV reservations for (layout, bytes of a page, reader of pages). Raises ValueError."""
 OpenReader = Callable[[bytes, int], PeerReader]
-"""(layout, bytes of a page) -> what reads from other workers."""
+"""Opens the reader of remote workers' pages for (layout, bytes of a page)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """Of KV that goes from worker to worker: one of the two."""
+    """Options of KV transfers between workers. Exactly one field is set."""
 
-    open_server: OpenServer | None = None
-    open_reader: OpenReader | None = None
+    open_server: OpenServer | None = None  # set on a prefill worker, whose pages remote workers read
+    open_reader: OpenReader | None = None  # set on a decode worker, which reads pages of remote workers
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """device: as torch names it. num_threads: that a CPU computes with. kernels: auto (triton on a GPU, cpp on a CPU), triton,
-    cpp or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is
-    computed in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read
-    weights for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of
-    a decode row that are guessed and verified beside the one that it computes anyway. speculative_algorithm:
-    who guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own.
-    draft_corpus: int32[n], texts in which n-grams are sought where a request's own have none, with BETWEEN_TEXTS among them; the
-    executor's to change.
-    tiers: of KV below the device's pool; None: there are none. peers: other workers that read KV here, or whose KV is read;
-    None: there are none."""
+    """Options of an executor on a GPU or a CPU."""
 
-    device: str = "cuda:0"
-    num_threads: int = 1
+    device: str = "cuda:0"  # torch's name of the device
+    num_threads: int = 1  # threads with which a CPU computes
     attention_backend: str = "auto"
-    kernels: str = "auto"
-    cuda_graphs: bool = True
-    max_graph_rows: int = 256
-    max_tokens: int = 8192
-    max_whole_tokens: int = 0
-    load_threads: int = 8
-    deterministic: bool = False
-    max_drafts: int = 0
-    speculative_algorithm: str = NGRAM
-    draft_model: str = ""
+    kernels: str = "auto"  # auto (triton on a GPU, cpp on a CPU), triton, cpp or torch
+    cuda_graphs: bool = True  # capture decode steps as CUDA graphs
+    max_graph_rows: int = 256  # rows of the largest graph
+    max_tokens: int = 8192  # tokens of one forward pass; a larger step is computed in pieces
+    max_whole_tokens: int = 0  # the same limit for a model whose prompts are never cut; 0: max_tokens
+    load_threads: int = 8  # threads that read weights for a GPU
+    deterministic: bool = False  # the bits of a row's result do not depend on the other rows
+    max_drafts: int = 0  # largest number of draft tokens in a decode row
+    speculative_algorithm: str = NGRAM  # drafter, if max_drafts is not 0
+    draft_model: str = ""  # folder of the draft model or head; empty if the target has it
+    # int32[n], texts for n-grams that a request's own text lacks, separated by BETWEEN_TEXTS; the executor owns and changes it
     draft_corpus: NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
-    tiers: TierOptions | None = None
-    peers: PeerOptions | None = None
+    tiers: TierOptions | None = None  # tiers below the device's KV pool, None for none
+    peers: PeerOptions | None = None  # KV transfers between workers, None for none

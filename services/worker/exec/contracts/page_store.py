@@ -1,7 +1,7 @@
-"""What keeps pages of KV under the tiers that have addresses: by key, beyond the life of a process. No torch here.
+"""Declares the storage tier: a store of KV pages by page key, which outlives the process. Imports no torch.
 
-A key is 40 bytes that decide the page's bytes: who asks for it twice gets the same, or nothing. Its first 8 are a tag: pages of
-one tag are of one salt (core/tiers/page_keys.py).
+A page key has 40 bytes and determines the page's bytes: two reads of a key return the same bytes, or nothing. Its first 8 bytes
+are the tag of the cache salt. Pages with equal tags have equal salts (core/tiers/page_keys.py).
 """
 
 from __future__ import annotations
@@ -15,75 +15,85 @@ from services.worker.core.contracts.transfers import ALL, Deleted, Selection, St
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a write came to. stored: keys that are held now and were not before it. dropped: keys that were held before it and
-    went to make room. held: how many of those asked for were held before it, by another worker's write, say, and are now."""
+    """The result of a write."""
 
-    stored: tuple[bytes, ...]
-    dropped: tuple[bytes, ...]
-    held: int = 0
+    stored: tuple[bytes, ...]  # page keys that the write added to the store
+    dropped: tuple[bytes, ...]  # page keys that the store evicted to make space
+    held: int = 0  # pages of the write that the store already had, for example from another worker, and still has
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What others have done to a store. stored: keys that it holds, as far as is known here; dropped: and that it does not.
-    more: there are further ones."""
+    """Changes that other workers made to a shared store."""
 
-    stored: tuple[bytes, ...]
-    dropped: tuple[bytes, ...]
-    more: bool = False
+    stored: tuple[bytes, ...]  # page keys that the store now has, by this worker's view
+    dropped: tuple[bytes, ...]  # page keys that the store no longer has
+    more: bool = False  # a further call returns more changes
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """corrupt_pages: that were found not to be what was written. failed_reads: pages that an error kept from being read.
-    failed_writes: times that an error cut short a write, or left what was to go. All three since the store was opened, what that
-    came upon included. bytes_on_disk: sizes of all its files. pages: held."""
+    """Counts since the store was opened, recovery included, and its present size."""
 
-    corrupt_pages: int
-    failed_reads: int
-    failed_writes: int
-    bytes_on_disk: int
-    pages: int
+    corrupt_pages: int  # pages whose bytes differ from the written ones
+    failed_reads: int  # pages that could not be read because of an error
+    failed_writes: int  # errors that cut a write short or prevented a deletion
+    bytes_on_disk: int  # size of all files
+    pages: int  # pages in the store
 
 
 class PageStore(Protocol):
-    """Called from one thread at a time. Calls take as long as a disk does: whoever has no time gives the store its own thread.
+    """A store of KV pages, called from one thread at a time.
 
-    Raises nothing for what a disk may do: a page that cannot be read is one that is not there, and counted.
-    page_bytes: of every page. shared: others write it, too: news() is called from time to time.
+    A call takes as long as the disk or the server. A caller that cannot wait runs the store on a thread of its own. No call
+    raises for a fault of the disk: an unreadable page counts as missing, and the fault is counted.
 
-    A quota is of bytes that the pages of one tag may take, those of UNSALTED aside: a write that would pass it takes the tag's
-    oldest pages away first, and none of another's for that.
+    A quota limits the bytes that the pages of one tag may take. Unsalted pages (UNSALTED) have no quota. A write beyond the quota
+    first evicts the oldest pages of the same tag, and never a page of another tag for this reason.
     """
 
-    page_bytes: int
-    shared: bool
+    page_bytes: int  # size of every page
+    shared: bool  # other workers write to the store as well; the owner then calls news() from time to time
 
     def keys(self) -> Sequence[bytes]:
-        """Held, oldest first; from memory, valid until the next call."""
+        """Returns the page keys in the store, oldest first. Reads memory only; the result is valid until the next call."""
 
     def read(self, keys: Sequence[bytes], out: memoryview) -> int:
-        """Fills `out`, page after page, and returns how many of the first pages are there and whole; it stops at the first that
-        is not, which is forgotten. out: writable, len(keys) * page_bytes bytes; undefined behind the pages returned."""
+        """Reads pages into `out`, one after another, and returns how many of the first pages are present and whole.
+
+        It stops at the first missing or damaged page and forgets it. The bytes after the returned pages are undefined.
+
+        Args:
+            keys: page keys.
+            out: writable, len(keys) * page_bytes bytes.
+        """
 
     def take_lost(self) -> tuple[bytes, ...]:
-        """Keys that have been forgotten since the last call because a read found no whole page; none of them is held."""
+        """Returns the page keys that reads have forgotten since the last call. The store does not have these pages."""
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> Written:
-        """Stores as many as the disk takes, from the first on, and skips keys that it holds. What it says to be stored survives
-        the death of the process. pages: of page_bytes bytes for each key, read during the call alone."""
+        """Stores the pages from the first on, as many as the disk takes. Pages that the store already has are skipped.
+
+        A page that is reported as stored survives the death of the process.
+
+        Args:
+            keys: page keys.
+            pages: page_bytes bytes for each page key, read only during the call.
+        """
 
     def news(self) -> News:
-        """What others have done since the last call; of a store that is not shared nothing."""
+        """Returns the changes by other workers since the last call. Empty if the store is not shared."""
 
     def delete(self, which: Selection = ALL) -> Deleted:
-        """Forgets and deletes pages; more than these where they cannot be told apart, as in one file. What an error keeps is
-        forgotten all the same, in this life of a store that is not shared, and its deletion is tried again before anything else
-        is written, and with every further one."""
+        """Deletes the selected pages, and further pages that cannot be deleted separately, such as those in the same file.
+
+        Pages that an error keeps from being deleted are forgotten all the same; an unshared store forgets them until it is opened
+        again. The store retries their deletion before its next write and in every further deletion.
+        """
 
     def use(self) -> StorageUse: ...
 
     def counts(self) -> StoreCounts: ...
 
     def close(self) -> None:
-        """Pages stay on disk. No other call follows."""
+        """Closes the store. Its pages stay on disk. No further call may follow."""

@@ -1,4 +1,4 @@
-"""How pages of KV are read from other workers, and how this one lets others read its own. No torch here."""
+"""Declares how a worker reads KV pages of remote workers, and how it serves its own pages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,64 +10,74 @@ from services.worker.core.contracts.reservations import KvReservation, KvSource,
 from services.worker.core.contracts.transfers import I32, Pull
 
 ReadPages = Callable[[I32, memoryview], None]
-"""(pages int32[n], out) fills `out` with their n * page_bytes bytes, page after page. Called on any thread, by several
-at once."""
+"""Fills `out` with the bytes of (pages int32[n], out), n * page_bytes, page after page. Several threads may call it at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerCounts:
-    """Since the start. served_bytes: of pages that others have read here. refused: by why, what others asked of this worker and
-    did not get. num_connections: that are open here now."""
+    """Counts of a reservation server since its start."""
 
-    served_bytes: int
-    refused: dict[str, int]
-    num_connections: int
+    served_bytes: int  # bytes of pages that remote workers have read
+    refused: dict[str, int]  # refused requests of remote workers, by reason
+    num_connections: int  # connections that are open now
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRate:
-    """transport: `tcp`, `tls`, `nixl`, or `shm` for shared memory. bytes_s: of the last read that was large enough to tell."""
+    """The rate of the last large read from one remote worker."""
 
-    address: str
-    transport: str
-    bytes_s: float
+    address: str  # host:port
+    transport: str  # `tcp`, `tls`, `nixl`, or `shm` for shared memory
+    bytes_s: float  # bytes per second
 
 
 class PeerReader(Protocol):
-    """Reads from other workers. Calls for one address come from one thread at a time, those for several at once."""
+    """Reads KV pages of remote workers.
+
+    Calls for one address come from one thread at a time. Calls for several addresses may come at once.
+    """
 
     def read(self, pull: Pull, count: int, out: memoryview) -> int:
-        """Fills `out`, page after page, with so many pages; returns count, or 0 where the room did not stand any more after they
-        were read, or nobody answered in time. out: writable, count * page_bytes bytes; undefined where 0 is returned."""
+        """Reads `count` pages into `out`, one after another.
+
+        Args:
+            pull: KV source and first page.
+            count: pages to read.
+            out: writable, count * page_bytes bytes; undefined if 0 is returned.
+
+        Returns:
+            `count`, or 0 if the reservation was closed before the last page was read, or if the remote worker did not respond in
+            time.
+        """
 
     def leave(self, source: KvSource) -> None:
-        """Says that nothing more will be read from the room; as far as somebody listens."""
+        """Releases the reservation at the remote worker. Does nothing if the remote worker cannot be reached."""
 
     def rates(self) -> Sequence[PeerRate]:
-        """Of the other workers that are known. Called on any thread."""
+        """Returns the rates of the known remote workers. May be called on any thread."""
 
     def read_bytes(self) -> Mapping[str, int]:
-        """Of pages that were read since the start, by transport. Called on any thread."""
+        """Returns the bytes of pages read since the start, by transport. May be called on any thread."""
 
     def close(self) -> None:
-        """Breaks off what is being read, which then fails. No other call follows."""
+        """Aborts running reads, which then fail. No other call may follow."""
 
 
 class RoomServer(Protocol):
-    """Lets others read what is in this worker's rooms. Threads of its own."""
+    """Serves the pages of this worker's KV reservations to remote workers, on threads of its own."""
 
     @property
     def port(self) -> int:
-        """That it listens on."""
+        """Port on which the server listens."""
 
     def open(self, room: OpenReservation) -> None:
-        """Or, of one that stands, has more of its pages read. Called on the loop's thread; returns at once."""
+        """Opens a reservation, or extends an open one. Called on the loop's thread; does not block."""
 
     def shut(self, rooms: Sequence[KvReservation]) -> None:
-        """Nobody gets anything that is copied from these rooms later; what was copied before may still be on its way."""
+        """Closes reservations. No page that is copied later is sent; pages copied before may still be on their way."""
 
     def shut_all(self) -> None:
-        """The same of all of them; when it returns, nobody reads the pool any more."""
+        """Closes all reservations and waits until no thread reads the pool."""
 
     def counts(self) -> PeerCounts: ...
 

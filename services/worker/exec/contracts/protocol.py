@@ -1,6 +1,7 @@
-"""The contract between the worker's loop and an executor. No torch here, so that the fake executor needs none.
+"""The contract between the worker's loop and an executor. Imports no torch, so that the fake executor needs none.
 
-Called from the loop's thread only. Device work of all calls runs in call order (one stream); see docs/design/architecture.md.
+Only the loop's thread calls an executor. The device runs the work of all calls in call order, as one stream; see
+docs/design/architecture.md.
 """
 
 from __future__ import annotations
@@ -16,62 +17,86 @@ from services.worker.core.contracts.reservations import ReservationEvents
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import Operation
 
-Masks = Mapping[int, NDArray[np.uint32]]
-Guesses = Mapping[int, Sequence[int]]
+Masks = Mapping[int, NDArray[np.uint32]]  # grammar masks, by row
+Guesses = Mapping[int, Sequence[int]]  # draft tokens, by row
 NO_MASKS: Masks = {}
 
 
 class Run(Protocol):
-    """A launched step. Owned by the executor; the loop only hands it back."""
+    """A launched step. The executor owns it; the loop only passes it back."""
 
     @property
     def plan(self) -> BatchPlan: ...
 
 
 class Executor(Protocol):
-    """Executes plans.
+    """Executes plans."""
 
-    forward: launches the forward pass and returns at once, unless it has to know first how many guesses the step before has
-        accepted. Reads the plan until wait() has returned.
-    sample: launches sampling for a launched step, exactly once per run, after its forward and before the next forward.
-        masks: row -> uint32[ceil(V / 32)], bit i of word w set where token 32 w + i may be sampled, for rows of
-        plan.mask_rows; read until wait() has returned. A mask row without a mask here is sampled unmasked: its request
-        has left since the step was planned. behind: row -> uint32[n, ceil(V / 32)], the same for the places behind each of
-        its first n guesses; of a mask row no further ones are verified.
-    guesses: row -> what it guesses to come behind the input tokens of a launched step's decode rows, before it is sampled.
-        Blocks until that is known, not until the forward pass is done. Empty of a step that has failed.
-    wait: blocks until the step's result is on the host. Raises ExecutorError if the device work failed; the step's
-        effects are then undefined, and the slots in it must not be read again.
-    transfer: begins operations on pages once every step launched before has ended, and returns at once. Raises nothing: each
-        ends in one fact.
-    facts: of operations that have ended since the last call; never blocks.
-    wake_on_facts: has `wake` called, on any thread, whenever there are facts to be taken.
-    rooms: what has become of rooms: of this worker's, before any step is launched that may write what was in them. Never blocks.
-    apply: runs an operation in call order and returns when it is done. No step may be in flight, and none may be launched
-        while KV or weights are released. Raises OperationRefused, and then nothing has changed, or ExecutorError.
-    close: ends threads and frees device memory; no call may follow.
-    """
+    def forward(self, plan: BatchPlan) -> Run:
+        """Launches the forward pass.
 
-    def forward(self, plan: BatchPlan) -> Run: ...
+        It returns at once, unless draft positions depend on how many draft tokens the step before has accepted. The executor
+        reads the plan until wait() returns.
+        """
 
-    def guesses(self, run: Run) -> Guesses: ...
+    def guesses(self, run: Run) -> Guesses:
+        """Returns the draft tokens that follow the input tokens of the step's decode rows, before the step is sampled.
 
-    def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None: ...
+        Blocks until the draft tokens are known, but not until the forward pass ends. Empty if the step has failed.
+        """
 
-    def wait(self, run: Run) -> StepResult: ...
+    def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
+        """Launches sampling for a launched step.
 
-    def transfer(self, operations: Sequence[PageOperation]) -> None: ...
+        It is called exactly once per run, after the step's forward() and before the next forward(). The masks are read until
+        wait() returns.
 
-    def facts(self) -> Sequence[Fact]: ...
+        Args:
+            run: the launched step.
+            masks: uint32[ceil(V / 32)] for rows of plan.mask_rows. Token 32 w + i may be sampled if bit i of word w is set. A
+                mask row without a mask is sampled unmasked: its request has ended since the step was planned.
+            behind: uint32[n, ceil(V / 32)] for rows of plan.mask_rows: the masks of the positions after each of the row's first n
+                draft tokens. Further draft tokens of a mask row are not verified.
+        """
 
-    def wake_on_facts(self, wake: Callable[[], None]) -> None: ...
+    def wait(self, run: Run) -> StepResult:
+        """Blocks until the step's result is on the host.
 
-    def rooms(self, events: ReservationEvents) -> None: ...
+        Raises:
+            ExecutorError: the device work failed. The effects of the step are undefined, and its slots must not be read again.
+        """
 
-    def apply(self, operation: Operation) -> None: ...
+    def transfer(self, operations: Sequence[PageOperation]) -> None:
+        """Begins operations on pages as soon as all steps launched before have ended. Returns at once.
 
-    def close(self) -> None: ...
+        It raises nothing; each operation ends in one fact.
+        """
+
+    def facts(self) -> Sequence[Fact]:
+        """Returns the facts of operations that have ended since the last call. Never blocks."""
+
+    def wake_on_facts(self, wake: Callable[[], None]) -> None:
+        """Registers `wake`, which is called on any thread whenever facts() has something to return."""
+
+    def rooms(self, events: ReservationEvents) -> None:
+        """Applies changes of KV reservations. Never blocks.
+
+        The loop reports closed reservations of this worker before it launches a step that may write their pages.
+        """
+
+    def apply(self, operation: Operation) -> None:
+        """Runs an operation in call order and returns when it is done.
+
+        No step may be in flight. No step may be launched while KV or weights are released.
+
+        Raises:
+            OperationRefused: nothing has changed.
+            ExecutorError: the operation failed.
+        """
+
+    def close(self) -> None:
+        """Ends the threads and frees the device memory. No other call may follow."""
 
 
 class ExecutorError(RuntimeError):
-    """A step failed as a whole. Every request in it must be ended or replayed."""
+    """Raised if a step fails as a whole. Each of its requests must be ended or replayed."""

@@ -1,4 +1,4 @@
-"""What passes between the forward pass, its graphs and the sampler of one step: tensors and columns, and no behaviour."""
+"""Tensors and columns that forward pass, CUDA graphs and sampler of a step exchange. Contains no behaviour."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SampleSpace:
-    """Where a batch of n rows is sampled: inputs (see SampleRows) and outputs: int32[2, n], tokens and faults."""
+    """The device memory in which a batch of n rows is sampled."""
 
-    rows: SampleRows
-    out: Tensor
+    rows: SampleRows  # inputs
+    out: Tensor  # int32[2, n]: sampled tokens and codes of faults
 
     @property
     def tokens(self) -> Tensor:
@@ -34,14 +34,13 @@ class SampleSpace:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows to sample. slots: int32[n] on the host, without padding; logits: float32[>= n, V]; rows: their place in the plan;
-    space: with slots and positions on the device. fixed: the space is a graph's, whose addresses stay."""
+    """Rows to sample."""
 
-    slots: I32
-    rows: NDArray[np.int64]
-    logits: Tensor
-    space: SampleSpace
-    fixed: bool
+    slots: I32  # int32[n] on the host, without padding
+    rows: NDArray[np.int64]  # int64[n], rows of the plan
+    logits: Tensor  # float32[>= n, V]
+    space: SampleSpace  # inputs and outputs; slots and positions are on the device already
+    fixed: bool  # the space belongs to a CUDA graph, whose addresses must stay
 
     def __post_init__(self) -> None:
         assert len(self.slots) == len(self.rows) <= len(self.space.rows.slots), "each row has a slot, and a place in the space"
@@ -49,15 +48,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Rows of a batch that are tokens of their slots one after the other: all slots' first ones, then the second ones of those
-    that have been guessed at, and so on. A row is sampled if the token before it is what was guessed, else it is NOT_SAMPLED.
+    """The order in which rows of a batch with draft tokens are sampled.
 
-    order: int64[n], the batch's rows in this order. sizes: how many there are at each place, none more than at the one before,
-    whose first rows they follow. guesses: int32[n - sizes[0]], of the rows behind the first place, what has to come before."""
+    Each row of the batch is one token of its slot's run: the next token, then one token after each draft token. Rows are ordered
+    by their index in the run: first the rows at index 0 of all slots, then the rows at index 1 of the slots with a draft token,
+    and so on. A row is sampled if the row before it in the run has sampled the draft token; otherwise its code is NOT_SAMPLED.
+    """
 
-    order: I64
-    sizes: tuple[int, ...]
-    guesses: I32
+    order: I64  # int64[n], rows of the batch in this order
+    sizes: tuple[int, ...]  # rows at each index, never rising; the rows at index i + 1 continue the first rows at index i
+    guesses: I32  # int32[n - sizes[0]]: for each row after index 0, the draft token that the row before it must sample
 
     def __post_init__(self) -> None:
         assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.guesses), "each row stands at a place"
@@ -65,40 +65,40 @@ class Places:
 
     @property
     def in_order(self) -> bool:
-        """The batch's first rows stand as they should."""
+        """Whether the order is that of the batch's first rows."""
         return bool((self.order == np.arange(len(self.order))).all())
 
     def guesses_behind(self, row: int) -> list[int]:
-        """Of a row of the first place, in order."""
+        """Returns the draft tokens of a row at index 0, in order."""
         firsts = np.cumsum(self.sizes[1:]) - np.array(self.sizes[1:], dtype=np.int64)
         return [int(self.guesses[first + row]) for first, size in zip(firsts, self.sizes[1:], strict=True) if row < size]
 
 
-NOT_SAMPLED = -1  # among the codes of faults
+NOT_SAMPLED = -1  # code in SampleSpace.faults of a row that was not sampled
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """tokens: int32[n]. faults, logprobs: by index into the rows; a row that was NOT_SAMPLED has neither, and token 0."""
+    """The result of sampling n rows."""
 
-    tokens: I32
-    faults: dict[int, RowFault]
-    logprobs: dict[int, RowLogprobs]
+    tokens: I32  # int32[n]; 0 for a row that was not sampled
+    faults: dict[int, RowFault]  # by index into the rows, none for a row that was not sampled
+    logprobs: dict[int, RowLogprobs]  # by index into the rows, none for a row that was not sampled
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """Of one row of the plan: how many top ones it wants, and which ids beside. name: of its tensors in the readback."""
+    """A part of the prompt log probabilities of one row."""
 
-    row: int
-    num_top: int
-    ids: I64
-    name: str = ""
+    row: int  # row of the plan
+    num_top: int  # number of most likely tokens that the request wants
+    ids: I64  # int64[m], further token ids that the request wants
+    name: str = ""  # prefix of the piece's tensors in the readback
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows that end with their prompt and want log probabilities of labels behind it."""
+    """Rows that end with their prompt and want log probabilities of labels after it."""
 
     rows: I64  # int64[n], rows of the plan
     indices: I64  # int64[n], of each row's last token within the pass
@@ -107,36 +107,40 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class ScorePiece:
-    """Some scored rows, whose values are in the readback under one name."""
+    """Scored rows whose values are in the readback under one name."""
 
-    name: str  # of the tensors in the readback
+    name: str  # prefix of the tensors in the readback
     rows: tuple[int, ...]  # rows of the plan
     sizes: tuple[int, ...]  # labels of each row
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLogprobs:
-    """rows: indices into the sampled rows that want logprobs of their tokens. nums, ids: what each of them wants; kept here
-    because a slot may have another holder when the step's result comes."""
+    """The log probabilities that sampled rows want.
 
-    rows: I32
-    nums: tuple[int, ...]
-    ids: tuple[I64, ...]
+    They are copied, because the slot may change its request before the result comes.
+    """
+
+    rows: I32  # indices into the sampled rows
+    nums: tuple[int, ...]  # number of most likely tokens, per entry of `rows`
+    ids: tuple[I64, ...]  # further token ids, per entry of `rows`
 
 
 @dataclass(frozen=True, slots=True)
 class CudaGraph:
-    """words: where the step's columns are copied to; known: int32[size], the ids that the plan gives, -1 for relayed ones; ids,
-    rows, space and logits: what the captured kernels read and write, space and logits for the first rows alone where more
-    than there are slots are computed. A graph keeps addresses and no tensors: all that was made before its capture has to be
-    here, or its memory goes to others."""
+    """A captured decode step.
 
-    size: int
-    words: Tensor
-    known: Tensor
-    ids: Tensor
-    rows: RaggedRows
+    A captured kernel keeps addresses and no references. So the graph holds all tensors that existed before its capture, or their
+    memory would be reused.
+    """
+
+    size: int  # rows, padding included
+    words: Tensor  # copy target of the step's columns
+    known: Tensor  # int32[size], token ids that the plan gives; -1 for a token from the relay
+    ids: Tensor  # input token ids
+    rows: RaggedRows  # inputs of the forward kernels
+    # memory of the sampling kernels; covers only the first rows if the graph has more rows than there are slots
     space: SampleSpace
-    logits: Tensor
+    logits: Tensor  # output of the forward kernels, for the rows of `space`
     forward: Graph
     sample: Graph

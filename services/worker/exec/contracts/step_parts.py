@@ -1,4 +1,4 @@
-"""What the model runner asks of a sampler and of graphs. Calls are of the thread that launches steps."""
+"""Declares the sampler and the CUDA graphs of the model runner. All calls come from the thread that launches steps."""
 
 from __future__ import annotations
 
@@ -29,43 +29,59 @@ from services.worker.exec.streams.upload import UploadRing
 
 
 class TakesNote(Protocol):
+    """Counts sampled tokens of one request, for penalties."""
+
     def add(self, token: int) -> None:
-        """Of a token that was sampled."""
+        """Records a sampled token."""
 
 
 @dataclass(slots=True)
 class Launched:
-    """What is on its way, and for whom. pasts: index of a row, and what takes note of its token."""
+    """A batch whose sampling is launched."""
 
     batch: Batch
     readback: Readback
-    wish: OutputLogprobs | None
-    pasts: Sequence[tuple[int, TakesNote]]
-    broken: frozenset[int]
+    wish: OutputLogprobs | None  # requested log probabilities, None if no row has such a request
+    pasts: Sequence[tuple[int, TakesNote]]  # (index of a row, recorder of its tokens)
+    broken: frozenset[int]  # slots whose sampling parameters could not be applied
 
 
 class Sections(Protocol):
+    """Columns to upload."""
+
     def sections(self) -> list[tuple[str, NDArray[np.generic]]]:
-        """Of an upload, by the field's name."""
+        """Returns the sections of an upload as (name, values)."""
 
 
 class StepLogprobs(Protocol):
+    """Measures log probabilities on the device and returns them on the host."""
+
     def measure_prompts(
         self, plan: BatchPlan, input_ids: Tensor, logits: Callable[[Tensor], Tensor], readback: Readback, prefix: str
     ) -> list[PromptPiece]:
-        """Of the plan's prompt_logprob_rows. input_ids: int64[T], of the step, on the device. logits: of tokens by their index.
-        prefix: of the names in the readback."""
+        """Launches the measurement of the plan's prompt_logprob_rows.
+
+        Args:
+            plan: the step's plan.
+            input_ids: int64[T], the step's input tokens on the device.
+            logits: gives the logits of tokens by their index in the step.
+            readback: receives the results.
+            prefix: prefix of the names in the readback.
+        """
 
     def prompts(
         self, pieces: Sequence[PromptPiece], host: Mapping[str, Tensor]
     ) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
-        """By row of the plan; a row whose logits are not finite stands in both."""
+        """Returns prompt log probabilities and faults, by row of the plan.
+
+        A row whose logits are not finite is in both.
+        """
 
     def of_prompts(self, plan: BatchPlan) -> ScoredRows | None:
-        """Returns the rows whose last token ends a prompt that is scored; None if there are none."""
+        """Returns the rows whose last token ends a prompt that is scored, None if the plan has no such row."""
 
     def score_sections(self, scored: ScoredRows) -> list[tuple[str, NDArray[np.generic]]]:
-        """Returns sections of an upload, which measure_scores() reads."""
+        """Returns the sections of an upload that measure_scores() reads."""
 
     def measure_scores(
         self,
@@ -75,65 +91,107 @@ class StepLogprobs(Protocol):
         readback: Readback,
         prefix: str,
     ) -> list[ScorePiece]:
-        """Launches the measurement of the labels of the rows. logits: by index of a token. prefix: of names in the readback."""
+        """Launches the measurement of the labels of the rows.
+
+        Args:
+            scored: the rows and their labels.
+            views: the uploaded sections of score_sections().
+            logits: gives the logits of tokens by their index in the step.
+            readback: receives the results.
+            prefix: prefix of the names in the readback.
+        """
 
     def scores(
         self, pieces: Sequence[ScorePiece], host: Mapping[str, Tensor]
     ) -> tuple[dict[int, NDArray[np.float32]], dict[int, RowFault]]:
-        """Returns label log probabilities and faults by row of the plan; a row whose logits are not finite has a fault alone."""
+        """Returns label log probabilities and faults, by row of the plan.
+
+        A row whose logits are not finite has only a fault.
+        """
 
     def measure(self, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:
-        """Of the given rows of float32[n, V], each with its token of tokens; num_top top ones at least."""
+        """Measures rows of logits.
+
+        Args:
+            logits: float32[n, V].
+            tokens: token per entry of `rows`.
+            rows: indices of the rows to measure.
+            num_top: least number of most likely tokens to return.
+        """
 
 
 class StepSampler(Protocol):
-    """max_slots: rows that are sampled at a time, at most."""
+    """Samples the rows of a step."""
 
-    max_slots: int
+    max_slots: int  # largest number of rows in one launch
 
     @property
-    def wishes(self) -> StepLogprobs: ...
+    def wishes(self) -> StepLogprobs:
+        """Log probabilities that the requests want."""
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """Words of a token mask: ceil(V / 32)."""
 
     @property
-    def ring(self) -> UploadRing: ...
+    def ring(self) -> UploadRing:
+        """Upload buffers."""
 
     def admission(self, admitted: Sequence[SlotParams]) -> Sections:
-        """What admit() takes once it is on the device."""
+        """Returns the sampling parameters of new slots for an upload. admit() reads them on the device."""
 
     def admit(self, views: Mapping[str, Tensor]) -> None:
-        """views: sections of an admission, on the device."""
+        """Applies the parameters of new slots.
+
+        Args:
+            views: uploaded sections of admission().
+        """
 
     def follow(self, plan: BatchPlan) -> None:
-        """Takes note of the tokens that the plan gives."""
+        """Records the tokens that the plan gives, for penalties."""
 
     def fixed_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
-        """One whose addresses stay."""
+        """Returns a space for a CUDA graph, whose addresses stay."""
 
     def passing_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
-        """One for a single step."""
+        """Returns a space for a single step."""
 
     def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
-        """On the current stream; can be captured. logits: float32[>= n, V]."""
+        """Launches the sampling kernels on the current stream. The launches can be captured.
+
+        Args:
+            logits: float32[>= n, V].
+            space: n rows.
+        """
 
     def launch(
         self, batch: Batch, masks: Masks, replay: Callable[[], None] | None = None, places: Places | None = None
     ) -> Launched:
-        """masks: by row of the plan. replay: runs the captured kernels of a fixed space; None to launch them here. places: None
-        for rows that do not wait for each other."""
+        """Launches the sampling of a batch.
+
+        Args:
+            batch: the rows to sample.
+            masks: token masks by row of the plan.
+            replay: runs the captured kernels of a fixed space, None to launch the kernels.
+            places: order of rows that depend on each other (draft tokens), None for independent rows.
+        """
 
     def outcome(self, launched: Launched) -> Outcome:
-        """Waits for it."""
+        """Waits for the results of launch()."""
 
 
 class StepGraphs(Protocol):
+    """Captured decode steps, by their number of rows."""
+
     def for_rows(self, num_rows: int) -> CudaGraph | None:
-        """The smallest that holds so many, None if there is none."""
+        """Returns the smallest graph with at least `num_rows` rows, None if the rows fit no graph."""
 
     def tell(self, graph: CudaGraph, known: Tensor | None) -> None:
-        """On the forward stream, before the replay. known: int32[size]; None: all ids are relayed."""
+        """Sets the token ids of a graph on the forward stream, before its replay.
+
+        Args:
+            graph: the graph to replay.
+            known: int32[size], -1 for a token from the relay, None if all tokens are from the relay.
+        """
 
     def release(self) -> None: ...
