@@ -1,5 +1,8 @@
-"""A connection, TCP's or a Unix socket's, whose every wait ends at a deadline, with TLS or without;
-but for `wait`, which is for connections within one machine. Nobody can prolong it by a byte now and then."""
+"""A TCP or Unix socket connection, with or without TLS, whose operations end at a deadline.
+
+The deadline holds for a whole operation, so a remote side that sends a byte now and then cannot prolong it. Only `wait` has no
+deadline; it is for connections within one machine.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,33 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class Connection:
-    """Owns a socket. Of one thread; `shut_down` may be called by any. Deadlines are of time.monotonic()."""
+    """A connection that owns its socket.
+
+    It belongs to one thread; only `shut_down` may be called on any thread. Deadlines are values of time.monotonic().
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._open = threading.Lock()  # of the descriptor: once it is closed, its number is soon another's
-        # Requests are small and waited for. Sizes of buffers are left to the kernel: one that is set is a ceiling, and where
-        # net.core.wmem_max has its usual value a lower one than it grows to by itself.
-        with suppress(OSError):  # it may be broken already, which whoever uses it finds out
+        self._open = threading.Lock()  # guards the descriptor, because the system soon reuses the number of a closed one
+        # Requests are small, and the sender waits for the response. The kernel chooses the buffer sizes: an explicit size is a
+        # ceiling, and with the usual net.core.wmem_max it is lower than the size to which the kernel lets a buffer grow.
+        with suppress(OSError):  # a broken connection fails at its first use
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def secure(self, context: ssl.SSLContext, deadline: float, server_hostname: str | None = None) -> ssl.SSLSocket:
-        """Sets up TLS; server_hostname: on the client's side. The socket says what the other side has shown. Raises OSError."""
+        """Sets up TLS.
+
+        Args:
+            context: TLS context of this side.
+            deadline: end of the handshake.
+            server_hostname: name of the server, on the client's side, None on the server's side.
+
+        Returns:
+            The TLS socket, which has the remote side's certificate.
+
+        Raises:
+            OSError: the handshake failed.
+        """
         is_server = server_hostname is None
         plain = self._socket
         plain.settimeout(_seconds_left(deadline))
@@ -41,16 +59,27 @@ class Connection:
         return secured
 
     def send(self, data: bytes | memoryview, deadline: float) -> None:
-        """All of it. Raises OSError; TimeoutError at the deadline."""
-        # Not sendall: with TLS its time-out would be of each part anew.
+        """Sends all bytes.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection is broken.
+        """
+        # Not sendall(): with TLS, its timeout would begin again with each part.
         rest = memoryview(data).cast("B")
         while rest:
             self._socket.settimeout(_seconds_left(deadline))
             rest = rest[self._socket.send(rest) :]
 
     def receive_into(self, out: bytearray | memoryview, deadline: float) -> int:
-        """Bytes that have come: fewer than fit where the other side has closed the connection or broken it off. Raises OSError;
-        TimeoutError at the deadline."""
+        """Fills `out`, and returns the number of received bytes.
+
+        The number is smaller than the size of `out` if the remote side has closed or broken the connection.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: another failure of the socket.
+        """
         room = memoryview(out).cast("B")
         received = 0
         with suppress(ConnectionError):
@@ -63,26 +92,39 @@ class Connection:
         return received
 
     def wait(self) -> None:
-        """Until the other side says something, or has closed it: for ever, if need be."""
+        """Blocks until the remote side sends a byte or closes the connection. Has no deadline."""
         readable = select.poll()
         readable.register(self._socket, select.POLLIN)
         readable.poll()
 
     @property
     def is_of_same_user(self) -> bool:
-        """Of a Unix socket: whether this process's user is at its other side. Raises OSError."""
+        """Whether the process on the other side of a Unix socket runs as the same user. Raises OSError."""
         told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return bool(_CREDENTIALS.unpack(told)[1] == os.geteuid())
 
     def send_with(self, fd: int, data: bytes, deadline: float) -> None:
-        """Over a Unix socket, with a descriptor. Raises OSError; TimeoutError at the deadline."""
+        """Sends bytes and a file descriptor over a Unix socket.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection is broken.
+        """
         self._socket.settimeout(_seconds_left(deadline))
         sent = socket.send_fds(self._socket, [data], [fd])
         self.send(data[sent:], deadline)
 
     def receive_with(self, size: int, deadline: float) -> tuple[int | None, bytes]:
-        """Over a Unix socket: a descriptor, which is the caller's, and so many bytes; fewer, as of receive_into. None: none came.
-        Raises OSError; TimeoutError at the deadline."""
+        """Receives a file descriptor and `size` bytes over a Unix socket.
+
+        Returns:
+            The descriptor, which the caller owns, or None if the message has none; and the bytes, fewer than `size` as in
+            receive_into().
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: another failure of the socket.
+        """
         self._socket.settimeout(_seconds_left(deadline))
         data, fds, _, _ = socket.recv_fds(self._socket, size, 1, socket.MSG_CMSG_CLOEXEC)
         rest = bytearray(size - len(data))
@@ -95,19 +137,19 @@ class Connection:
         return (fds[0] if fds else None), data + rest[:received]
 
     def is_stale(self) -> bool:
-        """Whether the other side has closed it, or says something that nobody has asked for."""
+        """Returns whether the remote side has closed the connection or has sent bytes that were not requested."""
         readable = select.poll()
         readable.register(self._socket, select.POLLIN)
         return bool(readable.poll(0))
 
     def shut_down(self) -> None:
-        """Whoever waits for something of it need not any more: the connection has ended."""
-        with self._open, suppress(OSError):  # it has ended already
-            # Not SSLSocket.shutdown, which takes TLS away first: another thread might send what follows in the clear.
+        """Ends the connection and wakes all threads that wait on it."""
+        with self._open, suppress(OSError):  # the connection has ended already
+            # Not SSLSocket.shutdown(), which first removes TLS: another thread might then send plain text.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends it and gives the socket back. No other call follows."""
+        """Ends the connection and closes the socket. No other call may follow."""
         self.shut_down()
         with self._open:
             self._socket.close()
@@ -116,9 +158,21 @@ class Connection:
 def connect(
     address: str, context: ssl.SSLContext | None, deadline: float, made: Callable[[Connection], None], name: str = ""
 ) -> Connection:
-    """address: host:port. made: is told the connection before anything is waited for, and raises where none is wanted any more.
-    name: that its certificate must have, where context looks; "": the host's. Names of hosts take the system's own time to be
-    looked up. Raises ValueError for an address that is none, and OSError."""
+    """Returns a TCP connection, secured if there is a context.
+
+    The system decides how long the lookup of a host name takes.
+
+    Args:
+        address: host:port.
+        context: TLS context of a client, None for plain TCP.
+        deadline: end of connecting and of the handshake.
+        made: receives the connection before the first wait; raises if the connection is not wanted any more.
+        name: name that the server's certificate must have, if the context checks names; "" for the host.
+
+    Raises:
+        ValueError: `address` is not host:port.
+        OSError: no connection could be made.
+    """
     host, port = parse_address(address)
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -141,7 +195,17 @@ def connect(
 
 
 def connect_unix(path: Path, deadline: float, made: Callable[[Connection], None]) -> Connection:
-    """made: see connect. Raises OSError."""
+    """Returns a connection to a Unix socket of the same user.
+
+    Args:
+        path: the socket.
+        deadline: end of connecting.
+        made: as in connect().
+
+    Raises:
+        PermissionError: another user has the socket.
+        OSError: no connection could be made.
+    """
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = Connection(connecting)
     try:
@@ -157,8 +221,12 @@ def connect_unix(path: Path, deadline: float, made: Callable[[Connection], None]
 
 
 def is_local(address: str) -> bool:
-    """Whether host:port is of this machine, as far as this process sees it: of this pod, say. Raises ValueError for an address
-    that is none, and OSError for a name that is none."""
+    """Returns whether the host of host:port is this machine, as this process sees it; in a pod, this pod.
+
+    Raises:
+        ValueError: `address` is not host:port.
+        OSError: the name has no address.
+    """
     host, port = parse_address(address)
     for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as trying, suppress(OSError):
@@ -168,7 +236,7 @@ def is_local(address: str) -> bool:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """(host, port) of host:port, or of [IPv6 address]:port. Raises ValueError."""
+    """Returns (host, port) of host:port or [IPv6 address]:port. Raises ValueError for any other form."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -179,7 +247,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def _seconds_left(deadline: float) -> float:
-    """Raises TimeoutError where there are none."""
+    """Returns the seconds until the deadline, more than 0. Raises TimeoutError if it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")

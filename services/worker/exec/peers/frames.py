@@ -1,4 +1,4 @@
-"""The bytes between a worker that reads pages of KV and the one whose rooms they are in. Little-endian, of fixed sizes.
+"""The frames between a worker that reads KV pages and the worker that owns their reservation. Little-endian, of fixed sizes.
 
     reader                        server
     hello 48 | layout        ->
@@ -7,12 +7,13 @@
                              <-   answer 16 | pages
     request 80, LEAVE        ->   no answer
     request 80, STAGE        ->
-                             <-   answer 16 | StagingArea (kv.proto), through which pages go from here on (nixl_staging.py)
+                             <-   answer 16 | StagingArea (kv.proto); later pages go through it (nixl_staging.py)
 
-Over a Unix socket a ring's 16 bytes follow the answer to a hello, with its descriptor, and pages go through it (shared_ring.py).
+Numbers are sizes in bytes. Over a Unix socket, the answer to a hello is followed by the 16 bytes and the descriptor of a ring,
+through which the pages go (shared_ring.py).
 
-A connection begins with a hello and has one request at a time under way. Magic and version stand at the beginning of a hello of
-any version. Whatever refuses has a sentence for its payload, which may be empty.
+A connection begins with a hello and has one request at a time. Magic and version are at the beginning of a hello of any version.
+The payload of a refusal is a sentence: an error message in UTF-8, possibly empty.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from services.worker.core.contracts.reservations import PROOF_BYTES, RESERVATION
 
 VERSION = 1
 DIGEST_BYTES = 32
-MOST_LAYOUT_BYTES = 4096  # that are told; the digest is of all
+MOST_LAYOUT_BYTES = 4096  # in a hello; the digest covers the whole layout
 MOST_SENTENCE_BYTES = 16384
 _MAGIC = b"RSTKVPGS"
 _HELLO = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, bytes of the layout, digest
@@ -41,36 +42,36 @@ HELLO_BYTES, REQUEST_BYTES, ANSWER_BYTES, RING_BYTES = _HELLO.size, _REQUEST.siz
 
 
 class Malformed(ValueError):
-    """What has come is none of these frames; in a sentence."""
+    """Raised for bytes that are no valid frame. The message states the fault."""
 
 
 class RequestKind(enum.IntEnum):
+    """Kinds of requests. READ reads pages, LEAVE releases the reservation, STAGE requests a staging area for NIXL."""
+
     READ = 1
     LEAVE = 2
     STAGE = 3
 
 
 class Status(enum.IntEnum):
-    """NO_ROOM: it is closed, or never was, or has another epoch or secret: who does not know a room learns nothing of it.
-    NO_AREA: pages do not go through NIXL, or through as many connections as may be already."""
+    """Result of a request."""
 
     OK = 0
-    NO_ROOM = 1
-    OUT_OF_RANGE = 2
-    OTHER_PROMPT = 3
-    TOO_LARGE = 4
-    MALFORMED = 5
-    LAYOUT = 6
-    NO_AREA = 7
+    NO_ROOM = 1  # no open reservation has this number, epoch and secret; a stranger learns nothing more
+    OUT_OF_RANGE = 2  # the reservation does not have these pages
+    OTHER_PROMPT = 3  # the proof is for another prompt
+    TOO_LARGE = 4  # more bytes than one answer may have
+    MALFORMED = 5  # the server does not understand the frame
+    LAYOUT = 6  # the reader has another version or page layout
+    NO_AREA = 7  # the server has no NIXL, or all its staging areas are in use
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """What the bytes of a page mean: both sides have to mean the same. name: of any length, for people to read as well.
-    page_size: tokens."""
+    """The meaning of a page's bytes. Both sides must have the same layout."""
 
-    name: bytes
-    page_size: int
+    name: bytes  # description of any length, readable for people
+    page_size: int  # tokens
     page_bytes: int
 
     @property
@@ -80,45 +81,45 @@ class PageLayout:
 
     @property
     def told(self) -> bytes:
-        """At most MOST_LAYOUT_BYTES."""
+        """The readable form that a hello sends, at most MOST_LAYOUT_BYTES."""
         return (f"{self.page_size} tokens in {self.page_bytes} bytes: ".encode() + self.name)[:MOST_LAYOUT_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """layout_bytes: of what follows it."""
+    """The first frame of a connection."""
 
     version: int
-    layout_bytes: int
+    layout_bytes: int  # size of the layout after the frame
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """first, count: pages, of READ alone, as is proof."""
+    """A request for pages of a reservation."""
 
     kind: RequestKind
     room: KvReservation
-    first: int = 0
-    count: int = 0
-    proof: bytes = _NO_PROOF
+    first: int = 0  # first page; only with READ
+    count: int = 0  # number of pages; only with READ
+    proof: bytes = _NO_PROOF  # proof of the prompt up to the last page, only with READ; see reservations.py
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """payload_bytes: of what follows it."""
+    """The head of an answer."""
 
     status: Status
-    payload_bytes: int = 0
+    payload_bytes: int = 0  # size of the payload after the frame
 
 
 def pack_hello(layout: PageLayout) -> bytes:
-    """With the layout behind it."""
+    """Returns a hello and the layout after it."""
     return _HELLO.pack(_MAGIC, VERSION, len(layout.told), layout.digest) + layout.told
 
 
 def parse_hello(frame: bytes | bytearray) -> Hello:
-    """Of any version. Raises Malformed."""
+    """Returns a hello of any version. Raises Malformed."""
     magic, version, layout_bytes, digest = _HELLO.unpack(frame)
     if magic != _MAGIC:
         raise Malformed("this is a port for pages of KV")
@@ -128,7 +129,13 @@ def parse_hello(frame: bytes | bytearray) -> Hello:
 
 
 def objection(hello: Hello, told: bytes | bytearray, layout: PageLayout) -> str:
-    """Why who says this cannot read pages of that layout; empty if it can. told: of its own layout."""
+    """Returns why the sender of a hello cannot read pages of this layout; empty if it can.
+
+    Args:
+        hello: the frame.
+        told: the sender's layout, from the bytes after the frame.
+        layout: layout of this worker.
+    """
     if hello.version != VERSION:
         return f"it speaks version {VERSION} of the transport of pages, and was asked in version {hello.version}"
     if hello.digest != layout.digest:
@@ -137,7 +144,7 @@ def objection(hello: Hello, told: bytes | bytearray, layout: PageLayout) -> str:
 
 
 def pack_room(room: KvReservation) -> bytes:
-    """All that a reader has to know of it. Raises ValueError for what no frame has room for."""
+    """Returns number, epoch and secret of a reservation, by which a reader names it. Raises ValueError if they do not fit."""
     if len(room.secret) != RESERVATION_SECRET_BYTES:
         raise ValueError(f"a room's secret has {RESERVATION_SECRET_BYTES} bytes, not {len(room.secret)}")
     try:
@@ -147,7 +154,7 @@ def pack_room(room: KvReservation) -> bytes:
 
 
 def pack_request(request: Request) -> bytes:
-    """Raises ValueError for what no frame has room for."""
+    """Returns the frame. Raises ValueError if a value does not fit into it."""
     if len(request.proof) != PROOF_BYTES:
         raise ValueError(f"a proof has {PROOF_BYTES} bytes, not {len(request.proof)}")
     number, epoch, secret = _ROOM.unpack(pack_room(request.room))
@@ -158,7 +165,7 @@ def pack_request(request: Request) -> bytes:
 
 
 def parse_request(frame: bytes | bytearray) -> Request:
-    """Raises Malformed."""
+    """Returns the request of a frame. Raises Malformed."""
     kind, first, number, epoch, secret, count, proof = _REQUEST.unpack(frame)
     try:
         return Request(RequestKind(kind), KvReservation(number, epoch, secret), first, count, proof)
@@ -171,7 +178,7 @@ def pack_answer(answer: Answer) -> bytes:
 
 
 def parse_answer(frame: bytes | bytearray) -> Answer:
-    """Raises Malformed."""
+    """Returns the answer of a frame. Raises Malformed."""
     status, payload_bytes = _ANSWER.unpack(frame)
     try:
         return Answer(Status(status), payload_bytes)
@@ -184,7 +191,7 @@ def pack_ring(slots: int, slot_bytes: int) -> bytes:
 
 
 def parse_ring(frame: bytes | bytearray) -> tuple[int, int]:
-    """(slots, slot_bytes), whatever they are."""
+    """Returns (slots, slot_bytes) of a ring, unchecked."""
     slots, slot_bytes = _RING.unpack(frame)
     return slots, slot_bytes
 

@@ -1,6 +1,6 @@
-"""NIXL's agent, as far as it is used here: host memory of this process, which others read, and reads of others' memory.
+"""The part of NIXL's agent that workers use: registered host memory for remote readers, and reads of remote memory.
 
-Loads the library when it is made. Descriptors are made of integers, and never of what others have pickled.
+An agent loads the library. All descriptors are made from integers, never from pickled bytes of a remote side.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ BACKEND, HOST_MEMORY = "UCX", "DRAM"
 
 
 class AgentFailed(Exception):
-    """The library does not do it; in a sentence."""
+    """Raised if the library fails. The message states the fault."""
 
 
 class Reading:
-    """A read that has begun. Of the agent that began it."""
+    """A read that one agent runs."""
 
     def __init__(self, agent: Any, handle: Any, state: str, lock: threading.RLock) -> None:
         self._agent, self._handle, self._state, self._lock = agent, handle, state, lock
 
     def is_done(self) -> bool:
-        """Raises AgentFailed where nothing comes any more."""
+        """Returns whether all bytes have arrived. Raises AgentFailed if the read has failed."""
         with self._lock, _saying("a read through NIXL has failed"):
             if self._state == "PROC":
                 self._state = self._agent.check_xfer_state(self._handle)
@@ -37,19 +37,22 @@ class Reading:
         return self._state == "DONE"
 
     def end(self) -> None:
-        """Gives it back; one that is under way is broken off. Raises AgentFailed where that cannot be: then memory that it is
-        read to may still be written."""
+        """Releases the read. Aborts it if it still runs.
+
+        Raises:
+            AgentFailed: the read cannot be aborted; NIXL may still write to its target memory.
+        """
         with self._lock, _saying("a read through NIXL cannot be ended"):
             self._handle.release()
 
 
 class HostAgent:
-    """Called on any thread, by one at a time, which it sees to itself."""
+    """A NIXL agent. Any thread may call it; a lock admits one call at a time."""
 
     def __init__(self) -> None:
-        """Raises AgentFailed."""
+        """Loads NIXL and creates an agent. Raises AgentFailed."""
         self._lock = threading.RLock()
-        self._loaded: Counter[Any] = Counter()  # agents of others, by name, as often as they were loaded
+        self._loaded: Counter[Any] = Counter()  # remote agents by name, with the number of their load() calls
         with _saying("NIXL cannot be loaded"):
             from nixl._api import nixl_agent, nixl_agent_config
 
@@ -58,7 +61,7 @@ class HostAgent:
             raise AgentFailed(f"NIXL has no {BACKEND}")
 
     def register(self, address: int, size: int) -> tuple[Any, bytes]:
-        """(what forgets it, what others have to know to read these bytes and no others). Raises AgentFailed."""
+        """Returns a registration, and the metadata with which a remote agent can read only these bytes. Raises AgentFailed."""
         with self._lock, _saying("NIXL does not take memory"):
             registered = self._agent.register_memory([(address, size, 0, "")], HOST_MEMORY, [BACKEND])
             try:
@@ -68,19 +71,26 @@ class HostAgent:
                 raise
 
     def forget(self, registered: Any) -> None:
-        """Nobody reads it from here on. Raises AgentFailed."""
+        """Ends a registration, after which no remote agent can read the memory. Raises AgentFailed."""
         with self._lock, _saying("NIXL does not give memory back"):
             self._agent.deregister_memory(registered, [BACKEND])
 
     def load(self, metadata: bytes) -> Any:
-        """Another agent's name; `unload` follows. metadata: of memory of it. Raises AgentFailed."""
+        """Adds a remote agent and returns its name. Each call is followed by an unload().
+
+        Args:
+            metadata: metadata of the remote agent's memory.
+
+        Raises:
+            AgentFailed: NIXL does not accept the metadata.
+        """
         with self._lock, _saying("NIXL does not take what describes another's memory"):
             name = self._agent.add_remote_agent(metadata)
             self._loaded[name] += 1
             return name
 
     def unload(self, name: Any) -> None:
-        """Raises AgentFailed."""
+        """Removes a remote agent after the last of its load() calls has been undone. Raises AgentFailed."""
         with self._lock, _saying("NIXL does not let go of another agent"):
             self._loaded[name] -= 1
             if not self._loaded[name]:
@@ -88,7 +98,7 @@ class HostAgent:
                 self._agent.remove_remote_agent(name)
 
     def read(self, name: Any, remote: int, local: int, size: int) -> Reading:
-        """Begins to copy `size` bytes at the address `remote` of another's memory to `local`. Raises AgentFailed."""
+        """Begins to copy `size` bytes from the address `remote` of a remote agent's memory to `local`. Raises AgentFailed."""
         with self._lock, _saying("NIXL does not read"):
             here, there = (
                 self._agent.get_xfer_descs(np.array([[address, size, 0]], np.uint64), HOST_MEMORY) for address in (local, remote)
@@ -99,7 +109,7 @@ class HostAgent:
 
 @contextmanager
 def _saying(what: str) -> Iterator[None]:
-    """Raises AgentFailed for whatever the library raises, which has no common base."""
+    """Turns all exceptions of the library, which have no common base, into AgentFailed."""
     try:
         yield
     except Exception as error:

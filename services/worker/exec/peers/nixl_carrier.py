@@ -1,10 +1,12 @@
-"""The process that has NIXL in it: python -m services.worker.exec.peers.nixl_carrier DESCRIPTOR, of a socket to its worker.
+"""The carrier: the process that loads NIXL. Started as python -m services.worker.exec.peers.nixl_carrier DESCRIPTOR.
 
-Whoever speaks to the library over a network that has no keys of its own, such as TCP, can read and write all memory of the
-process that it is in. So it is in this one, which has no secret, and nothing in it but pages that are being handed over.
+The descriptor is a socket to the carrier's worker. The carrier is a process of its own for safety: over a network without remote
+keys, such as TCP, a peer of the library can read and write all memory of the process. The carrier has no secret, and no memory
+but pages that are being handed over.
 
-A thread for each memory that the worker gives it, which ends with that memory's line; the process ends with its worker. What has
-once been mapped stays so: a read that comes too late, through a network without keys, ends a process where it finds nothing.
+The worker shares memory areas with the carrier. A thread serves each area over a socket of its own, the line, and ends with it.
+The process ends with its worker. Areas stay mapped: on a network without remote keys, a late read of an unmapped address would
+end the process.
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ from services.worker.exec.peers.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
 REPLY_S = 10.0
-ORDER_S = 10.0  # from the first byte of one to its last
+ORDER_S = 10.0  # from the first to the last byte of an order
 POLL_S = 0.0002
 UNENDED_POLL_S = 0.1
 
 
 class Mappings:
-    """Of memory that the worker has given, which gives the same one again."""
+    """Maps the memory areas of the worker, each of them once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: dict[int, NDArray[np.uint8]] = {}  # by inode
 
     def of(self, fd: int, size: int) -> NDArray[np.uint8]:
-        """uint8[size]. Raises OSError, ValueError."""
+        """Returns the area of a descriptor as uint8[size]. Raises OSError or ValueError."""
         inode = os.fstat(fd).st_ino
         with self._lock:
             if inode not in self._mapped:
@@ -52,18 +54,26 @@ class Mappings:
 
 
 class CarriedMemory:
-    """Of one thread. Memory of both processes, in which others read through NIXL, or to whose beginning is read."""
+    """Memory that worker and carrier share. Remote agents read it, or one read writes to its beginning. Belongs to one thread."""
 
     def __init__(self, agent: HostAgent, memory: NDArray[np.uint8]) -> None:
-        """memory: uint8[n]. Raises AgentFailed."""
+        """Registers the memory.
+
+        Args:
+            agent: the agent of this process.
+            memory: uint8[n].
+
+        Raises:
+            AgentFailed: NIXL does not accept the memory.
+        """
         self._agent, self._size = agent, len(memory)
         self.address: int = memory.ctypes.data
         self._registered, self.metadata = agent.register(self.address, self._size)
-        self._other: Any = None  # agent whose memory is read
+        self._other: Any = None  # remote agent whose memory is read
         self._unended: Reading | None = None
 
     def do(self, order: Order) -> None:
-        """Raises AgentFailed, TimeoutError."""
+        """Runs a LOAD or READ order. Raises AgentFailed or TimeoutError."""
         if order.kind is OrderKind.READ:
             self._read(order)
         elif self._other is None:
@@ -72,7 +82,7 @@ class CarriedMemory:
             raise AgentFailed("another's memory is loaded already")
 
     def close(self) -> None:
-        """Returns when nobody reads or writes here any more. Raises AgentFailed."""
+        """Returns when no remote agent reads the memory and no read writes to it. Raises AgentFailed."""
         try:
             if self._other is not None:
                 self._agent.unload(self._other)
@@ -97,13 +107,13 @@ class CarriedMemory:
     def _is_ended(reading: Reading) -> bool:
         try:
             reading.end()
-        except AgentFailed:  # it is under way
+        except AgentFailed:  # the read still runs
             return False
         return True
 
 
 def _serve(agent: HostAgent, memory: NDArray[np.uint8], line: Connection) -> None:
-    """Until the worker ends it."""
+    """Serves one memory area until its line ends."""
     try:
         carried = CarriedMemory(agent, memory)
         try:
@@ -117,7 +127,7 @@ def _serve(agent: HostAgent, memory: NDArray[np.uint8], line: Connection) -> Non
 
 
 def _obey(carried: CarriedMemory, line: Connection) -> None:
-    """Until END. Raises OSError where the line ends, ValueError."""
+    """Runs the orders of a line until END. Raises OSError if the line ends, and ValueError for a malformed order."""
     while True:
         line.wait()
         order = frames.receive_order(line, time.monotonic() + ORDER_S)
@@ -131,13 +141,13 @@ def _obey(carried: CarriedMemory, line: Connection) -> None:
 
 
 def _reply(line: Connection, is_done: bool, payload: bytes = b"") -> None:
-    """Raises OSError."""
+    """Sends a reply. Raises OSError."""
     told = payload if is_done else payload[:MOST_SENTENCE_BYTES]
     frames.send_reply(line, is_done, told, time.monotonic() + REPLY_S)
 
 
 def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line: Connection) -> None:
-    """A thread's whole life."""
+    """Runs on a thread and serves one memory area."""
     try:
         _serve(agent, mappings.of(memory_fd, size), line)
     except (OSError, ValueError) as error:
@@ -148,7 +158,7 @@ def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker ends what is under way first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the worker finishes its work and then ends this process
     worker = socket.socket(fileno=int(sys.argv[1]))
     said = Connection(worker)
     try:
@@ -162,7 +172,7 @@ def main() -> None:
     while True:
         told, fds, _, _ = socket.recv_fds(worker, frames.SIZE.size, 2)
         if not told:
-            os._exit(0)  # whatever threads still wait for
+            os._exit(0)  # does not wait for other threads
         memory_fd, line_fd = fds
         line = Connection(socket.socket(fileno=line_fd))
         (size,) = frames.SIZE.unpack(told)

@@ -1,17 +1,18 @@
-"""The bytes between a worker and its carrier, the process that has NIXL in it. Little-endian, of fixed sizes.
+"""The frames between a worker and its carrier, the process that loads NIXL. Little-endian, of fixed sizes.
 
     worker                              carrier
-    (started)                      <-   reply 8 | why there is no NIXL, if there is none
-    size 8, with two descriptors   ->   of memory, and of a line of its own, on which follows:
+    (started)                      <-   reply 8 | error message, if NIXL cannot be loaded
+    size 8, with two descriptors   ->   (memory, and a socket for it: the line, on which the rest follows)
                                    <-   reply 8 | address 8, metadata
     order 32, LOAD | metadata      ->
                                    <-   reply 8
     order 32, READ                 ->
                                    <-   reply 8
     order 32, END                  ->
-                                   <-   reply 8: nobody reads or writes it any more
+                                   <-   reply 8: the memory is not read or written any more
 
-A reply that refuses has a sentence for its payload. A line that ends without END says the same, with nobody to answer.
+Numbers are sizes in bytes. The payload of a reply that refuses is an error message. A line that ends without END also ends the
+use of the memory, without a reply.
 """
 
 from __future__ import annotations
@@ -32,35 +33,36 @@ MOST_PAYLOAD_BYTES = max(limits.MAX_NIXL_METADATA_BYTES + ADDRESS.size, MOST_SEN
 
 
 class OrderKind(enum.IntEnum):
+    """LOAD adds remote memory, READ reads from it, END ends the use of the shared memory."""
+
     LOAD = 1
     READ = 2
     END = 3
 
 
 class CarrierRefuses(OSError):
-    """And says why."""
+    """Raised if the carrier refuses an order. The message is the carrier's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """payload: of LOAD. address: of another's memory, read to the beginning of one's own; size: bytes; seconds: that it may take:
-    of READ."""
+    """An order of the worker for one memory area."""
 
     kind: OrderKind
-    payload: bytes = b""
-    address: int = 0
-    size: int = 0
-    seconds: float = 0.0
+    payload: bytes = b""  # metadata of the remote memory; only with LOAD
+    address: int = 0  # address of the remote memory, which is read to the beginning of the area; only with READ
+    size: int = 0  # bytes; only with READ
+    seconds: float = 0.0  # time limit; only with READ
 
 
 def send_order(line: Connection, order: Order, deadline: float) -> None:
-    """Raises OSError."""
+    """Sends an order. Raises OSError."""
     head = _ORDER.pack(order.kind, len(order.payload), order.address, order.size, order.seconds)
     line.send(head + order.payload, deadline)
 
 
 def receive_order(line: Connection, deadline: float) -> Order:
-    """Raises OSError, also where the line has ended; ValueError."""
+    """Returns the next order. Raises OSError if the line has ended, and ValueError for an unknown kind."""
     head = bytearray(ORDER_BYTES)
     if line.receive_into(head, deadline) < len(head):
         raise ConnectionError("its line has ended")
@@ -70,12 +72,12 @@ def receive_order(line: Connection, deadline: float) -> Order:
 
 
 def send_reply(line: Connection, is_done: bool, payload: bytes, deadline: float) -> None:
-    """Raises OSError."""
+    """Sends a reply. Raises OSError."""
     line.send(_REPLY.pack(is_done, len(payload)) + payload, deadline)
 
 
 def receive_reply(line: Connection, deadline: float) -> bytes:
-    """Its payload. Raises CarrierRefuses, OSError."""
+    """Returns the payload of a reply. Raises CarrierRefuses for a refusal, and OSError."""
     head = bytearray(_REPLY.size)
     if line.receive_into(head, deadline) < len(head):
         raise ConnectionError("the process that has NIXL in it has ended")
@@ -87,7 +89,7 @@ def receive_reply(line: Connection, deadline: float) -> bytes:
 
 
 def _payload(line: Connection, size: int, deadline: float) -> bytes:
-    """Raises OSError."""
+    """Receives a payload. Raises OSError."""
     if size > MOST_PAYLOAD_BYTES:
         raise ConnectionError(f"{size} bytes are said to follow; {MOST_PAYLOAD_BYTES} are the most")
     payload = bytearray(size)

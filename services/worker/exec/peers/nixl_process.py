@@ -1,6 +1,6 @@
-"""A worker's side of its carrier, the process that has NIXL in it: starts it, and shares memory with it.
+"""The worker's side of the carrier, the process that loads NIXL: starts it and shares memory with it.
 
-What goes wrong with NIXL is an OSError here, and pages go over TCP. A carrier that has ended is not started again.
+A failure of NIXL is an OSError here, and the pages then go over TCP. A carrier that has ended is not started again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from services.worker.exec.peers.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[4]  # the folder that holds `services`
-PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")  # beginnings of names; no secrets of the worker's
+# Prefixes of the environment variables that the carrier inherits. No such variable is a secret of the worker.
+PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")
 START_S = 60.0
 END_S = 1.0
-REPLY_S = 1.0  # beyond a deadline that the carrier keeps itself
+REPLY_S = 1.0  # after the deadline of an order, which the carrier observes itself
 
 
 class NoAreaLeft(OSError):
-    """As much memory is shared as may be."""
+    """Raised if the largest number of memory areas is in use."""
 
 
 class SharedMemory:
-    """Of this process and its carrier, at one address in each."""
+    """Memory that this process and its carrier share, at different addresses."""
 
     def __init__(self, size: int) -> None:
-        """Raises OSError."""
+        """Allocates the memory. Raises OSError."""
         self.fd = os.memfd_create("kv-staging", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, size)
@@ -51,35 +52,52 @@ class SharedMemory:
             raise
 
     def close(self) -> None:
-        """It is given to nobody any more; who has it keeps it."""
+        """Closes the descriptor. Existing mappings stay."""
         os.close(self.fd)
 
 
 class CarriedArea:
-    """Memory that others read through NIXL, or that is read to. Of one thread; `close` gives it back, with nothing in it.
+    """A memory area that remote workers read through NIXL, or into which a read writes.
 
-    data: uint8[n]. address: of its first byte, in the carrier. metadata: what others have to know to read it."""
+    It belongs to one thread. `close` returns the memory, wiped.
+    """
 
     def __init__(
         self, memory: SharedMemory, line: Connection, take_back: Callable[[SharedMemory], None], deadline: float
     ) -> None:
-        """take_back: is given the memory when nobody else has to do with it any more. Raises OSError."""
+        """Waits until the carrier has registered the memory.
+
+        Args:
+            memory: shared with the carrier.
+            line: socket to the carrier's thread for this memory.
+            take_back: receives the memory when neither the carrier nor a remote agent uses it.
+            deadline: end of the wait.
+
+        Raises:
+            OSError: the carrier has refused or ended.
+        """
         self._memory, self._line, self._take_back = memory, line, take_back
         told = frames.receive_reply(line, deadline)
-        (self.address,) = frames.ADDRESS.unpack_from(told)
-        self.metadata = told[frames.ADDRESS.size :]
-        self.data = memory.data
+        (self.address,) = frames.ADDRESS.unpack_from(told)  # address of the first byte in the carrier
+        self.metadata = told[frames.ADDRESS.size :]  # a remote agent needs it to read the memory
+        self.data = memory.data  # uint8[n]
 
     def load(self, metadata: bytes, deadline: float) -> None:
-        """Of another's memory, to be read from here on. Raises OSError."""
+        """Adds remote memory, from which read() reads. Raises OSError."""
         self._order(Order(OrderKind.LOAD, metadata), deadline)
 
     def read(self, address: int, size: int, deadline: float) -> None:
-        """Fills the first `size` bytes with those at the address of the other's memory. Raises OSError; TimeoutError."""
+        """Reads `size` bytes from the address of the remote memory to the beginning of the area.
+
+        Raises OSError or TimeoutError.
+        """
         self._order(Order(OrderKind.READ, address=address, size=size, seconds=deadline - time.monotonic()), deadline)
 
     def close(self) -> None:
-        """Where the carrier does not say in time that nobody has to do with it any more, nobody gets this memory again."""
+        """Wipes the memory and returns it.
+
+        If the carrier does not confirm in time that the memory is unused, the memory is not used again.
+        """
         self.wipe()
         try:
             self._order(Order(OrderKind.END), time.monotonic() + END_S)
@@ -87,7 +105,7 @@ class CarriedArea:
             logger.info("memory is not given back by NIXL", extra=fields(error=str(error)))
             self._memory.close()
         else:
-            self.wipe()  # of what a read wrote before it was broken off
+            self.wipe()  # an aborted read may have written to it
             self._take_back(self._memory)
         finally:
             self._line.close()
@@ -101,10 +119,10 @@ class CarriedArea:
 
 
 class Carrier:
-    """The process, from its start on. Called on any thread."""
+    """The carrier process, from its start on. Any thread may call it."""
 
     def __init__(self) -> None:
-        """Raises OSError: NIXL cannot be loaded, in a sentence."""
+        """Starts the process and waits until it has loaded NIXL. Raises OSError if NIXL cannot be loaded."""
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         own.set_inheritable(False)
         with its:
@@ -116,8 +134,8 @@ class Carrier:
                 env=_environment(),
             )
         self._socket = own
-        self._lock = threading.Lock()  # of the socket's sending side, and of what follows
-        self._free: list[SharedMemory] = []  # all of one size
+        self._lock = threading.Lock()  # guards sends on the socket, and the fields below
+        self._free: list[SharedMemory] = []  # areas of equal size
         self._made = 0
         self._is_closed = False
         try:
@@ -127,7 +145,16 @@ class Carrier:
             raise
 
     def area(self, size: int, deadline: float) -> CarriedArea:
-        """size: bytes, the same at every call. Raises OSError; NoAreaLeft."""
+        """Returns a memory area.
+
+        Args:
+            size: bytes; the same in every call.
+            deadline: end of the registration.
+
+        Raises:
+            NoAreaLeft: the largest number of areas is in use.
+            OSError: the carrier has refused or ended.
+        """
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         line = Connection(own)
         try:
@@ -135,7 +162,7 @@ class Carrier:
                 memory = self._give(size, its)
             try:
                 return CarriedArea(memory, line, self._take_back, deadline)
-            except frames.CarrierRefuses:  # so that nobody has to do with it
+            except frames.CarrierRefuses:  # the carrier does not use the memory
                 self._take_back(memory)
                 raise
             except BaseException:
@@ -146,10 +173,10 @@ class Carrier:
             raise
 
     def close(self) -> None:
-        """Ends the process. No other call follows but those of areas."""
+        """Ends the process. Only areas may be called afterwards."""
         with self._lock:
             self._is_closed = True
-            self._socket.close()  # by which it ends itself
+            self._socket.close()  # the process then ends by itself
             while self._free:
                 self._free.pop().close()
         try:
@@ -166,7 +193,12 @@ class Carrier:
                 self._free.append(memory)
 
     def _give(self, size: int, line: socket.socket) -> SharedMemory:
-        """Raises OSError; NoAreaLeft."""
+        """Takes free memory, or allocates some, and sends it to the carrier with a line.
+
+        Raises:
+            NoAreaLeft: the largest number of areas is in use.
+            OSError: the carrier has ended.
+        """
         with self._lock:
             if self._is_closed:
                 raise OSError("nothing goes through NIXL any more")

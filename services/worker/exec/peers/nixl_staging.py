@@ -1,11 +1,11 @@
-"""Pages that go to another worker through memory that it reads with NIXL, piece by piece.
+"""Hands pages to a remote worker through memory that it reads with NIXL, piece by piece.
 
-    area   slots x slot_bytes, of one connection: the carrier's memory, which it alone is told how to read
+    area   slots x slot_bytes, for one connection: memory of the carrier; only this reader gets its address
 
-Whoever has been told reads it whenever it likes, so a piece is in it only while it is handed over: it is copied to the worker's
-own memory first, and to a slot once its room has been found standing after that copy. The marks of shared_ring.py go over the
-connection: the server's, that a slot has been filled, and the reader's, that it has read it, of every one of them. By then, by
-the deadline, or with the connection the slot is emptied.
+The reader can read the area at any time, so a piece is in it only during its handover: the server first copies the piece to
+private memory, checks that the reservation is still open, and only then copies it to a slot. The marks of shared_ring.py go over
+the connection: the server marks each filled slot, and the reader marks each slot that it has read. The server wipes a slot at
+this mark, at the deadline, or when the connection ends.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from services.worker.exec.peers.nixl_process import Carrier
 from services.worker.exec.peers.shared_ring import BROKEN, FILLED, FREE, RingShape, receive_mark
 
 SLOTS = 4
-SLOT_BYTES = 4 << 20  # of which as many pages as fit are one piece, and one at least
+SLOT_BYTES = 4 << 20  # limit of a piece; a piece has at least one page
 NONCE_BYTES = 32
-PIECE_TIMEOUT_S = 2.0  # after which there is time left to read over TCP
+PIECE_TIMEOUT_S = 2.0  # short enough to leave time for a read over TCP
 _ADDRESSES = 1 << 64
 
 
 class Unstaged(OSError):
-    """Pages cannot be read through NIXL from here; in a sentence."""
+    """Raised if pages cannot be read through NIXL on this connection. The message states the fault."""
 
 
 def staging_shape(page_bytes: int) -> RingShape:
@@ -42,19 +42,19 @@ def staging_shape(page_bytes: int) -> RingShape:
 
 
 class StagingSender:
-    """A server's. told: a StagingArea, for the reader."""
+    """Sends the pages of one connection through a staging area."""
 
     def __init__(self, connection: Connection, page_bytes: int, carrier: Carrier, deadline: float) -> None:
-        """Raises OSError."""
+        """Allocates the area. Raises OSError."""
         self._connection, self._page_bytes = connection, page_bytes
         shape = self._shape = staging_shape(page_bytes)
         self._own = memoryview(bytearray(shape.slot_bytes))
         self._area = carrier.area(shape.num_bytes, deadline)
         self._slots = self._area.data.reshape(shape.slots, shape.slot_bytes)
-        self.told = self._tell().SerializeToString()
+        self.told = self._tell().SerializeToString()  # a StagingArea, for the reader
 
     def send(self, pages: I32, copy: Callable[[I32, memoryview], bool], deadline: float) -> int:
-        """Also waits until what was sent has been read."""
+        """Sends pages as PageSender.send() does. Returns after the reader has read all of them."""
         shape, sent = self._shape, 0
         head = frames.pack_answer(Answer(Status.OK, len(pages) * self._page_bytes))
         at_once = shape.slot_bytes // self._page_bytes
@@ -80,7 +80,7 @@ class StagingSender:
         self._area.close()
 
     def _empty(self, piece: int, deadline: float) -> None:
-        """Raises OSError, TimeoutError, Malformed."""
+        """Waits for the reader's mark and wipes the slot. Raises OSError, TimeoutError or Malformed."""
         if receive_mark(self._connection, deadline) != FREE:
             raise Malformed("a slot is given back by a mark that is none")
         self._slots[piece % self._shape.slots] = 0
@@ -96,12 +96,22 @@ class StagingSender:
 
 
 class StagingReceiver:
-    """A reader's. Its own memory, too, has pages in it only while they are read."""
+    """Receives the pages of one connection through a staging area. Its own memory has pages in it only during a read."""
 
     transport = "nixl"
 
     def __init__(self, told: bytes, page_bytes: int, carrier: Carrier, deadline: float) -> None:
-        """Reads what the server says that it has written, to see whether there is a way. Raises Unstaged."""
+        """Reads the server's nonce through NIXL, to test the path.
+
+        Args:
+            told: a serialized StagingArea.
+            page_bytes: size of a page.
+            carrier: carrier of this worker.
+            deadline: end of the test.
+
+        Raises:
+            Unstaged: the test failed.
+        """
         shape = staging_shape(page_bytes)
         area = parse_area(told, page_bytes, shape.slot_bytes)
         self._addresses, self._slot_bytes = list(area.addresses), int(area.slot_bytes)
@@ -119,7 +129,7 @@ class StagingReceiver:
             raise Unstaged(str(error)) from error
 
     def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
-        """Raises Unstaged, where nothing more can be read of this connection."""
+        """Receives pages as PageReceiver does. Raises Unstaged if the connection has become unusable."""
         room = np.frombuffer(out, np.uint8)
         try:
             for piece, begin in enumerate(range(0, len(room), self._slot_bytes)):
@@ -140,7 +150,7 @@ class StagingReceiver:
         self._area.close()
 
     def _read(self, slot: int, size: int, deadline: float) -> None:
-        """Raises Unstaged."""
+        """Reads from a slot to the beginning of the own area. Raises Unstaged."""
         try:
             self._area.read(self._addresses[slot], size, deadline)
         except OSError as error:
@@ -148,7 +158,7 @@ class StagingReceiver:
 
 
 def parse_area(told: bytes, page_bytes: int, most_slot_bytes: int) -> pb.StagingArea:
-    """Raises Unstaged for one that pages of that size cannot be read from."""
+    """Returns the parsed and checked StagingArea. Raises Unstaged if pages of this size cannot be read from it."""
     area = pb.StagingArea()
     try:
         area.ParseFromString(told)

@@ -1,9 +1,9 @@
-"""The rooms that stand, and copies of their pages while they do.
+"""The open KV reservations, and copies of their pages.
 
-One lock orders three things: that a room is shut, that a copy of its pages begins, and that a copy which has ended is given out.
-A copy begins only while its room stands, and is given out only where the room still stands after it has ended: so it ended before
-the room was shut, and all of it was read of pages that nobody could write. Whatever is still being copied when a room is shut,
-or begins to be later, is given to nobody. The pages themselves are copied without the lock: `shut` waits for no copy.
+One lock orders three events: a reservation is closed, a copy of its pages begins, a finished copy is handed out. A copy begins
+only while the reservation is open. It is handed out only if the reservation is still open after the copy has ended. So all its
+bytes were read before the reservation was closed, when no step could write the pages. A copy that is running when the reservation
+is closed is discarded. Pages are copied without the lock, so `shut` does not wait for copies.
 """
 
 from __future__ import annotations
@@ -21,28 +21,37 @@ from services.worker.exec.peers.frames import pack_room
 
 @dataclass(slots=True, eq=False)
 class StandingRoom:
-    """room: with the pages that it has by now. key: all that a reader has to know. reader: by what it was read last, as it is.
-    left: who reads it wants nothing more, as it is. Of OpenRooms alone but for `room`; one that is shut never stands
-    again: a room that is opened anew is another one."""
+    """An open reservation.
 
-    room: OpenReservation
-    key: bytes
-    reader: object | None = None
-    left: bool = False
+    OpenRooms alone uses the fields other than `room`. A closed reservation is never opened again under the same object: if its
+    number is opened again, that is a new StandingRoom.
+    """
+
+    room: OpenReservation  # the reservation with its present pages
+    key: bytes  # number, epoch and secret, packed; a reader must know all three
+    reader: object | None = None  # last reader of the present version, None if there was no read
+    left: bool = False  # a reader has released the present version
 
 
 class OpenRooms:
-    """Called on any thread. read_pages: a ReadPages."""
+    """The open reservations of a worker. Any thread may call it."""
 
     def __init__(self, read_pages: ReadPages) -> None:
+        """Starts without reservations.
+
+        Args:
+            read_pages: copies pages out of the pool.
+        """
         self._read_pages = read_pages
         self._standing: dict[int, StandingRoom] = {}
         self._copying = 0
         self._changed = threading.Condition()
 
     def open(self, room: OpenReservation) -> None:
-        """One that stands gets further pages, and may be left once more: who left it, or has read it, knew of no more than it
-        had."""
+        """Opens a reservation, or replaces an open one by its version with more pages.
+
+        The new version has no reader and is not released, because earlier readers did not know its pages.
+        """
         key = pack_room(room.room)
         with self._changed:
             standing = self._standing.setdefault(room.room.number, StandingRoom(room, key))
@@ -51,19 +60,19 @@ class OpenRooms:
             standing.room, standing.reader, standing.left = room, None, False
 
     def shut(self, rooms: Sequence[KvReservation]) -> None:
-        """Those that do not stand are passed over."""
+        """Closes reservations. Reservations that are not open are ignored."""
         with self._changed:
             for room in rooms:
                 self._standing.pop(room.number, None)
 
     def shut_all(self) -> None:
-        """Returns when nothing is copied any more."""
+        """Closes all reservations. Returns when no copy is running."""
         with self._changed:
             self._standing.clear()
             self._changed.wait_for(lambda: not self._copying)
 
     def find(self, room: KvReservation) -> StandingRoom | None:
-        """None if there is none of this number, epoch and secret."""
+        """Returns the open reservation with this number, epoch and secret, or None."""
         key = pack_room(room)
         with self._changed:
             standing = self._standing.get(room.number)
@@ -72,34 +81,43 @@ class OpenRooms:
         return standing
 
     def copy(self, standing: StandingRoom, pages: I32, out: memoryview) -> bool:
-        """Fills `out` with the pages of that room. False if it does not stand after they were copied: nobody is given what is in
-        `out`, then. Raises what read_pages raises."""
+        """Copies pages of a reservation into `out`. Raises the errors of read_pages.
+
+        Returns:
+            False if the reservation was closed before the copy ended. The bytes in `out` must then not be sent.
+        """
         with self._changed:
             if not self._stands(standing):
                 return False
-            self._copying += 1  # in one step with the look at the room: shut_all does not return in between
+            self._copying += 1  # under the same lock as the check, so that shut_all() does not return in between
         try:
             self._read_pages(pages, out)
         finally:
             with self._changed:
                 self._copying -= 1
-                stands = self._stands(standing)  # after the copy has ended: see above
+                stands = self._stands(standing)  # checked after the copy has ended: see above
                 self._changed.notify_all()
         return stands
 
     def was_read(self, standing: StandingRoom, opened: OpenReservation, reader: object) -> None:
-        """opened: as which it was read. reader: by which it was read last."""
+        """Records the last reader of a reservation.
+
+        Args:
+            standing: the reservation.
+            opened: version that was read. A later version has not been read by this reader.
+            reader: identifies the reader.
+        """
         with self._changed:
             if standing.room is opened:
                 standing.reader = reader
 
     def leave(self, room: KvReservation) -> list[ReservationReleased]:
-        """The room, if it stands and is not left yet: who names it is taken to know it as it is."""
+        """Releases a reservation on behalf of a reader that names it. Empty if it is not open or is released already."""
         standing = self.find(room)
         return self._leave([] if standing is None else [standing])
 
     def reader_gone(self, reader: object) -> list[ReservationReleased]:
-        """Rooms that are left with it: which stand, were read by it last as they are, and are not left yet."""
+        """Releases the reservations whose present version this reader was the last to read. Released ones are left out."""
         with self._changed:
             read = [standing for standing in self._standing.values() if standing.reader is reader]
         return self._leave(read)
@@ -112,5 +130,5 @@ class OpenRooms:
             return [ReservationReleased(standing.room.room, standing.room.opening) for standing in news]
 
     def _stands(self, standing: StandingRoom) -> bool:
-        """With the lock. The very same one, not another of its number."""
+        """Returns whether this object is still open. Called with the lock."""
         return self._standing.get(standing.room.room.number) is standing

@@ -1,4 +1,4 @@
-"""How a reader takes pages that do not come through the connection on which it has asked for them."""
+"""Declares how a reader receives pages that do not arrive through the connection of its request."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from services.worker.exec.peers.connection import Connection
 
 
 class PageReceiver(Protocol):
-    """Of one connection and one thread. transport: its name in metrics."""
+    """Receives the pages of one connection on one thread."""
 
     @property
-    def transport(self) -> str: ...
+    def transport(self) -> str:
+        """Name of the transport in metrics."""
 
     def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
-        """Fills `out`, which is whole pages. False: what was read may not have been. Raises OSError, TimeoutError, Malformed."""
+        """Fills `out` with whole pages.
+
+        Returns:
+            False if the reservation was closed during the read.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection is broken.
+            Malformed: the server has sent an invalid mark.
+        """
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""How a server hands pages over to who has asked for them on a connection: through its socket, or through a ring."""
+"""Sends pages to the reader of a connection, through its socket or through a ring in shared memory."""
 
 from __future__ import annotations
 
@@ -11,23 +11,31 @@ from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import Answer, Status
 from services.worker.exec.peers.shared_ring import RingWriter, shape_for
 
-KEPT_BYTES = 16 << 20  # of a copy whose memory is used anew: what is touched for the first time is filled several times as slowly
+KEPT_BYTES = 16 << 20  # largest copy whose memory is kept for the next one: fresh memory is filled several times as slowly
 Copy = Callable[[I32, memoryview], bool]
-"""(pages int32[n], out): fills `out` with their bytes. False: nobody may have them any more."""
+"""Fills `out` with the bytes of (pages int32[n], out). Returns False if the bytes must not be sent."""
 
 
 class PageSender(Protocol):
-    """Of one connection and one thread."""
+    """Sends the pages of one connection on one thread."""
 
     def send(self, pages: I32, copy: Copy, deadline: float) -> int:
-        """An answer with the pages, or with as many of them as `copy` gives; of which there are none, no answer. Returns how
-        many. Raises OSError, TimeoutError, and what copy raises."""
+        """Sends an answer with the pages, or with as many of the first pages as `copy` permits.
+
+        Returns:
+            Number of sent pages. If it is 0, no answer was sent.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection is broken.
+            Exception: the errors of `copy`.
+        """
 
     def close(self) -> None: ...
 
 
 class SocketSender:
-    """All of them are copied before any is sent."""
+    """Sends pages through the socket. It copies all pages of a request before it sends the first one."""
 
     def __init__(self, connection: Connection, page_bytes: int) -> None:
         self._connection, self._page_bytes = connection, page_bytes
@@ -49,8 +57,10 @@ class SocketSender:
 
 
 class RingSender:
+    """Sends pages through a ring in shared memory."""
+
     def __init__(self, connection: Connection, page_bytes: int, deadline: float) -> None:
-        """Gives the ring to the reader. Raises OSError."""
+        """Allocates the ring and sends its descriptor to the reader. Raises OSError."""
         self._connection, self._page_bytes = connection, page_bytes
         shape = shape_for(page_bytes)
         self._ring = RingWriter(shape)

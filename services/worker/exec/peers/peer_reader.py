@@ -1,9 +1,8 @@
-"""Reads pages of other workers' rooms: of those on this machine through shared memory, of others through NIXL where both sides
-have it, and else over TCP. A PeerReader.
+"""Reads pages of remote workers' KV reservations: through shared memory on one machine, through NIXL, or over TCP.
 
-One connection for each address, made when it is needed and kept. No threads of its own: what is said to one address is said by
-one thread at a time. A peer that cannot be read, or not by this worker, is a line of the log when that becomes so and when it is
-over, and not for every read.
+NIXL is used if both workers have it. The reader keeps one connection per address and makes it at the first read. It has no
+threads: one thread at a time talks to one address. The log has one line when a remote worker becomes unreadable and one when it
+is readable again, not one per failed read.
 """
 
 from __future__ import annotations
@@ -37,39 +36,41 @@ from services.worker.exec.peers.tls import PeerTls
 
 logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S = 0.5
-MEASURED_BYTES = 8 << 20
-SLOW_BYTES_S = 1e9  # below which a network may cost more than it saves
-STAGE_TIMEOUT_S = 2.0  # until it is known whether a peer is read through NIXL
-UNSTAGED_S = 60.0  # in which a new connection to one that could not be is TCP's, for good
-REST_S = 2.0  # after a failure, in which nothing is asked of a peer: what waits behind it need not wait as long as it has
+MEASURED_BYTES = 8 << 20  # least size of a read whose rate is measured
+SLOW_BYTES_S = 1e9  # below this rate, reading KV may take longer than computing it; the log warns
+STAGE_TIMEOUT_S = 2.0  # limit for the test of a NIXL path
+UNSTAGED_S = 60.0  # time after a failed test in which new connections stay on TCP
+REST_S = 2.0  # pause after a failure, in which reads of the remote worker fail at once instead of waiting for the timeout
 
 
 class _PeerRefuses(OSError):
-    """And says why."""
+    """Raised if the remote worker refuses the hello. The message is the remote worker's."""
 
 
 class _Unanswered(ConnectionError):
-    """The connection has ended before a byte of an answer came."""
+    """Raised if the connection ends before the first byte of an answer. The request may be sent again."""
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """connection: that is kept, or being made. receiver: that pages come through beside it; None: through itself. has_asked:
-    it is known whether they come through NIXL. complaint: what has last kept it from being read; empty: nothing has.
-    rests_until: see REST_S. unstaged_until: see UNSTAGED_S. rate: measured last; None: not yet."""
+    """A remote worker and the connection to it."""
 
     address: str
-    connection: Connection | None = None
-    receiver: PageReceiver | None = None
-    has_asked: bool = False
-    is_busy: bool = False
-    complaint: str = ""
-    rests_until: float = 0.0
-    unstaged_until: float = 0.0
-    rate: PeerRate | None = None
+    connection: Connection | None = None  # open, or being made
+    receiver: PageReceiver | None = (
+        None  # receives pages that do not come through the connection, None if they come through the connection
+    )
+    has_asked: bool = False  # the connection's use of NIXL is decided
+    is_busy: bool = False  # a thread uses the connection
+    complaint: str = ""  # last reason why the worker could not be read; empty if it can be read
+    rests_until: float = 0.0  # see REST_S
+    unstaged_until: float = 0.0  # see UNSTAGED_S
+    rate: PeerRate | None = None  # last measured rate, None before the first measurement
 
 
 class TcpPeerReader:
+    """A PeerReader."""
+
     def __init__(
         self,
         layout: bytes,
@@ -82,16 +83,25 @@ class TcpPeerReader:
         folder: SocketFolder | None = None,
         carrier: Carrier | None = None,
     ) -> None:
-        """layout, page_size, page_bytes: see TcpRoomServer. read_timeout_s: of a whole read, with what it takes to connect;
-        looking up an address that is a name takes what the system gives it. max_peers: connections that are kept, beside those in
-        use; who was not asked for longest goes. tls: None for none. folder: of the sockets of workers on this machine;
-        None: they, too, are read over TCP. carrier: that pages come through where a peer has one; closed with this. None: none
-        do."""
+        """Starts without connections.
+
+        Args:
+            layout: as in TcpRoomServer.
+            page_size: as in TcpRoomServer.
+            page_bytes: as in TcpRoomServer.
+            connect_timeout_s: limit for making a connection.
+            read_timeout_s: limit for a whole read, connecting included. The lookup of a host name takes the time that the system
+                gives it.
+            max_peers: idle connections that are kept. The one that has been idle for longest is closed first.
+            tls: certificates, None for no TLS.
+            folder: sockets of the workers on this machine, None to read these over TCP, too.
+            carrier: NIXL, closed with this reader, None for no NIXL.
+        """
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._connect_timeout_s, self._read_timeout_s, self._max_peers = connect_timeout_s, read_timeout_s, max_peers
         self._tls, self._folder, self._carrier = tls, folder, carrier
-        self._lock = threading.Lock()  # of what follows, and of who is busy with which connection
-        self._peers: dict[str, _Peer] = {}  # by address; who was asked last comes last
+        self._lock = threading.Lock()  # guards the fields below, and _Peer.connection and is_busy
+        self._peers: dict[str, _Peer] = {}  # by address, the last used one at the end
         self._is_closed = False
         self._read_bytes: Counter[str] = Counter()
 
@@ -122,7 +132,10 @@ class TcpPeerReader:
         return count
 
     def leave(self, source: KvSource) -> None:
-        """Where it is not heard, the room goes with the connection over which it was read, or when its hold is over."""
+        """Releases the reservation.
+
+        If that fails, it ends with the connection of its last read, or with its hold time.
+        """
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._talking_to(source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
@@ -137,25 +150,27 @@ class TcpPeerReader:
             self._peers.clear()
             idle = [peer for peer in peers if not peer.is_busy]
         for peer in peers:
-            connection = peer.connection  # whoever is busy with it may hang up meanwhile
+            connection = peer.connection  # the thread that uses the connection may close it at the same time
             if connection is not None:
                 connection.shut_down()
         if self._carrier is not None:
-            self._carrier.close()  # first: whoever gives memory back to one that hangs waits for it
+            self._carrier.close()  # before _hang_up(), which would wait for a carrier that hangs
         for peer in idle:
             _hang_up(peer)
 
     @contextmanager
     def _talking_to(self, address: str) -> Iterator[_Peer | None]:
-        """The peer, for one thread; None once the reader is closed. What goes wrong in the block is said in the log and ends the
-        connection, and the block."""
+        """Lends the remote worker of an address to the calling thread. Yields None once the reader is closed.
+
+        An OSError or ValueError in the block is logged, closes the connection and ends the block.
+        """
         peer = self._take(address)
         if peer is None:
             yield None
             return
         try:
             yield peer
-        except (OSError, ValueError) as error:  # ValueError: an address that is none, a frame that is none
+        except (OSError, ValueError) as error:  # ValueError: a malformed address or frame
             _hang_up(peer)
             peer.rests_until = time.monotonic() + REST_S
             self._complain(peer, str(error))
@@ -175,7 +190,7 @@ class TcpPeerReader:
                 del self._peers[leaves.address]
             self._peers[address] = peer
         if leaves is not None:
-            _hang_up(leaves)  # nobody else finds it any more
+            _hang_up(leaves)  # no other thread can find it
         return peer
 
     def _give_back(self, peer: _Peer) -> None:
@@ -186,7 +201,7 @@ class TcpPeerReader:
             _hang_up(peer)
 
     def _ask(self, peer: _Peer, request: Request, out: memoryview, deadline: float) -> tuple[Status, str]:
-        """Status and sentence. Raises OSError, ValueError."""
+        """Sends a request, again over TCP if NIXL fails. Returns status and error message. Raises OSError or ValueError."""
         try:
             return self._ask_as_is(peer, request, out, deadline)
         except Unstaged as error:
@@ -198,30 +213,51 @@ class TcpPeerReader:
         try:
             return self._ask_as_is(peer, request, out, deadline)
         finally:
-            _hang_up(staged)  # only then: with the connection over which it was read last, a room is left
+            _hang_up(staged)  # not earlier: the server releases a reservation when the connection of its last read ends
 
     def _ask_as_is(self, peer: _Peer, request: Request, out: memoryview, deadline: float) -> tuple[Status, str]:
-        """Over the connection that is kept, or a new one. Raises OSError, ValueError; Unstaged where it would come over TCP."""
+        """Sends a request over the open connection, or over a new one.
+
+        Raises:
+            Unstaged: NIXL has failed; a new connection would use TCP.
+            OSError: the request has failed.
+            ValueError: the address or a frame is malformed.
+        """
         kept = self._kept(peer)
         if kept is not None:
             try:
                 return self._read_over(peer, kept, request, out, deadline)
-            except _Unanswered:  # the peer has hung up meanwhile, or is another one by now
+            except _Unanswered:  # the remote worker has closed the connection, or has been restarted
                 _hang_up(peer)
         return self._read_over(peer, self._connected(peer, deadline), request, out, deadline)
 
     def _read_over(
         self, peer: _Peer, connection: Connection, request: Request, out: memoryview, deadline: float
     ) -> tuple[Status, str]:
-        """Status and sentence; OK: out has been filled. Raises OSError, ValueError."""
+        """Sends a request over a connection.
+
+        Returns:
+            Status and error message. With OK, `out` is filled.
+
+        Raises:
+            OSError: the connection is broken.
+            ValueError: a frame is malformed.
+        """
         if not self._stage(peer, connection, request.room, deadline):
             return Status.NO_ROOM, ""
         _send_request(connection, request, deadline)
         return _receive_answer(connection, out, deadline, peer.receiver)
 
     def _stage(self, peer: _Peer, connection: Connection, room: KvReservation, deadline: float) -> bool:
-        """Has pages come through NIXL from here on, if they may, and it is not known that they do not. False: there is no such
-        room. Raises _Unanswered, Unstaged."""
+        """Switches the connection to NIXL, unless its use of NIXL is decided already.
+
+        Returns:
+            False if the server does not have the reservation.
+
+        Raises:
+            _Unanswered: the server has closed the connection.
+            Unstaged: NIXL has failed.
+        """
         if self._carrier is None or peer.receiver is not None or peer.has_asked:
             return True
         if time.monotonic() < peer.unstaged_until:
@@ -248,12 +284,17 @@ class TcpPeerReader:
         return peer.connection
 
     def _connected(self, peer: _Peer, deadline: float) -> Connection:
-        """A new connection, on which pages can be asked for. Raises OSError, ValueError."""
+        """Returns a new connection that is ready for requests.
+
+        Raises:
+            OSError: no connection could be made, or the remote worker refuses.
+            ValueError: the address or a frame is malformed.
+        """
         deadline = min(deadline, time.monotonic() + self._connect_timeout_s)
         if self._folder is not None and is_local(peer.address):
             try:
                 return self._through_memory(peer, self._folder.path(parse_address(peer.address)[1]), deadline)
-            except (FileNotFoundError, ConnectionRefusedError):  # it has no such socket
+            except (FileNotFoundError, ConnectionRefusedError):  # the worker has no such socket
                 _hang_up(peer)
             except _PeerRefuses:
                 raise
@@ -263,11 +304,11 @@ class TcpPeerReader:
         context, name = (None, "") if self._tls is None else (self._tls.contexts().client, self._tls.name)
         connection = connect(peer.address, context, deadline, partial(self._keep, peer), name)
         self._greet(connection, deadline)
-        self._keep(peer, connection)  # TLS has another socket than `close` may have seen
+        self._keep(peer, connection)  # TLS has replaced the socket that close() may have seen
         return connection
 
     def _through_memory(self, peer: _Peer, path: Path, deadline: float) -> Connection:
-        """Raises OSError, Malformed."""
+        """Connects to a worker on this machine and maps its ring. Raises OSError or Malformed."""
         connection = connect_unix(path, deadline, partial(self._keep, peer))
         self._greet(connection, deadline)
         fd, frame = connection.receive_with(frames.RING_BYTES, deadline)
@@ -282,21 +323,24 @@ class TcpPeerReader:
         return connection
 
     def _greet(self, connection: Connection, deadline: float) -> None:
-        """Raises OSError, Malformed."""
+        """Exchanges the hello. Raises _PeerRefuses for a refusal, OSError, or Malformed."""
         connection.send(frames.pack_hello(self._layout), deadline)
         status, sentence = _receive_answer(connection, memoryview(b""), deadline)
         if status is not Status.OK:
             raise _PeerRefuses(_refusal(status, sentence))
 
     def _keep(self, peer: _Peer, connection: Connection) -> None:
-        """From here on `close` ends it. Raises OSError where that was called."""
+        """Registers a connection, which close() then ends. Raises OSError if close() was called before."""
         with self._lock:
             if self._is_closed:
                 raise OSError("nothing is read any more")
             peer.connection = connection
 
     def _has_answered(self, peer: _Peer, status: Status, sentence: str) -> bool:
-        """Whether pages have been read. A refusal leaves the connection: other rooms have been read over it."""
+        """Returns whether pages were read, and logs changes of the worker's state.
+
+        A refusal does not close the connection, because other reservations have been read over it and would be released.
+        """
         if status not in (Status.OK, Status.NO_ROOM):
             self._complain(peer, _refusal(status, sentence))
         elif peer.complaint:
@@ -315,7 +359,13 @@ class TcpPeerReader:
         return "tcp" if self._tls is None else "tls"
 
     def _measured(self, peer: _Peer, size: int, seconds: float) -> None:
-        """Of a read that is large enough to tell, without what it takes to connect; in the log, the first of a peer and way."""
+        """Records the rate of a large read over an open connection. Logs the first rate per remote worker and transport.
+
+        Args:
+            peer: the remote worker.
+            size: bytes.
+            seconds: duration, connecting excluded.
+        """
         if size < MEASURED_BYTES:
             return
         transport = self._transport(peer)
@@ -330,7 +380,7 @@ class TcpPeerReader:
 
 
 def _hang_up(peer: _Peer) -> None:
-    """By who is busy with it, or where nobody is."""
+    """Closes the connection. Called by the thread that uses it, or if no thread uses it."""
     if peer.connection is not None:
         peer.connection.close()
         if peer.receiver is not None:
@@ -340,7 +390,7 @@ def _hang_up(peer: _Peer) -> None:
 
 
 def _send_request(connection: Connection, request: Request, deadline: float) -> None:
-    """Raises OSError."""
+    """Sends a request. Raises _Unanswered if the connection has ended, and OSError."""
     try:
         connection.send(frames.pack_request(request), deadline)
     except (ConnectionError, ssl.SSLEOFError) as error:
@@ -348,7 +398,7 @@ def _send_request(connection: Connection, request: Request, deadline: float) -> 
 
 
 def _receive_area(connection: Connection, deadline: float) -> tuple[Status, bytes]:
-    """Status, and what is told with it. Raises OSError, Malformed."""
+    """Returns status and payload of the answer to STAGE. Raises OSError or Malformed."""
     answer = _receive_head(connection, deadline)
     if answer.payload_bytes > limits.MAX_STAGING_MESSAGE_BYTES:
         raise Malformed(f"it tells of memory in {answer.payload_bytes} bytes; {limits.MAX_STAGING_MESSAGE_BYTES} are the most")
@@ -361,8 +411,15 @@ def _receive_area(connection: Connection, deadline: float) -> tuple[Status, byte
 def _receive_answer(
     connection: Connection, out: memoryview, deadline: float, receiver: PageReceiver | None = None
 ) -> tuple[Status, str]:
-    """Status, and the sentence where it is not OK; out: filled where it is. Raises OSError; Malformed for what is not the answer
-    to what was asked."""
+    """Receives an answer, and its pages into `out`.
+
+    Returns:
+        Status, and the error message if the status is not OK. With OK, `out` is filled.
+
+    Raises:
+        Malformed: the answer does not belong to the request.
+        OSError: the connection is broken.
+    """
     answer = _receive_head(connection, deadline)
     if answer.status is Status.OK:
         if answer.payload_bytes != out.nbytes:
@@ -380,7 +437,7 @@ def _receive_answer(
 
 
 def _receive_head(connection: Connection, deadline: float) -> Answer:
-    """Raises OSError, Malformed; _Unanswered."""
+    """Returns the head of an answer. Raises _Unanswered, OSError or Malformed."""
     head = bytearray(frames.ANSWER_BYTES)
     received = connection.receive_into(head, deadline)
     if not received:

@@ -1,9 +1,8 @@
-"""Lets other workers read what is in this one's rooms: over TCP, through NIXL, or on this machine through shared memory.
-A RoomServer.
+"""Serves pages of this worker's KV reservations: over TCP, through NIXL, or through shared memory on one machine.
 
-Threads: one for each way accepts connections, and each connection has one, which ends with it; what goes wrong there ends that
-connection alone. A reader has one read under way, so copies of pages take up max_connections times max_read_bytes at the
-most, and as much again in pinned memory where the pool is on a GPU.
+Threads: one thread per listener accepts connections, and each connection has a thread that ends with it. A fault ends only its
+connection. Each connection has one read at a time. So copies of pages take at most max_connections * max_read_bytes bytes, and
+the same amount of pinned memory if the pool is on a GPU.
 """
 
 from __future__ import annotations
@@ -34,25 +33,24 @@ from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
 
 logger = logging.getLogger(__name__)
-ACCEPT_PAUSE_S = 0.5  # where none can be accepted: descriptors have run out, say
+ACCEPT_PAUSE_S = 0.5  # pause after a failed accept(), for example without free descriptors
 CLOSE_TIMEOUT_S = 5.0
 BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """hello_timeout_s: until a connection says what it is for; of every frame from its first byte on. idle_timeout_s: between
-    requests. send_timeout_s: of a whole answer. max_read_bytes: of one answer; a page may always be read."""
+    """Limits of a reservation server."""
 
     max_connections: int = 64
-    hello_timeout_s: float = 5.0
-    idle_timeout_s: float = 60.0
-    send_timeout_s: float = 10.0
-    max_read_bytes: int = 64 << 20
+    hello_timeout_s: float = 5.0  # time for a hello to begin, and for every frame from its first byte to its last
+    idle_timeout_s: float = 60.0  # longest time between two requests
+    send_timeout_s: float = 10.0  # time for a whole answer
+    max_read_bytes: int = 64 << 20  # largest answer; one page is always permitted
 
 
 class TcpRoomServer:
-    """Listens from its making on."""
+    """A RoomServer. It listens from its construction on."""
 
     def __init__(
         self,
@@ -68,17 +66,30 @@ class TcpRoomServer:
         folder: SocketFolder | None = None,
         carrier: Carrier | None = None,
     ) -> None:
-        """port: 0 for a free one. layout: what makes two pools' pages exchangeable, beside their sizes. page_size: tokens.
-        on_left: called on any thread, once for an opening of a room at the most, when its reader says that it wants no more
-        of it, or the connection ends over which it was last read; the room stands until it is shut. tls: None for none.
-        folder: of the socket for those who share this machine's memory; None: they read over TCP. carrier: that pages go through
-        where a reader asks for it, closed with this; None: there is no NIXL. Raises OSError where there is nothing to listen
-        on."""
+        """Starts the listeners.
+
+        Args:
+            host: address to listen on.
+            port: port to listen on; 0 for a free one.
+            layout: equal if two pools can exchange pages; sizes are compared separately.
+            page_size: tokens of a page.
+            page_bytes: bytes of a page.
+            read_pages: copies pages out of the pool.
+            on_left: called on any thread, at most once per version of a reservation, if its reader releases it or the connection
+                of its last read ends. The reservation stays open until it is shut.
+            limits: limits, None for the defaults.
+            tls: certificates, None for no TLS.
+            folder: folder of the socket for readers on this machine, which share memory, None if they read over TCP.
+            carrier: NIXL for readers that request it, closed with this server, None for no NIXL.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._limits = limits or ServerLimits()
         self._on_left, self._tls, self._carrier = on_left, tls, carrier
         self._rooms = OpenRooms(read_pages)
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._connections: dict[Connection, threading.Thread] = {}
         self._served_bytes = 0
         self._refused: Counter[str] = Counter()
@@ -112,25 +123,32 @@ class TcpRoomServer:
         self._rooms.shut_all()
 
     def counts(self) -> PeerCounts:
-        """refused: by frames.Status in lower case; `connections`: beyond the most; `areas`: the same of NIXL's, who reads
-        over TCP then; `tls`: without it; `user`: another one of this machine."""
+        """Returns the counts of this server.
+
+        Reasons of refusals are the names of frames.Status in lower case, and:
+
+        - `connections`: there were max_connections connections already;
+        - `areas`: all staging areas for NIXL were in use, and the pages went over TCP;
+        - `tls`: the reader had no valid certificate;
+        - `user`: the reader on this machine ran as another user.
+        """
         with self._lock:
             return PeerCounts(self._served_bytes, dict(self._refused), len(self._connections))
 
     def close(self) -> None:
-        """Shuts all rooms, of which nobody is told that they are left, and ends all connections."""
+        """Closes all reservations, without calls of on_left, and ends all connections."""
         self._rooms.shut_all()
         with self._lock:
             self._closed.set()
             serving = dict(self._connections)
         for listener in self._listeners:
-            with suppress(OSError):  # it has been closed before
-                listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            with suppress(OSError):  # the listener has been closed before
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             listener.close()
         for connection in serving:
             connection.shut_down()
         if self._folder is not None:
-            with suppress(OSError):  # it goes with the next one that listens there
+            with suppress(OSError):  # the next server on this port replaces the socket
                 self._folder.remove(self._port)
         until = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in (*self._acceptors, *serving.values()):
@@ -144,13 +162,13 @@ class TcpRoomServer:
             try:
                 accepted, _ = listener.accept()
                 self._admit(Connection(accepted), is_shared)
-            except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to be had
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 if not self._closed.is_set():
                     logger.error("a reader of pages was not accepted", extra=fields(error=str(error)))
                     self._closed.wait(ACCEPT_PAUSE_S)
 
     def _admit(self, connection: Connection, is_shared: bool) -> None:
-        """Raises RuntimeError where no thread can be started."""
+        """Starts the thread of a connection, or closes a surplus connection. Raises RuntimeError if no thread can be started."""
         thread = threading.Thread(target=self._serve, args=(connection, is_shared), name="kv-reader", daemon=True)
         with self._lock:
             admitted = len(self._connections) < self._limits.max_connections and not self._closed.is_set()
@@ -167,7 +185,7 @@ class TcpRoomServer:
             connection.close()
 
     def _serve(self, connection: Connection, is_shared: bool) -> None:
-        with ExitStack() as ends:  # the last one that is named first; none is left out for what another has run into
+        with ExitStack() as ends:  # runs all callbacks, the last one first, even if a callback raises
             ends.callback(self._is_gone, connection)
             try:
                 if self._is_let_in(connection, is_shared) and self._is_greeted(connection):
@@ -179,7 +197,7 @@ class TcpRoomServer:
                 self._refuse(connection, Status.MALFORMED, str(error))
             except OSError as error:
                 logger.info("a reader of pages was lost", extra=fields(error=str(error)))
-            except Exception:  # of read_pages, say: of that connection alone
+            except Exception:  # for example of read_pages; it ends this connection only
                 logger.exception("pages were not read")
             finally:
                 connection.close()
@@ -190,8 +208,18 @@ class TcpRoomServer:
         self._tell_left(self._rooms.reader_gone(connection))
 
     def _converse(self, connection: Connection, sender: PageSender, senders: ExitStack) -> None:
-        """Until nothing more is to be said. senders: closes a further one. Raises Malformed, OSError, and what read_pages
-        raises."""
+        """Serves requests until the connection ends.
+
+        Args:
+            connection: the connection, after its hello.
+            sender: sends pages.
+            senders: closes a further sender.
+
+        Raises:
+            Malformed: the reader has sent an invalid frame.
+            OSError: the connection is broken.
+            Exception: the errors of read_pages.
+        """
         while (frame := self._frame(connection, frames.REQUEST_BYTES, self._limits.idle_timeout_s)) is not None:
             request = frames.parse_request(frame)
             match request.kind:
@@ -208,7 +236,7 @@ class TcpRoomServer:
                         self._send(connection, Status.OK, staging.told)
 
     def _staged(self, connection: Connection, room: KvReservation) -> StagingSender | None:
-        """None, and the reader has been told, where pages go through the connection as before. Raises OSError."""
+        """Returns a sender through NIXL, or None after a refusal, when pages go over the connection as before. Raises OSError."""
         if self._rooms.find(room) is None:
             self._refuse(connection, Status.NO_ROOM)
         elif self._carrier is None:
@@ -226,13 +254,16 @@ class TcpRoomServer:
         return None
 
     def _sender(self, connection: Connection, is_shared: bool) -> PageSender:
-        """Raises OSError."""
+        """Returns the sender of a new connection. Raises OSError."""
         if not is_shared:
             return SocketSender(connection, self._layout.page_bytes)
         return RingSender(connection, self._layout.page_bytes, time.monotonic() + self._limits.hello_timeout_s)
 
     def _is_let_in(self, connection: Connection, is_shared: bool) -> bool:
-        """By its user on this machine, and by TLS over the network where that is asked for. Raises OSError."""
+        """Returns whether the reader may connect: the same user on this machine, or valid TLS over the network.
+
+        Raises OSError.
+        """
         if is_shared:
             if not connection.is_of_same_user:
                 self._count_refused("user")
@@ -248,8 +279,9 @@ class TcpRoomServer:
         return True
 
     def _is_greeted(self, connection: Connection) -> bool:
+        """Exchanges the hello. Returns False if none came or its layout differs. Raises Malformed or OSError."""
         frame = self._frame(connection, frames.HELLO_BYTES, self._limits.hello_timeout_s)
-        if frame is None:  # as probes of the port do
+        if frame is None:  # as with probes of the port
             return False
         hello = frames.parse_hello(frame)
         told = bytearray(hello.layout_bytes)
@@ -262,7 +294,7 @@ class TcpRoomServer:
         return True
 
     def _frame(self, connection: Connection, size: int, timeout_s: float) -> bytearray | None:
-        """None where it does not begin within that time, or will not any more. Raises Malformed."""
+        """Returns a frame, or None if none begins in time or the connection has ended. Raises Malformed."""
         frame = bytearray(size)
         try:
             begun = connection.receive_into(memoryview(frame)[:1], time.monotonic() + timeout_s)
@@ -274,7 +306,7 @@ class TcpRoomServer:
         return frame
 
     def _fill(self, connection: Connection, rest: memoryview) -> None:
-        """Raises Malformed where not all of it comes."""
+        """Receives the rest of a frame. Raises Malformed if it does not arrive in time."""
         try:
             received = connection.receive_into(rest, time.monotonic() + self._limits.hello_timeout_s)
         except TimeoutError as error:
@@ -283,6 +315,7 @@ class TcpRoomServer:
             raise Malformed("a frame has broken off")
 
     def _answer(self, connection: Connection, sender: PageSender, request: Request) -> None:
+        """Sends the pages of a READ, or refuses it. Raises OSError and the errors of read_pages."""
         standing = self._rooms.find(request.room)
         opened = None if standing is None else standing.room
         status = Status.NO_ROOM if opened is None else self._verdict(request, opened)
@@ -290,17 +323,21 @@ class TcpRoomServer:
             self._refuse(connection, status)
             return
         wanted = opened.pages[request.first : request.first + request.count]
-        self._rooms.was_read(standing, opened, connection)  # also where it is lost while it takes it
+        # Recorded before the send, so that the reservation is also released if the reader is lost during the send.
+        self._rooms.was_read(standing, opened, connection)
         sent = sender.send(wanted, partial(self._rooms.copy, standing), time.monotonic() + self._limits.send_timeout_s)
         with self._lock:
             self._served_bytes += sent * self._layout.page_bytes
         if not sent:
             self._refuse(connection, Status.NO_ROOM)
         elif sent < request.count:
-            self._count_refused(Status.NO_ROOM.name.lower())  # and the reader has been told
+            self._count_refused(Status.NO_ROOM.name.lower())  # the sender has marked the break for the reader
 
     def _verdict(self, request: Request, room: OpenReservation) -> Status:
-        """OK, or why these pages of a room that the reader knows cannot be read. Nothing is made before the sizes are known."""
+        """Returns OK, or why these pages of a reservation that the reader knows cannot be read.
+
+        It checks the sizes before it allocates anything.
+        """
         end = request.first + request.count
         if request.count * self._layout.page_bytes > max(self._limits.max_read_bytes, self._layout.page_bytes):
             return Status.TOO_LARGE
@@ -311,7 +348,7 @@ class TcpRoomServer:
         return Status.OK if is_same else Status.OTHER_PROMPT
 
     def _refuse(self, connection: Connection, status: Status, sentence: str = "") -> None:
-        """Best effort: who says what nobody understands may not listen either."""
+        """Sends a refusal if possible. A reader that sends malformed frames may not read the answer."""
         self._count_refused(status.name.lower())
         try:
             self._send(connection, status, frames.pack_sentence(sentence))
@@ -324,7 +361,7 @@ class TcpRoomServer:
             self._refused[reason] += 1
 
     def _send(self, connection: Connection, status: Status, payload: bytes = b"") -> None:
-        """Raises OSError."""
+        """Sends an answer. Raises OSError."""
         connection.send(
             frames.pack_answer(Answer(status, len(payload))) + payload, time.monotonic() + self._limits.send_timeout_s
         )
@@ -333,12 +370,12 @@ class TcpRoomServer:
         for left in rooms:
             try:
                 self._on_left(left)
-            except Exception:  # of one room: the others are told
+            except Exception:  # concerns one reservation; the others are still reported
                 logger.exception("a room was not left")
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
+    """Returns a listening socket. Raises OSError."""
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    is_any = host == "::" and socket.has_dualstack_ipv6()  # of IPv4 too, where that can be
+    is_any = host == "::" and socket.has_dualstack_ipv6()  # accepts IPv4, too, if the system can
     return socket.create_server((str(place[0]), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_any)

@@ -1,10 +1,10 @@
-"""Pages that go to another worker of the same machine through memory that both have, piece by piece.
+"""Hands pages to another worker on the same machine through shared memory, piece by piece.
 
-    ring   slots x slot_bytes, in memory with a descriptor (memfd): its size is sealed, and nobody but its maker can write it
+    ring   slots x slot_bytes, in memory with a descriptor (memfd); its size is sealed, and only its maker can write it
 
-Its descriptor goes over a Unix socket, and so do marks of one byte each: the server's, that a slot has been filled, and the
-reader's, that it may be filled anew. While one of them copies, so does the other one, and what is handed over is still in the
-cores' cache. A piece whose room did not stand any more when it had been copied is not marked, though its bytes are in the ring.
+The descriptor goes over a Unix socket. Marks of one byte go over it, too: the server marks each filled slot, and the reader marks
+each slot that may be filled again. Server and reader copy at the same time, and a piece is still in the CPU cache when the reader
+copies it. If the reservation is closed before a piece is copied, the piece is not marked, though its bytes are in the ring.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import Malformed
 
 SLOTS = 4
-SLOT_BYTES = 1 << 20  # of which as many pages as fit are one piece, and one at least
-MOST_RING_BYTES = 1 << 34  # that a reader maps
+SLOT_BYTES = 1 << 20  # limit of a piece; a piece has at least one page
+MOST_RING_BYTES = 1 << 34  # largest ring that a reader maps
 FILLED, BROKEN, FREE = b"\1", b"\0", b"\1"
 _SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; the name is Python 3.13's
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
@@ -32,10 +32,10 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUT
 
 @dataclass(frozen=True, slots=True)
 class RingShape:
-    """slot_bytes: whole pages."""
+    """The size of a ring."""
 
     slots: int
-    slot_bytes: int
+    slot_bytes: int  # a multiple of the page size
 
     @property
     def num_bytes(self) -> int:
@@ -50,10 +50,10 @@ def shape_for(page_bytes: int) -> RingShape:
 
 
 class RingWriter:
-    """A server's, of one connection. fd: to be given away."""
+    """The server's side of a ring, for one connection. The reader gets `fd`."""
 
     def __init__(self, shape: RingShape) -> None:
-        """Raises OSError where there is no such memory."""
+        """Allocates the memory. Raises OSError if the system has no sealed shared memory."""
         self._shape = shape
         self.fd = os.memfd_create("kv-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -73,8 +73,24 @@ class RingWriter:
         copy: Callable[[I32, memoryview], bool],
         deadline: float,
     ) -> int:
-        """Pages that have been handed over, with `head` before the first: all of them, or fewer where `copy` has found that they
-        may not be; none, and no head: the first of them. Raises OSError, TimeoutError, and what copy raises."""
+        """Sends pages, with `head` before the first piece.
+
+        Args:
+            connection: carries the marks.
+            head: head of the answer.
+            pages: int32[n], pages of the pool.
+            page_bytes: bytes of a page.
+            copy: as PageSender's.
+            deadline: end of the whole call.
+
+        Returns:
+            Number of sent pages; fewer than n if `copy` has returned False. If it is 0, `head` was not sent.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection is broken.
+            Exception: the errors of `copy`.
+        """
         shape = self._shape
         at_once, pieces = shape.slot_bytes // page_bytes, shape.pieces(len(pages) * page_bytes)
         for piece in range(pieces):
@@ -86,23 +102,33 @@ class RingWriter:
                 if piece:
                     connection.send(BROKEN, deadline)
                     for _ in range(min(piece, pieces - shape.slots) - max(0, piece - shape.slots + 1)):
-                        receive_mark(connection, deadline)  # what the reader has said of slots before
+                        receive_mark(connection, deadline)  # consumes the reader's marks of earlier slots
                 return piece * at_once
             connection.send(FILLED if piece else head + FILLED, deadline)
         return len(pages)
 
     def close(self) -> None:
-        """Memory goes with the last who has it."""
+        """Closes the descriptor. The memory stays until the last mapping ends."""
         os.close(self.fd)
 
 
 class RingReader:
-    """A reader's, of one connection."""
+    """The reader's side of a ring, for one connection."""
 
     transport = "shm"
 
     def __init__(self, fd: int, shape: RingShape, page_bytes: int) -> None:
-        """fd: closed by whoever opened it; not needed any more. Raises Malformed, OSError."""
+        """Maps the ring.
+
+        Args:
+            fd: descriptor of the memory. The caller closes it, and may do so after this call.
+            shape: size of the ring.
+            page_bytes: bytes of a page.
+
+        Raises:
+            Malformed: the shape is invalid, or the memory is not sealed.
+            OSError: the memory cannot be mapped.
+        """
         if not (shape.slots > 0 and shape.slot_bytes > 0 and shape.slot_bytes % page_bytes == 0):
             raise Malformed(f"pages of {page_bytes} bytes do not fill {shape.slots} slots of {shape.slot_bytes}")
         if shape.num_bytes > MOST_RING_BYTES:
@@ -123,20 +149,19 @@ class RingReader:
             if mark != FILLED:
                 raise Malformed("it hands pieces over by a mark that is none")
             part = room[piece * shape.slot_bytes : (piece + 1) * shape.slot_bytes]
-            np.copyto(
-                part, self._slots[piece % shape.slots, : len(part)]
-            )  # other threads run meanwhile, as with a slice they do not
+            # Unlike an assignment to a slice, copyto() releases the interpreter lock.
+            np.copyto(part, self._slots[piece % shape.slots, : len(part)])
             if piece + shape.slots < pieces:
                 connection.send(FREE, deadline)
         return True
 
     def close(self) -> None:
-        """Memory goes with the last who has it."""
+        """Drops the memory. It stays until the last mapping ends."""
         self._slots = self._slots[:0]
 
 
 def receive_mark(connection: Connection, deadline: float) -> bytes:
-    """Raises OSError, TimeoutError."""
+    """Returns the next mark. Raises TimeoutError or OSError."""
     mark = bytearray(1)
     if not connection.receive_into(mark, deadline):
         raise ConnectionError("it has closed the connection in the midst of an answer")

@@ -1,4 +1,4 @@
-"""Where workers of one machine find each other's sockets: a folder of one user's, with a socket for each port of TCP."""
+"""The folder in which workers of one machine find each other's Unix sockets, one per TCP port. It belongs to one user."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ MOST_PATH_BYTES = 107  # <linux/un.h>
 
 
 class SocketFolder:
+    """A folder of sockets that only this user can write."""
+
     def __init__(self, folder: Path) -> None:
-        """Makes it where it is not there. Raises ValueError for one in which others could put their own sockets, OSError."""
+        """Creates the folder if it is missing.
+
+        Raises:
+            ValueError: another user could put sockets into the folder, or its path is too long.
+            OSError: the folder cannot be created.
+        """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode):
@@ -27,7 +34,15 @@ class SocketFolder:
         return self._path(self._folder, port)
 
     def listen(self, port: int, backlog: int) -> socket.socket:
-        """port: that this process listens on, so that a socket of its name is nobody's any more. Raises OSError."""
+        """Listens on the socket of a port and replaces an existing socket.
+
+        Args:
+            port: TCP port on which this process listens, so no other process uses an existing socket of this name.
+            backlog: backlog of the listener.
+
+        Raises:
+            OSError: the socket cannot be created.
+        """
         self.remove(port)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -1,8 +1,8 @@
-"""TLS between workers: both sides show a certificate, and take what the authority of their files has signed.
+"""TLS between workers: both sides show a certificate that the configured authority has signed.
 
-With a name, each side's certificate must have it: all services may have one authority then. Without, names are not looked at, so
-the authority is one that signs workers and nothing else. An address is never among them: it is that of a pod, which discovery has
-named and no certificate does.
+With a configured name, each certificate must have this name, so that one authority can sign all services. Without a name, names
+are not checked, and the authority must sign workers only. The name is never an address: discovery gives a pod's address, which no
+certificate has.
 """
 
 from __future__ import annotations
@@ -15,18 +15,29 @@ from services.shared.tls.handshake import names_of
 
 
 class PeerTls:
-    """name: of workers' certificates, "" for any. Raises ValueError for files that cannot be used."""
+    """The certificates of this worker."""
 
     def __init__(self, certificate: Path, key: Path, authority: Path, name: str = "") -> None:
+        """Loads the files.
+
+        Args:
+            certificate: this worker's certificate.
+            key: its private key.
+            authority: certificate of the authority.
+            name: name in the certificates of workers; "" for any.
+
+        Raises:
+            ValueError: a file cannot be used.
+        """
         self._files = CertificateFiles(certificate, key, authority, name)
         self.name = name
 
     def contexts(self) -> Certificates:
-        """Of new connections, by the files as they are; connections that are open stay."""
+        """Returns TLS contexts for new connections, from the present files. Open connections keep theirs."""
         return self._files.now()
 
     def check(self, reader: ssl.SSLSocket) -> None:
-        """Raises ssl.SSLError for the certificate of another one than a worker."""
+        """Checks the reader's certificate. Raises ssl.SSLError if it is not a worker's."""
         names = names_of(reader).names if self.name else frozenset()
         if self.name and self.name not in names:
             raise ssl.SSLError(f"a certificate of {self.name} is wanted, this one is of {', '.join(sorted(names)) or 'nobody'}")
