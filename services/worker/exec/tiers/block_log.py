@@ -1,10 +1,12 @@
-"""A file beside the pages of a store: which blocks of the prefix index they are of, so that a worker can tell of them again after
-a restart. Pages have keys that say nothing of tokens, and nothing else knows the names.
+"""A file beside a page store with the names of the blocks whose tokens are in its pages.
+
+A page key does not reveal tokens. With the names, a worker can report its stored blocks to the prefix index again after a
+restart.
 
     header 64 | record | record | ...        record: head 20 | keys, [n, 40] | checksum 8        little-endian
 
-Names are hints: what is missing, torn or of another identity costs a request its way here and nothing else. So nothing is synced,
-and no error of the disk is anybody's but the log's. Single owner, one thread.
+Names are hints. If a name is missing, torn or of another identity, a request may be routed elsewhere, with no other harm. So the
+log syncs nothing and reports no disk error to its callers. The log has a single owner and runs on one thread.
 """
 
 from __future__ import annotations
@@ -28,14 +30,22 @@ _HEADER = struct.Struct("<8sII32s8x")  # magic, version, length of the identity,
 _HEAD = struct.Struct("<I8s8s")  # keys, name, weights
 _MAGIC, _VERSION = b"RSTKVBLK", 1
 _CHECKSUM_BYTES = 8
-MOST_KEYS = 64  # of a block: it has no more tokens
-SPARE_BYTES = 4 << 20  # that it may have more than twice what counted when it was written anew
+MOST_KEYS = 64  # largest number of page keys of a block, which has 64 tokens
+SPARE_BYTES = 4 << 20  # bytes by which the file may exceed twice its size after the last rewrite
 
 
 class BlockLog:
-    """identity: at most 32 bytes, as the store's. held: keys of the pages that the store has."""
+    """The log of one page store."""
 
     def __init__(self, path: Path, identity: bytes, held: Callable[[], Collection[bytes]], disk: Disk | None = None) -> None:
+        """Opens no file yet.
+
+        Args:
+            path: the log's file.
+            identity: identity of the store, at most 32 bytes.
+            held: returns the page keys in the store.
+            disk: the file system, None for the machine's.
+        """
         begin = _HEADER.pack(_MAGIC, _VERSION, len(identity), identity)
         self._header = begin + xxhash.xxh3_64_digest(begin)
         self._path, self._held, self._disk = path, held, disk or Disk()
@@ -44,7 +54,7 @@ class BlockLog:
         self._size = self._most = 0
 
     def read(self) -> list[KeptBlock]:
-        """Blocks that the store has a page of, oldest first. The file has no others then."""
+        """Returns the blocks with a page in the store, oldest first, and removes all others from the file."""
         try:
             blocks = self._counting(self._found())
             self._rewrite(blocks)
@@ -54,7 +64,7 @@ class BlockLog:
         return blocks
 
     def append(self, blocks: Iterable[KeptBlock]) -> None:
-        """Their pages are stored."""
+        """Adds blocks whose pages have been stored."""
         records = b"".join(map(_record, blocks))
         if not records or not self._pause.over:
             return
@@ -67,20 +77,20 @@ class BlockLog:
             self._failed(error)
 
     def sweep(self) -> None:
-        """Pages were deleted: what only they had the tokens of has no name here any more."""
+        """Removes the names of blocks that have no page in the store any longer. Called after pages were deleted."""
         try:
             self._rewrite(self._counting(self._found()))
         except OSError as error:
             self._failed(error)
 
     def close(self) -> None:
-        """Nothing is appended any more. Raises OSError; it is closed all the same."""
+        """Closes the file. Nothing may be appended afterwards. Raises OSError, but the file is closed even then."""
         fd, self._fd = self._fd, None
         if fd is not None:
             self._disk.close(fd)
 
     def _found(self) -> list[KeptBlock]:
-        """All of this identity, up to what is torn; of a name the newest. Raises OSError."""
+        """Returns the blocks of this identity up to the first torn record, and the newest block per name. Raises OSError."""
         try:
             fd = self._disk.open(self._path, writable=False)
         except FileNotFoundError:
@@ -97,7 +107,7 @@ class BlockLog:
         return [block for block in blocks if not held.isdisjoint(block.keys)]
 
     def _rewrite(self, blocks: list[KeptBlock]) -> None:
-        """With these alone, at once or not at all. Raises OSError."""
+        """Replaces the file atomically by one with these blocks. Raises OSError."""
         part = self._path.with_name(f"{self._path.name}.part")
         fd = self._disk.create(part)
         try:
@@ -118,7 +128,7 @@ class BlockLog:
         self._size += len(records)
 
     def _all_written(self, fd: int, data: bytes, offset: int) -> None:
-        """Raises OSError."""
+        """Writes all bytes. Raises OSError."""
         written = self._disk.write(fd, [data], offset)
         if written != len(data):
             raise OSError(f"{written} of {len(data)} bytes were written")
@@ -134,7 +144,7 @@ def _record(block: KeptBlock) -> bytes:
 
 
 def _parsed(content: bytes, at: int) -> list[KeptBlock]:
-    """The records from there on, up to the first that is not whole; of a name the newest one."""
+    """Returns the records from `at` on, up to the first damaged one, and the newest record per name."""
     blocks: dict[bytes, KeptBlock] = {}
     while at + _HEAD.size <= len(content):
         count, name, weights = _HEAD.unpack_from(content, at)

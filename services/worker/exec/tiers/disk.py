@@ -1,4 +1,4 @@
-"""What the store asks of a file system. A seam: tests have it fail, fill up, or stop at any call."""
+"""The calls to the file system that the page store makes. In tests, a double fails, fills up or stops at any call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-_NO_WAY = (errno.EINVAL, errno.EOPNOTSUPP)  # past the page cache, for what is to be written or for all
+# Errors of a direct write that the file system does not support at all, or not for these parts
+_NO_WAY = (errno.EINVAL, errno.EOPNOTSUPP)
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Disk:
-    """Sizes and offsets in bytes. Every call raises OSError."""
+    """The machine's file system. Sizes and offsets are in bytes. Every call may raise OSError."""
 
     def create(self, path: Path, *, direct: bool = False) -> int:
-        """A descriptor of an empty file of mode 0600, whatever the umask; what was there under this name is cut to nothing.
-        direct: see pass_cache."""
+        """Returns the descriptor of an empty file with mode 0600, whatever the umask is. An existing file is truncated.
+
+        Args:
+            path: the file.
+            direct: see pass_cache.
+        """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
         try:
             os.fchmod(fd, 0o600)
@@ -30,23 +35,25 @@ class Disk:
         return fd
 
     def open(self, path: Path, *, writable: bool) -> int:
-        """A descriptor of a file that is there."""
+        """Returns the descriptor of an existing file."""
         return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _OPEN)
 
     def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
-        """Bytes written: fewer than there are where the disk has no room for the rest. At most 1024 parts."""
+        """Writes at most 1024 parts. Returns the number of written bytes, which is smaller than the total if the disk is full."""
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             try:
                 return os.pwritev(fd, _aligned(parts), offset)
             except OSError as error:
                 if error.errno not in _NO_WAY:
                     raise
-            _turn(fd, direct=False)  # blocks of this disk, or the parts, are others than was thought
+            _turn(fd, direct=False)  # the disk has larger blocks, or the parts do not fit its blocks
         return os.pwritev(fd, parts, offset)
 
     def pass_cache(self, fd: int) -> None:
-        """What is written from now on is of whole blocks, each part in itself, and goes past the page cache, without a copy,
-        where the file system has a way."""
+        """Makes later writes bypass the page cache, without a copy, if the file system supports it.
+
+        Each part of a write must then consist of whole blocks.
+        """
         try:
             _turn(fd, direct=True)
         except OSError as error:
@@ -54,12 +61,14 @@ class Disk:
                 raise
 
     def drop_cached(self, fd: int, offset: int, size: int) -> None:
-        """Nobody reads these bytes soon: the system begins to put them on the disk, and keeps in memory none that is there
-        already. Does not wait until they are."""
+        """Tells the system that these bytes will not be read soon.
+
+        The system starts to write them to disk, and drops the bytes from its page cache that are on disk already. Does not block.
+        """
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
-        """Bytes read into parts, in their order: fewer than fit where the file ends. At most 1024 parts."""
+        """Fills the parts in order, at most 1024. Returns the number of read bytes, which is smaller at the end of the file."""
         return os.preadv(fd, parts, offset)
 
     def size(self, fd: int) -> int:
@@ -69,18 +78,18 @@ class Disk:
         os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
-        """Returns when a power cut takes none of it."""
+        """Returns when the file survives a power cut."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def rename(self, path: Path, to: Path) -> None:
-        """Replaces what is there under that name, at once."""
+        """Renames a file and replaces an existing one atomically."""
         path.rename(to)
 
     def unlink(self, path: Path) -> None:
-        """Nothing if there is no such file."""
+        """Deletes a file if it exists."""
         path.unlink(missing_ok=True)
 
 
@@ -90,7 +99,7 @@ def _turn(fd: int, *, direct: bool) -> None:
 
 
 def _aligned(parts: Sequence[bytes | memoryview]) -> list[memoryview]:
-    """bytes are copied to where a block begins; a memoryview is there already."""
+    """Copies parts of type bytes to memory that begins at a block. A memoryview begins at one already."""
     copied = memoryview(mmap.mmap(-1, sum(len(part) for part in parts if isinstance(part, bytes)) or 1))
     at, out = 0, list[memoryview]()
     for part in parts:

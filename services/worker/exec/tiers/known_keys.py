@@ -1,5 +1,7 @@
-"""Keys of a shared storage, as far as one worker knows of them, by tag and by when they were written. Single owner:
-RedisPageStore."""
+"""The page keys of a shared storage that one worker knows, by tag and time of writing.
+
+Only RedisPageStore uses them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from services.worker.core.tiers.page_keys import UNSALTED, tag_of
 
 
 class KnownKeys:
-    """In the order in which they became known; of more than `most` the first are forgotten."""
+    """Page keys in the order in which they became known. Beyond `most` keys, the first ones are forgotten."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._keys: dict[bytes, None] = {}
-        self._of_tag: dict[bytes, dict[bytes, int | None]] = {}  # when they were written, in ms; None: nobody has asked
-        self._of_no_age: dict[bytes, dict[bytes, None]] = {}  # those of None, by tag; none is empty
+        self._of_tag: dict[bytes, dict[bytes, int | None]] = {}  # time of writing by tag and key, in ms, None if not known
+        self._of_no_age: dict[bytes, dict[bytes, None]] = {}  # keys without a known time, by tag; no entry is empty
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
@@ -35,7 +37,7 @@ class KnownKeys:
         return len(self._of_tag.get(tag, ()))
 
     def add(self, keys: Iterable[bytes], written_ms: int | None) -> list[bytes]:
-        """Behind all that are known. Returns those that are forgotten for them."""
+        """Appends keys, and returns the keys that are forgotten for them."""
         for key in keys:
             self.drop(key)
             self._keys[key] = None
@@ -49,7 +51,7 @@ class KnownKeys:
         return forgotten
 
     def drop(self, key: bytes) -> None:
-        """Nothing if it is not known."""
+        """Removes a key if it is known."""
         if key not in self._keys:
             return
         del self._keys[key]
@@ -60,21 +62,22 @@ class KnownKeys:
         self._has_age(tag, key)
 
     def of_no_age(self, tag: bytes) -> list[bytes]:
-        """Those of which it is not known when they were written."""
+        """Returns the keys of a tag whose time of writing is not known."""
         return list(self._of_no_age.get(tag, ()))
 
     def learn(self, written_ms: Mapping[bytes, int]) -> None:
+        """Records times of writing of known keys, in ms."""
         for key, when in written_ms.items():
             self._of_tag[tag_of(key)][key] = when
             self._has_age(tag_of(key), key)
 
     def oldest(self, tag: bytes, count: int) -> list[bytes]:
-        """So many at most, by when they were written."""
+        """Returns at most `count` keys of a tag, oldest first by time of writing."""
         own = self._of_tag.get(tag, {})
         return nsmallest(count, own, key=lambda key: own[key] or 0)
 
     def _has_age(self, tag: bytes, key: bytes) -> None:
-        """Or is not known any more."""
+        """Removes a key from those without a known time."""
         of_no_age = self._of_no_age.get(tag, {})
         of_no_age.pop(key, None)
         if not of_no_age:

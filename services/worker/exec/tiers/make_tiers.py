@@ -1,4 +1,4 @@
-"""Makes what moves a pool's pages from options: host memory, a storage in a folder, a reader of other workers' pages."""
+"""Makes the page mover of an executor: host memory, a storage tier, and a reader of remote workers' pages."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
-PATTERN = 251  # a prime: few pieces of a page begin alike
-MOST_FREE = 0.8  # of the memory that is free beside the pool, which a host tier of a given size may take
+PATTERN = 251  # a prime, so that few parts of a page begin with the same bytes
+MOST_FREE = 0.8  # largest part of the free memory, the pool's excluded, that the host tier may take
 
 
 class NoRoomForTiers(ValueError):
-    """The host's memory has no room for a page beside what is there."""
+    """Raised if the host has no memory for one page of the host tier, or for the requested size."""
 
 
 def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_bytes: int, pool_bytes: int = 0) -> int:
-    """Returns the pages of the host tier.
+    """Returns the number of pages of the host tier.
 
     Args:
-        free_bytes: of the host's memory, with the pool's.
-        pool_bytes: of the pool, if its pages are in the same memory.
+        options: sizes that the operator wants.
+        pool_pages: pages of the pool.
+        page_bytes: bytes of a page.
+        free_bytes: free host memory, the pool's included.
+        pool_bytes: bytes of the pool if it is in host memory.
 
     Raises:
-        NoRoomForTiers: the memory has no room for a page, or for the size that is asked for.
+        NoRoomForTiers: the memory cannot hold a page, or the requested size.
     """
     beside = max(0, free_bytes - pool_bytes)
     if options.host_bytes:
@@ -70,12 +73,25 @@ def make_mover(
     progress: Callable[[str], None],
     peers: PeerReader | None,
 ) -> tuple[PageMover, int]:
-    """The mover, and the pages of the host tier. options: None for no tiers. layout: see LoadedInfo. Raises ValueError for what
-    cannot be had."""
+    """Returns the page mover, and the number of pages of the host tier.
+
+    Args:
+        options: tiers, None for no tiers.
+        pool_pages: pages of the pool.
+        copier: returns a copier of the present pools.
+        arrivals: layer-wise loads into the pools.
+        layout: see LoadedInfo.kv_layout.
+        streams: streams of the executor.
+        progress: receives one line per step of the start.
+        peers: reader of remote workers' pages, None for no reader.
+
+    Raises:
+        ValueError: the host has too little memory, or a setting is wrong.
+    """
     page_bytes = copier().page_bytes
     if options is None:
         return PageMover(streams, copier, arrivals, torch.empty((0, page_bytes), dtype=torch.uint8), None, peers), 0
-    on_host = streams.device.type == "cpu"  # where the pool's pages are taken from the system only when they are written
+    on_host = streams.device.type == "cpu"  # the system then allocates the pool's pages only when they are written
     free = free_memory()
     pages = host_pages(options, pool_pages, page_bytes, free, pool_pages * page_bytes if on_host else 0)
     is_cut = not options.host_bytes and pages < int(options.host_ratio * pool_pages)
@@ -96,8 +112,15 @@ def make_mover(
 
 
 def brings_rightly(copier: PageCopier, memory: torch.Tensor) -> bool:
-    """Tries it with one page, which is afterwards what it was: a device has to read the host's memory where it lies, and what
-    does that is compiled here. memory: uint8[n, page bytes], for which nobody has a use yet."""
+    """Tests with one page whether pages can be loaded layer by layer.
+
+    The device must be able to read host memory in place, and the test compiles the kernel for it. The page has its old content
+    afterwards.
+
+    Args:
+        copier: copier of the pools.
+        memory: uint8[n, page bytes], not in use yet.
+    """
     if not copier.can_bring:
         return False
     row, page = memory[0], np.zeros(1, dtype=np.int32)
@@ -112,7 +135,7 @@ def brings_rightly(copier: PageCopier, memory: torch.Tensor) -> bool:
             copier.save(page, [found])
             copier.synchronize()
             came = found.equal(row)
-        except Exception:  # of any kind: whatever compilers and drivers raise; whole pages are copied in another way
+        except Exception:  # errors of compilers and drivers; whole pages are copied in another way
             logger.exception("pages cannot be loaded layer by layer")
             came = False
         row.copy_(before)
@@ -122,10 +145,13 @@ def brings_rightly(copier: PageCopier, memory: torch.Tensor) -> bool:
 
 
 def host_slab(pages: int, page_bytes: int) -> torch.Tensor:
-    """uint8[pages, page_bytes] that the system has given already, in huge pages where it has them: what is given only when it is
-    written costs a copy beside a step several times its own time, in a step's."""
-    mapped = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # kept by the tensor
-    with suppress(OSError):  # a system without them
+    """Returns uint8[pages, page_bytes] of allocated memory, in huge pages if the system has them.
+
+    All pages are touched here. Memory that the system allocates at the first write would slow down copies during a step several
+    times.
+    """
+    mapped = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # referenced by the tensor
+    with suppress(OSError):  # the system has no huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     memory[:: mmap.PAGESIZE] = 0
@@ -133,8 +159,15 @@ def host_slab(pages: int, page_bytes: int) -> torch.Tensor:
 
 
 def _pinned(memory: torch.Tensor) -> Callable[[], None]:
-    """In place: torch's own pinned memory has sizes of powers of two. What ends it, to be called before the memory goes: whoever
-    gets its addresses next could pin nothing there. Raises NoRoomForTiers."""
+    """Pins the memory in place, because torch's own pinned memory has sizes that are powers of two.
+
+    Returns:
+        A function that ends the pinning. It must be called before the memory is freed, or the next owner of these addresses could
+        not pin them.
+
+    Raises:
+        NoRoomForTiers: CUDA cannot pin the memory.
+    """
     cudart = torch.cuda.cudart()
     error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error != 0:
@@ -149,5 +182,8 @@ def _unpin(address: int) -> None:
 
 
 def _identity(options: TierOptions, layout: str) -> bytes:
-    """Pages of another layout, or with keys of another secret, are of no use to anybody: they go when it is opened."""
+    """Returns the identity of a store: a digest of layout and secret.
+
+    Pages of another identity are useless. The store deletes them when it is opened.
+    """
     return blake2b(layout.encode(), key=options.secret, digest_size=32).digest()

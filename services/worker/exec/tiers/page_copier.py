@@ -1,4 +1,7 @@
-"""Pages of all layers' KV as one row of bytes each (page-first), for tiers that keep or send whole pages."""
+"""Copies pages between the pools and rows of bytes.
+
+A row has the KV of all layers of one page, for tiers that store or send pages.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,33 @@ from services.worker.core.contracts.transfers import I32
 from services.worker.exec.pools.arrivals import LayerGroups
 from services.worker.exec.pools.kv_pool import KVPool
 
-STAGED_BYTES = 16 << 20  # of pages on their way between a device's pools and the host, beside the pools
-WORD_BYTES = 8  # that a device's pieces are multiples of: see kernels/triton/page_pieces.py
+STAGED_BYTES = 16 << 20  # device memory for pages that are being copied between a device's pools and the host
+WORD_BYTES = 8  # a device copies multiples of it: see kernels/triton/page_pieces.py
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
 
 
 class PieceCopies(Protocol):
+    """Copies many pieces of host memory in one call."""
+
     def copy_pieces(self, to: Addresses, source: Addresses, sizes: Addresses, streamed: bool) -> None: ...
 
 
 class PageCopier:
-    """pools: of one number of pages, in an order that stays. page_bytes: of a row. copies: by one call for many pieces, where the
-    pools are on the host; None: by numpy, piece by piece. bring: the pools' device reads rows where they lie; None: it cannot.
-    Works on their device's current stream."""
+    """Copies pages of pools with equal numbers of pages, on the current stream of the pools' device."""
 
     def __init__(self, pools: Sequence[KVPool], copies: PieceCopies | None = None, bring: BringPieces | None = None) -> None:
+        """Computes where the parts of a page are.
+
+        Args:
+            pools: the pools, in a fixed order.
+            copies: copies pieces if the pools are on the host, None to copy them one by one with numpy.
+            bring: lets the pools' device read rows in place in host memory, None if it cannot.
+        """
         tensors = [each for pool in pools for pair in zip(pool.keys, pool.values, strict=True) for each in pair]
         assert len({len(each) for each in tensors}) == 1, "a page is one of every layer"
         self._parts = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
-        self.page_bytes = sum(part.shape[1] for part in self._parts)
+        self.page_bytes = sum(part.shape[1] for part in self._parts)  # bytes of a row
         self._num_layers = [len(pool.keys) for pool in pools]
         self._device = tensors[0].device
         self._host_parts = [part.numpy() for part in self._parts] if self._on_host else []
@@ -49,18 +59,27 @@ class PageCopier:
 
     @cached_property
     def groups(self) -> LayerGroups:
-        """In the order in which they are brought one by one."""
+        """Groups of layers, in the order in which pages are loaded layer by layer."""
         return LayerGroups.for_pools(self._num_layers)
 
     @property
     def can_bring(self) -> bool:
-        """Pages group by group of layers."""
+        """Whether pages can be loaded group by group of layers."""
         whole_words = not (self._sizes % WORD_BYTES).any() and not (self._addresses % WORD_BYTES).any()
         return self._on_host or (self._bring is not None and whole_words)
 
     def bringing(self, memory: Tensor, rows: I32, pages: I32) -> Callable[[int], None]:
-        """What restores one group of layers. memory: uint8[n, page_bytes] of the host, which a device can read where it lies;
-        rows: int32[pages] of it. Raises as save()."""
+        """Returns a function that loads one group of layers of the pages.
+
+        Args:
+            memory: uint8[n, page_bytes] of the host, which the device can read in place.
+            rows: int32[pages], rows of `memory`.
+            pages: int32[pages], pages of the pools.
+
+        Raises:
+            IndexError: a page or row does not exist.
+            ValueError: a row has another size.
+        """
         assert self.can_bring, "groups of layers are brought where they can be"
         assert len(rows) == len(pages), "a row for every page"
         self._check_pages(pages)
@@ -90,14 +109,25 @@ class PageCopier:
             place[:] = piece
 
     def _parts_of(self, group: int) -> Addresses:
-        """Keys and values of its layers."""
+        """Returns the indices of the keys and values of a group's layers."""
         layers = np.array(self.groups.layers[group], dtype=np.int64)
         return np.stack((2 * layers, 2 * layers + 1), axis=1).ravel()
 
     def save(self, pages: I32, rows: Sequence[Tensor], streamed: bool = False) -> None:
-        """pages: int32[n]. rows: n of uint8[page_bytes] on the host, which have the pages' bytes once all is done that this
-        thread has put on the device; at once where the pools are on the host themselves. streamed: nothing else is to leave the
-        host's caches for them. Raises IndexError for a page that there is not, ValueError for a row of another size."""
+        """Copies pages to rows.
+
+        If the pools are on the host, the rows are complete on return. Otherwise they are complete when the device has done all
+        work of this thread.
+
+        Args:
+            pages: int32[n].
+            rows: n tensors uint8[page_bytes] on the host.
+            streamed: bypass the CPU caches for the rows, so that other data stays cached.
+
+        Raises:
+            IndexError: a page does not exist.
+            ValueError: a row has another size.
+        """
         assert len(rows) == len(pages), "a row for every page"
         self._check_pages(pages)
         self._check_rows(rows)
@@ -117,7 +147,10 @@ class PageCopier:
                 row.copy_(found, non_blocking=True)
 
     def restore(self, rows: Sequence[Tensor], pages: I32) -> None:
-        """The other way: rows are read until all is done that this thread has put on the device."""
+        """Copies rows to pages.
+
+        The rows are read until the device has done all work of this thread. Arguments and errors are those of save().
+        """
         assert len(rows) == len(pages), "a row for every page"
         self._check_pages(pages)
         self._check_rows(rows)
@@ -137,7 +170,7 @@ class PageCopier:
                 part.index_copy_(0, ids, gathered[:, at : at + part.shape[1]])
 
     def synchronize(self) -> None:
-        """Blocks until the pools' device has done everything."""
+        """Blocks until the pools' device has finished all work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -154,15 +187,17 @@ class PageCopier:
         return np.array([row.data_ptr() for row in rows], dtype=np.int64)
 
     def _found(self, pages: I32, rows: Addresses, parts: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-        """What _pieces() says, as addresses and bytes, page by page."""
+        """Returns for each piece its address in the pool, its address in the row, and its size, page by page."""
         sizes = self._sizes[parts]
         places = self._addresses[parts] + pages.astype(np.int64)[:, None] * sizes
         pieces = rows[:, None] + self._offsets[parts]
         return places.ravel(), pieces.ravel(), np.broadcast_to(sizes, places.shape).ravel()
 
     def _pieces(self, pages: I32, rows: Sequence[Tensor], parts: Addresses) -> Iterator[tuple[Bytes, Bytes]]:
-        """Where each layer's part of each page lies in its pool, and in the page's row: one copy of bytes that lie together, and
-        by numpy, is many times as fast as by index."""
+        """Yields each layer's part of each page in its pool and in the page's row.
+
+        One numpy copy of contiguous bytes is many times as fast as a copy by index.
+        """
         arrays = [row.numpy() for row in rows]
         for number in parts.tolist():
             part, at = self._host_parts[number], int(self._offsets[number])
@@ -174,12 +209,12 @@ class PageCopier:
         return self._device.type == "cpu"
 
     def _on_device(self, pages: I32, rows: Sequence[Tensor]) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
-        """Rows, and their pages' ids on the device: so many at once as there is room for beside the pools."""
+        """Yields rows and their page ids on the device, in batches that fit into STAGED_BYTES."""
         at_once = max(1, STAGED_BYTES // self.page_bytes)
         for at in range(0, len(pages), at_once):
             some = pages[at : at + at_once].astype(np.int64)
             yield rows[at : at + at_once], torch.from_numpy(some).to(self._device)
 
     def _places(self) -> Iterator[tuple[Tensor, int]]:
-        """Each layer's part, and where its bytes begin in a row."""
+        """Returns pairs of a layer's part and the offset of its bytes in a row."""
         return zip(self._parts, self._offsets.tolist(), strict=True)

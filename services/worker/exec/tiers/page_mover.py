@@ -1,9 +1,9 @@
-"""Moves pages of KV between the device, host memory, a storage and other workers, beside the steps.
+"""Moves KV pages between device, host memory, storage and remote workers, beside the steps.
 
-Threads of their own, so that a slow disk or worker keeps no page of the host waiting, and a copy to the host none that a request
-waits for: one copies to the host and one from it, one calls the storage, one reads from each worker. Each does what it was given
-in order. Where steps are computed by the host's cores they have these before copies to the host. What fails is logged and moves
-nothing; every operation ends in one fact.
+The mover has one thread for copies to the host, one for copies from the host, one for the storage and one per remote worker. So a
+slow disk or worker does not block host pages, and a backup does not block a load. Each thread runs its jobs in order. If steps
+run on the host's cores, they have priority over copies to the host. A failure is logged and moves nothing. Every operation ends
+in one fact.
 """
 
 from __future__ import annotations
@@ -35,39 +35,40 @@ from services.worker.exec.tiers.page_copier import PageCopier
 
 logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
-PEER_IDLE_S = 60.0
-NEWS_S = 1.0  # between looks at what others have written to a shared storage
-MORE_NEWS_S = 0.02  # while there is more than is told at once
-FACT_KEYS = 8192
-BACK_UP_NICE = 10  # a tenth of what a step's threads get of a core that both want: pages are kept while they are copied
-URGENT = -1  # of a stream: layers that steps wait for come ahead of what else the device has to do
+PEER_IDLE_S = 60.0  # time without a job after which the thread of a remote worker ends
+NEWS_S = 1.0  # interval of queries for changes of a shared storage
+MORE_NEWS_S = 0.02  # the same interval while a query has returned only a part of the changes
+FACT_KEYS = 8192  # largest number of keys or blocks in one fact
+# Gives backups a tenth of a step thread's share of a contended core; a backup may be slow, because its pages are pinned.
+BACK_UP_NICE = 10
+URGENT = -1  # stream priority of loads, because steps wait for their layers
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """mark: where all steps have ended that were launched before the operation was begun."""
+    """A page operation."""
 
     operation: PageOperation
-    mark: Mark
+    mark: Mark  # point on the stream after all steps that were launched before the operation began
 
 
 @dataclass(frozen=True, slots=True)
 class _Delete:
-    """Pages of the storage. done: told what has come of it, unless nobody waits for that."""
+    """A deletion in the storage tier."""
 
     which: Selection
-    done: Future[Deleted]
+    done: Future[Deleted]  # receives the result, unless it is cancelled
 
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """A shared storage for news."""
+    """A query for changes of a shared storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Leave:
-    """Nothing more is wanted of another worker's room."""
+    """The release of a remote worker's reservation."""
 
     source: KvSource
 
@@ -76,12 +77,7 @@ Job = _Work | _Delete | _Ask | _Leave
 
 
 class PageMover:
-    """copier: of the pools as they are at that time. arrivals: told of what comes into them layer by layer. host: uint8[host
-    pages, page bytes], pinned where the device is a GPU. store: None where the host's memory is the last tier; called on its own
-    thread alone. peers: None where nothing is read from other workers. log: of the blocks that the store's pages are of, None
-    where nobody keeps them; called as the store is. unpin: called once nothing moves any more, None where nothing is pinned.
-    by_layers: loads are, see brings_rightly(). on_fact: called on any thread whenever there is a fact to be taken. on_lost:
-    called with a sentence where steps wait for pages that do not come."""
+    """The page mover of an executor."""
 
     def __init__(
         self,
@@ -95,14 +91,27 @@ class PageMover:
         unpin: Callable[[], None] | None = None,
         by_layers: bool = True,
     ) -> None:
+        """Starts the threads for host and storage.
+
+        Args:
+            streams: streams of the executor.
+            copier: returns a copier of the present pools.
+            arrivals: receives the layer-wise loads into the pools.
+            host: uint8[host pages, page bytes], pinned if the device is a GPU.
+            store: storage tier, None if the host tier is the last one. Only the storage thread calls it.
+            peers: reader of remote workers' pages, None for no reader.
+            log: names of the blocks in the store, None for no log. Called on the thread of the store.
+            unpin: called when nothing moves any more, None if `host` is not pinned.
+            by_layers: load pages layer by layer, see brings_rightly().
+        """
         self._streams, self._copier, self._host, self._store, self._peers = streams, copier, host, store, peers
         self._arrivals, self._loads, self._by_layers = arrivals, LayerLoads(streams, arrivals), by_layers
         self._log, self._unpin = log, unpin
         self._of_peers: dict[str, queue.SimpleQueue[Job | None]] = {}  # by address
-        self._lock = threading.Lock()  # of the threads that read from other workers
-        self._own = threading.local()  # memory of each thread
-        self.on_fact: Callable[[], None] = lambda: None
-        self.on_lost: Callable[[str], None] = logger.error
+        self._lock = threading.Lock()  # guards _of_peers
+        self._own = threading.local()  # staging memory of each thread
+        self.on_fact: Callable[[], None] = lambda: None  # called on any thread when facts() has something to return
+        self.on_lost: Callable[[str], None] = logger.error  # called with a message if steps wait for pages that do not come
         self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         if store is not None:
             self._facts.put(Fact(UNASKED, stored=tuple(store.keys()), use=store.use()))
@@ -117,7 +126,7 @@ class PageMover:
         if store is not None:
             queues["kv-storage"] = self._of_storage
         self._threads: list[threading.Thread] = []
-        self._ask_at = 0.0  # when a shared storage is to be asked for news
+        self._ask_at = 0.0  # time of the next query of a shared storage
         for name, waiting in queues.items():
             self._start(name, waiting)
 
@@ -130,14 +139,14 @@ class PageMover:
         return self._store
 
     def settle(self) -> None:
-        """Blocks until all is there that the core was told of. Raises NeverCame."""
+        """Blocks until all pages have arrived whose load was reported early. Raises NeverCame."""
         self._arrivals.settle()
 
     def begin(self, operation: PageOperation) -> None:
-        """Behind what was launched on the streams by now. Called on the thread that launches steps."""
+        """Begins an operation after all work that is on the streams. Called on the thread that launches steps."""
         try:
             self._streams.launch(partial(self._passed, operation))
-        except Exception:  # whatever a lost device raises: steps find that out for themselves
+        except Exception:  # the device is lost, and the next step fails for the same reason
             self._log_unmoved(operation)
             self._tell(Fact(operation.op_id))
 
@@ -148,19 +157,19 @@ class PageMover:
         return found
 
     def delete_stored(self, which: Selection, done: Future[Deleted]) -> None:
-        """Has pages deleted that the storage keeps, once what was begun before is done; does not wait for it."""
+        """Deletes pages of the storage tier after all operations that began before. Does not block."""
         if self._store is not None:
             self._streams.launch(partial(self._of_storage.put, _Delete(which, done)))
         elif done.set_running_or_notify_cancel():
             done.set_result(Deleted(0))
 
     def leave(self, source: KvSource) -> None:
-        """Says to another worker that nothing more is wanted of its room; does not wait for it."""
-        if self._peers is not None:  # behind what was begun before it
+        """Releases a remote worker's reservation. Does not block."""
+        if self._peers is not None:  # queued behind earlier reads
             self._streams.launch(partial(self._passed_leave, source))
 
     def close(self) -> None:
-        """Once no operation is under way any more that anybody waits for."""
+        """Ends the threads and closes store and log. No operation may be running that anything waits for."""
         if self._peers is not None:
             self._peers.close()
         with self._lock:
@@ -179,7 +188,7 @@ class PageMover:
                 self._log.close()
 
     def _passed_leave(self, source: KvSource) -> None:
-        """Where no thread can be had its room ends by itself."""
+        """Queues the release. If no thread can be started, the reservation ends after its hold time."""
         self._give(source.address, _Leave(source))
 
     def _passed(self, operation: PageOperation) -> None:
@@ -194,7 +203,11 @@ class PageMover:
             (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
 
     def _give(self, address: str, job: Job) -> bool:
-        """To the thread that reads from that worker, which is started for it if there is none. False: there is none to be had."""
+        """Queues a job on the reader thread of a remote worker, starting the thread if it is not running.
+
+        Returns:
+            False if no thread can be started.
+        """
         with self._lock:
             waiting = self._of_peers.get(address)
             if waiting is None:
@@ -214,7 +227,7 @@ class PageMover:
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _next(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> Job | None:
-        """None: there is none to come. Of a worker that nothing was read from for so long no thread is kept."""
+        """Returns the next job, None if the thread ends, for a remote worker after `idle_s` seconds without a job."""
         if jobs is self._of_storage and self._store is not None and self._store.shared:
             return self._next_of_shared(jobs)
         try:
@@ -227,7 +240,7 @@ class PageMover:
                 return None
 
     def _next_of_shared(self, jobs: queue.SimpleQueue[Job | None]) -> Job | None:
-        """News come in between, however much is to be done."""
+        """Returns the next job of a shared storage. A query is due every NEWS_S seconds, even if many jobs wait."""
         left = self._ask_at - time.monotonic()
         with suppress(queue.Empty):  # then it is time
             if left > 0:
@@ -239,8 +252,8 @@ class PageMover:
         torch.set_num_threads(1)  # per thread, hence here
         if jobs is self._of_backups and self._streams.on_host:
             own = os.getpriority(os.PRIO_PROCESS, 0)
-            with suppress(OSError):  # a sandbox without priorities
-                os.setpriority(os.PRIO_PROCESS, 0, max(own, BACK_UP_NICE))  # of this thread alone, under Linux
+            with suppress(OSError):  # a sandbox may not permit priorities
+                os.setpriority(os.PRIO_PROCESS, 0, max(own, BACK_UP_NICE))  # under Linux for this thread only
         with torch.inference_mode(), self._streams.beside(URGENT if jobs is self._of_host else 0):
             while (job := self._next(jobs, idle_s, address)) is not None:
                 match job:
@@ -258,7 +271,7 @@ class PageMover:
     def _tell_news(self, store: PageStore) -> None:
         try:
             news = store.news()
-        except Exception:  # of any kind: what is not known is computed
+        except Exception:  # any error; pages that are not known are computed
             logger.exception("the storage has told nothing")
             return
         if news.more:
@@ -267,11 +280,11 @@ class PageMover:
             self._tell(Fact(UNASKED, stored=news.stored, dropped=news.dropped, use=store.use()))
 
     def _delete(self, store: PageStore, which: Selection, done: Future[Deleted]) -> None:
-        """What was told since it was asked for is not there either."""
+        """Deletes pages, and reports the changes even if the caller has cancelled."""
         is_wanted = done.set_running_or_notify_cancel()
         try:
             deleted = store.delete(which)
-        except Exception as error:  # of any kind: whoever has asked is told
+        except Exception as error:  # any error; the caller gets it
             logger.exception("pages were not deleted")
             if is_wanted:
                 done.set_exception(error)
@@ -288,7 +301,7 @@ class PageMover:
     def _leave(peers: PeerReader, source: KvSource) -> None:
         try:
             peers.leave(source)
-        except Exception:  # of any kind: its room ends by itself
+        except Exception:  # any error; the reservation ends after its hold time
             logger.exception("a room was not left", extra=fields(address=source.address))
 
     def _tell(self, fact: Fact) -> None:
@@ -296,7 +309,10 @@ class PageMover:
         self.on_fact()
 
     def _load(self, work: _Work) -> None:
-        """Layer by layer: told ahead of its end, and what it has taken behind that."""
+        """Loads pages layer by layer.
+
+        The fact may be reported before the last layer has arrived. Then a later fact reports the duration.
+        """
         operation, count = work.operation, len(work.operation.keys)
         try:
             copier = self._copier()
@@ -308,7 +324,7 @@ class PageMover:
         except NeverCame as error:
             self._log_unmoved(operation)
             self.on_lost(str(error))
-        except Exception:  # of any kind: what was to be moved is computed
+        except Exception:  # any error; the pages are computed instead
             self._log_unmoved(operation)
             self._settle()
             self._tell(Fact(operation.op_id))
@@ -325,7 +341,7 @@ class PageMover:
             began = time.perf_counter()
             count, stored, dropped = self._move(operation)
             self._synchronize()
-        except Exception:  # of any kind: what was to be moved is computed, or stays where it is
+        except Exception:  # any error; the pages are computed, or stay in their tier
             self._log_unmoved(operation)
             self._settle()
             return Fact(operation.op_id)
@@ -333,17 +349,20 @@ class PageMover:
         return Fact(operation.op_id, count, time.perf_counter() - began, stored, dropped, use)
 
     def _settle(self) -> None:
-        """Nothing that was begun writes a page after its fact. On a device that is lost nothing is written any more."""
+        """Waits until this thread's copies have ended, so that no page is written after the fact.
+
+        A lost device writes nothing.
+        """
         try:
             self._synchronize()
-        except Exception as error:  # whatever the driver raises
+        except Exception as error:  # errors of the driver
             logger.error("the device does not answer any more", extra=fields(error=repr(error)))
 
     def _move(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
-        """Pages moved, and keys that the storage has got and lost."""
+        """Moves pages. Returns their number, and the keys that the storage has gained and lost."""
         match operation.kind:
             case OperationKind.BACK_UP:
-                self._arrivals.settle()  # which reads pages that may be on their way, and writes rows that may still be read
+                self._arrivals.settle()  # a load may still be writing these pages, or reading these rows
                 self._copier().save(operation.pages, self._host_rows(operation), streamed=True)
                 return len(operation.keys), (), ()
             case OperationKind.LOAD:
@@ -357,7 +376,10 @@ class PageMover:
                 return self._pulled(operation), (), ()
 
     def _pulled(self, operation: PageOperation) -> int:
-        """Into memory of its own first: pages of the device hold what counts, or what they held."""
+        """Reads pages of a remote worker into staging memory, and copies them to the device if the read succeeds.
+
+        A failed read must not change the device's pages.
+        """
         assert self._peers is not None, "pages are pulled where there are other workers"
         assert operation.pull is not None, "a pull says where from"
         rows = self._staging(len(operation.keys))
@@ -375,7 +397,7 @@ class PageMover:
         return len(written.stored) + written.held, written.stored, written.dropped
 
     def _fetched(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
-        """What was not found is not there, whoever believes so."""
+        """Reads pages of the storage. Pages that were not found are reported as lost, even if the store lists them."""
         assert self._store is not None, "pages are fetched where there is a storage"
         rows = self._staging(len(operation.keys))
         count = self._store.read(operation.keys, rows.numpy().data)
@@ -385,17 +407,19 @@ class PageMover:
         return count, (), tuple(dict.fromkeys((*self._store.take_lost(), *missing)))
 
     def _restore(self, rows: Sequence[Tensor], pages: I32) -> None:
-        """Once what is still on its way into pages that are somebody else's by now is there."""
+        """Copies rows to the device, after earlier loads have ended that may still write to these pages."""
         self._arrivals.settle()
         self._copier().restore(rows, pages)
 
     def _host_rows(self, operation: PageOperation) -> list[Tensor]:
-        """uint8[page bytes] each, of the host's memory itself: whoever begins an operation keeps its pages as they are."""
+        """Returns uint8[page bytes] per page: views of the host memory. The core pins these pages during the operation."""
         return [self._host[page] for page in operation.host_pages.tolist()]
 
     def _staging(self, pages: int) -> Tensor:
-        """uint8[n, page bytes], of this thread alone and used anew by its next operation: memory that is touched for the first
-        time takes several times as long to be filled."""
+        """Returns uint8[n, page bytes] of this thread, which its next operation reuses.
+
+        Memory that is touched for the first time takes several times as long to fill.
+        """
         kept: Tensor | None = getattr(self._own, "staging", None)
         if kept is None or len(kept) < pages:
             kept = self._own.staging = torch.empty(
@@ -404,6 +428,6 @@ class PageMover:
         return kept[:pages]
 
     def _synchronize(self) -> None:
-        """All that this thread has put on the device is done."""
+        """Waits until the device has done all work of this thread."""
         if self._streams.device.type == "cuda":
             torch.cuda.current_stream(self._streams.device).synchronize()

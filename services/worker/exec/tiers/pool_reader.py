@@ -1,4 +1,4 @@
-"""Copies pages out of the pool on threads of others than the executor's: for who serves them to other workers."""
+"""Copies pages out of the pool on threads outside the executor, for the server of KV reservations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ from services.worker.exec.tiers.page_copier import PageCopier
 
 
 class PoolReader:
-    """A ReadPages. copier: of the pools as they are at that time. arrivals: what comes into them layer by layer. Pages that are
-    read must have been computed by steps that have been committed; they are whole as long as nobody may write them. One caller at
-    a time for each thread."""
+    """A ReadPages of an executor's pools.
+
+    The read pages must be computed by committed steps. The copy is whole only if no step writes the pages during it. Each thread
+    has a buffer of its own.
+    """
 
     def __init__(self, streams: Streams, copier: Callable[[], PageCopier], arrivals: Arrivals) -> None:
+        """Starts without buffers.
+
+        Args:
+            streams: streams of the executor.
+            copier: returns a copier of the present pools.
+            arrivals: layer-wise loads into the pools.
+        """
         self._streams, self._copier, self._arrivals = streams, copier, arrivals
-        self._own = threading.local()  # memory of each thread
+        self._own = threading.local()  # pinned memory of each thread
 
     def __call__(self, pages: I32, out: memoryview) -> None:
         torch.set_num_threads(1)  # per thread, hence here
@@ -39,7 +48,7 @@ class PoolReader:
                 copier.save(pages, rows.unbind())
 
     def _pinned(self, pages: int, page_bytes: int) -> Tensor:
-        """uint8[pages, page_bytes], of this thread."""
+        """Returns uint8[pages, page_bytes] of pinned memory of this thread."""
         kept: Tensor | None = getattr(self._own, "pinned", None)
         if kept is None or kept.shape[0] < pages or kept.shape[1] != page_bytes:
             kept = self._own.pinned = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=True)

@@ -1,14 +1,19 @@
-"""A storage tier that several workers share: pages of KV by key in Redis or Valkey. A PageStore; single owner, one thread.
+"""A storage tier that several workers share: KV pages by page key in Redis or Valkey.
 
-    pages:2:IDENTITY:p:KEY   string   checksum 16 | written 8, in ms | page; goes when nobody has written or read it for so long
-    pages:2:IDENTITY:news    stream   {k: keys that were written, one behind another}, {d: that were deleted}, {h: ""}: one came
+A PageStore with a single owner and one thread.
 
-2 is the version of keys and values, IDENTITY of layout and secret: whoever has another one has nothing to do with these pages.
-KEY is a keyed digest behind a tag of its salt, so that neither names nor values tell tokens. Which keys there are every worker
-knows from one look at all of them and from the news behind it; what it does not know of it computes, and what is not there any
-more a read finds out. The server decides what goes when it is full. While it does not answer it is left in peace for a while,
-and afterwards all is looked at again. A quota is kept by who writes, by the keys that he knows: what several write within a
-second may pass it until one of them writes again.
+    pages:2:IDENTITY:p:KEY   string   checksum 16 | time of writing 8, in ms | page; expires if not written or read for ttl_s
+    pages:2:IDENTITY:news    stream   {k: written keys, joined}, {d: deleted keys, joined}, {h: ""}: a worker started
+
+2 is the version of keys and values. IDENTITY is a digest of layout and secret; workers with another identity do not see these
+pages. KEY is a keyed digest after the tag of its cache salt, so neither names nor values reveal tokens.
+
+A worker learns the stored keys by one scan, and then by the news. Pages that it does not know are computed, and a read finds out
+if a page is gone. The server decides which pages it evicts when it is full. If the server does not respond, the worker pauses its
+calls, and scans again afterwards.
+
+The writing worker enforces a quota, by the keys that it knows. If several workers write within a second, they may exceed the
+quota until one of them writes again.
 """
 
 from __future__ import annotations
@@ -34,35 +39,37 @@ from services.worker.exec.tiers.known_keys import KnownKeys
 from services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
-VERSION = 2  # of keys and values; 1 had keys without a tag, and no time in values
+VERSION = 2  # version of keys and values; in version 1, keys had no tag and values no time
 CHECKSUM_BYTES = 16
 WRITTEN_BYTES = 8
-HEAD_BYTES = CHECKSUM_BYTES + WRITTEN_BYTES  # of a value, in front of the page
-TIMEOUT_S = 1.0  # in which something of an answer comes; of connecting
-CALL_S = 10.0  # of a read or write as a whole
-GROUP_BYTES = 1 << 20  # of pages in one command or answer
-MOST_KEYS = 1 << 20  # that are known here; the oldest are forgotten, not deleted
-SCANNED = 2048  # keys of one look
-NEWS_READ = 256  # entries, each with the keys of one write
-TOLD_AT_ONCE = 8192  # keys: the loop takes them in between two steps
-MOST_NEWS = 4096  # entries of the stream: who was away for longer looks at everything
-DELETED = 512  # keys of one command
+HEAD_BYTES = CHECKSUM_BYTES + WRITTEN_BYTES  # bytes of a value before the page
+TIMEOUT_S = 1.0  # limit for connecting, and for each part of a response
+CALL_S = 10.0  # limit for a whole read or write
+GROUP_BYTES = 1 << 20  # pages in one command or response
+MOST_KEYS = 1 << 20  # known keys of a worker, which forgets the oldest without deleting them
+SCANNED = 2048  # keys per SCAN
+NEWS_READ = 256  # entries of the stream per read; an entry has the keys of one write
+TOLD_AT_ONCE = 8192  # keys per call of news(), because the loop processes them between two steps
+MOST_NEWS = 4096  # entries of the stream; a worker that missed more of them scans again
+DELETED = 512  # keys per command
 _IDENTITY_BYTES = 16
 _FAILED = (redis.RedisError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A deletion that is not done. before_ms: of what was written until then; None: of all."""
+    """A deletion that is not finished."""
 
-    tag: bytes | None
-    before_ms: int | None
+    tag: bytes | None  # pages of this tag, None for all
+    before_ms: int | None  # pages written up to this time, None for all
 
     def takes(self, key: bytes, written_ms: int) -> bool:
         return self.tag in (None, tag_of(key)) and (self.before_ms is None or written_ms <= self.before_ms)
 
 
 class RedisPageStore:
+    """A PageStore in Redis or Valkey."""
+
     shared = True
 
     def __init__(
@@ -76,9 +83,20 @@ class RedisPageStore:
         salt_bytes: int = 0,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Connects when it is first called for, and whenever that is lost. ttl_s: after which a page goes that nobody has written
-        or read. identity: see above. salt_bytes: the quota, 0 for none. wall: seconds since 1970, for ages. Raises ValueError for
-        a URL that is none, and for a quota without room for a page."""
+        """Prepares a client, which connects at the first call and after a lost connection.
+
+        Args:
+            url: address of the server.
+            page_bytes: bytes of a page.
+            ttl_s: time after which a page expires that was not written or read.
+            identity: digest of layout and secret.
+            clock: rising seconds, for pauses.
+            salt_bytes: quota; 0 for none.
+            wall: seconds since 1970, for ages.
+
+        Raises:
+            ValueError: the URL is invalid, or the quota is smaller than a page.
+        """
         self.page_bytes = page_bytes
         self._value_bytes = HEAD_BYTES + page_bytes
         if 0 < salt_bytes < self._value_bytes:
@@ -91,9 +109,9 @@ class RedisPageStore:
         self._page_prefix, self._news_key = f"{prefix}p:".encode(), f"{prefix}news"
         self._known = KnownKeys(MOST_KEYS)
         self._lost: dict[bytes, None] = {}
-        self._untold: dict[bytes, bool] = {}  # whether it is held now, of keys of which nobody here has been told
-        self._pause, self._write_pause = WritePause(clock), WritePause(clock)  # while it does not answer; while it is full
-        self._last_news: str | None = None  # None: everything has to be looked at
+        self._untold: dict[bytes, bool] = {}  # changes that news() has not returned yet: whether the server has the key
+        self._pause, self._write_pause = WritePause(clock), WritePause(clock)  # if the server does not respond; if it is full
+        self._last_news: str | None = None  # last entry of the stream that was read, None if a scan is due
         self._due: list[_Due] = []
         self._corrupt_pages = self._failed_reads = self._failed_writes = 0
         self._over_quota_pages = self._deleted_pages = 0
@@ -112,11 +130,11 @@ class RedisPageStore:
                 self._failed_reads += len(wanted)
                 self._failed("pages were not read", error)
         if count < len(keys):
-            self._known.drop(keys[count])  # whoever has asked takes it to be gone: it is told anew, if it is not
+            self._known.drop(keys[count])  # the caller treats this page as lost; if it still exists, news() will report it again
         return count
 
     def _read(self, wanted: Sequence[bytes], room: memoryview) -> int:
-        """Raises what a server may do, and TimeoutError where all of it takes too long."""
+        """Reads pages. Raises the errors of the server, and TimeoutError if the whole read takes too long."""
         count, until = 0, self._clock() + CALL_S
         for keys in self._groups(wanted):
             with self._redis.pipeline(transaction=False) as pipeline:
@@ -157,7 +175,7 @@ class RedisPageStore:
         return Written(tuple(key for key in stored if key in self._known), tuple(dropped), held)
 
     def _write_ended(self, refusal: Exception | None) -> None:
-        if refusal is not None:  # it is full and nothing may go, say
+        if refusal is not None:  # for example, the server is full and may not evict
             self._failed_writes += 1
             if isinstance(refusal, redis.ReadOnlyError):
                 self._leave_server()
@@ -167,13 +185,26 @@ class RedisPageStore:
             self._write_pause.worked()
 
     def _write(self, fresh: Mapping[bytes, memoryview], stored: list[bytes], dropped: list[bytes]) -> Exception | None:
-        """stored: grows by what has been; dropped: by what is not known to be held any more. Returns why it is not all, where the
-        server has refused it. Raises as _read()."""
+        """Writes pages.
+
+        Args:
+            fresh: pages by key.
+            stored: gets the written keys appended.
+            dropped: gets the keys appended that the worker no longer knows as stored.
+
+        Returns:
+            The server's reason if it has refused a part, or None.
+
+        Raises:
+            TimeoutError: the whole write takes too long.
+            RedisError: the server has failed.
+        """
         until = self._clock() + CALL_S
         for tag, run in groupby(fresh, key=tag_of):
             keys = list(run)
             if self._salt_pages and tag != UNSALTED:
-                keys = keys[: self._salt_pages]  # of what is behind these nothing could be read without what is in front
+                # A prefix hit needs all earlier pages, so pages beyond the quota would be useless
+                keys = keys[: self._salt_pages]
                 self._make_room(tag, len(keys), dropped)
             for group in self._groups(keys):
                 refusal = self._write_group(group, fresh, stored, dropped)
@@ -185,7 +216,7 @@ class RedisPageStore:
     def _write_group(
         self, keys: Sequence[bytes], fresh: Mapping[bytes, memoryview], stored: list[bytes], dropped: list[bytes]
     ) -> Exception | None:
-        """As _write()."""
+        """Writes pages with one pipeline. Arguments, result and errors are those of _write()."""
         now_ms = int(self._wall() * 1000)
         written = max(now_ms, 0).to_bytes(WRITTEN_BYTES, "little")
         with self._redis.pipeline(transaction=False) as pipeline:
@@ -202,7 +233,7 @@ class RedisPageStore:
         return refusal
 
     def _make_room(self, tag: bytes, count: int, dropped: list[bytes]) -> None:
-        """Takes the oldest pages of a salt away that would be beyond its quota with so many more. Raises as _read()."""
+        """Evicts the oldest pages of a tag that exceed its quota after `count` more pages. Raises the errors of _read()."""
         over = self._known.num_of(tag) + count - self._salt_pages
         if over <= 0:
             return
@@ -214,7 +245,7 @@ class RedisPageStore:
         self._over_quota_pages += len(oldest)
 
     def _learn_ages(self, tag: bytes) -> list[bytes]:
-        """When pages of a salt were written that others wrote. Returns keys of those that have gone by themselves."""
+        """Fetches the times of writing of a tag's pages from other workers. Returns the keys of pages that have expired."""
         gone: list[bytes] = []
         unknown = self._known.of_no_age(tag)
         for at in range(0, len(unknown), DELETED):
@@ -227,7 +258,7 @@ class RedisPageStore:
         return gone
 
     def _ages(self, keys: Sequence[bytes]) -> list[int | None]:
-        """When they were written, in ms; None: they are not there, or are no pages."""
+        """Returns the times of writing in ms, None for a page that is missing or malformed."""
         with self._redis.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.getrange(self._page_prefix + key, CHECKSUM_BYTES, HEAD_BYTES - 1)
@@ -235,7 +266,7 @@ class RedisPageStore:
         return [int.from_bytes(each, "little") if len(each) == WRITTEN_BYTES else None for each in found]
 
     def _unlink(self, keys: Sequence[bytes]) -> int:
-        """Deletes them, and tells the others. Returns how many were there. Raises as _read()."""
+        """Deletes pages and reports it in the news. Returns the number of existing pages. Raises the errors of _read()."""
         count = 0
         for at in range(0, len(keys), DELETED):
             some = keys[at : at + DELETED]
@@ -247,7 +278,11 @@ class RedisPageStore:
         return count
 
     def _tell(self, what: str, keys: Sequence[bytes]) -> Exception | None:
-        """The others. Returns why they will not hear of it: they find it when they look at everything, or by reading."""
+        """Adds an entry to the news.
+
+        Returns:
+            The server's reason if it refuses the entry. Other workers then learn of the change by their next scan or by a read.
+        """
         try:
             self._redis.xadd(self._news_key, {what: b"".join(keys)}, maxlen=MOST_NEWS, approximate=True)
         except redis.ResponseError as error:
@@ -255,18 +290,20 @@ class RedisPageStore:
         return None
 
     def _groups(self, keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-        """So many that one answer, or one command, is not larger than that, but for a page that is."""
+        """Splits keys into groups of at most GROUP_BYTES of pages, or of one page."""
         at_once = max(1, GROUP_BYTES // self.page_bytes)
         return (keys[at : at + at_once] for at in range(0, len(keys), at_once))
 
     def _check_time(self, until: float) -> None:
-        """Each part may be within its time, and all of them be late."""
+        """Checks the time limit of a whole call, whose parts may each be in time. Raises TimeoutError."""
         if self._clock() > until:
             raise TimeoutError(f"{CALL_S} s were not enough")
 
     def news(self) -> News:
-        """What others have written and deleted since the last call; of much, a part of it at a time. Deletions that are due are
-        tried again."""
+        """Returns changes by other workers since the last call, at most TOLD_AT_ONCE keys.
+
+        Retries unfinished deletions first.
+        """
         if self._pause.over:
             try:
                 self._delete_due()
@@ -281,7 +318,10 @@ class RedisPageStore:
         return News(stored, tuple(key for key, is_held in told.items() if not is_held), bool(self._untold))
 
     def delete(self, which: Selection = ALL) -> Deleted:
-        """While the server does not answer it is due, and nothing is read or written meanwhile."""
+        """Deletes pages.
+
+        If the server does not respond, the deletion stays due, and nothing is read or written until it is done.
+        """
         before_ms = None if which.older_than_s is None else int((self._wall() - which.older_than_s) * 1000)
         if (due := _Due(which.tag, before_ms)) not in self._due:
             self._due.append(due)
@@ -297,7 +337,7 @@ class RedisPageStore:
         return Deleted(self._deleted_pages - before, tuple(dict.fromkeys(dropped)), pending)
 
     def _forget(self, which: Selection) -> list[bytes]:
-        """Keys that are meant, whatever becomes of the server; those of an age are not known."""
+        """Removes the selected keys from the known ones, before the server responds. A selection by age removes none."""
         if which.older_than_s is not None:
             return []
         dropped = [key for key in self._known if which.tag in (None, tag_of(key))]
@@ -307,7 +347,7 @@ class RedisPageStore:
         return dropped
 
     def _delete_due(self) -> list[bytes]:
-        """All in one look at everything. Returns keys that were held here. Raises what a server may do."""
+        """Runs all due deletions in one scan. Returns the deleted keys that were known. Raises the errors of the server."""
         if not self._due:
             return []
         due, dropped = list(self._due), list[bytes]()
@@ -320,7 +360,7 @@ class RedisPageStore:
         return dropped
 
     def _meant(self, keys: Sequence[bytes], due: Sequence[_Due]) -> list[bytes]:
-        """Raises what a server may do."""
+        """Returns those keys that a due deletion selects. Raises the errors of the server."""
         meant = {key for key in keys if any(each.before_ms is None and each.takes(key, 0) for each in due)}
         rest = [key for key in keys if key not in meant and any(each.tag in (None, tag_of(key)) for each in due)]
         written = zip(rest, self._ages(rest) if rest else (), strict=True)
@@ -339,13 +379,13 @@ class RedisPageStore:
         self._redis.close()
 
     def _look(self) -> None:
-        """Raises what a server may do."""
+        """Reads the news, or scans if entries were missed. Raises the errors of the server."""
         if self._last_news is None:
             self._look_at_all()
             return
         answer: Any = self._redis.xrange(self._news_key, min=self._last_news, count=NEWS_READ)
         entries: list[tuple[bytes, Mapping[bytes, bytes]]] = answer
-        if not entries or _text(entries[0][0]) != self._last_news:  # what was seen last is gone, and perhaps more behind it
+        if not entries or _text(entries[0][0]) != self._last_news:  # the last read entry was trimmed, and later ones may be, too
             self._look_at_all()
             return
         for number, entry in entries[1:]:
@@ -354,7 +394,7 @@ class RedisPageStore:
             self._change([key for key in _keys_in(entry.get(b"k", b"")) if key not in self._known], [])
 
     def _look_at_all(self) -> None:
-        """The news that come meanwhile are read again behind it."""
+        """Scans all keys. News that arrive during the scan are read again after it."""
         last, found = self._begun(), dict[bytes, None]()
         for some in self._scanned(SCANNED):
             found |= dict.fromkeys(some)
@@ -362,7 +402,10 @@ class RedisPageStore:
         self._last_news = last
 
     def _begun(self) -> str | None:
-        """The entry of the news to go on behind: of its own, so that there is one; of a full server the last one, if any."""
+        """Returns the entry of the news after which the next read begins.
+
+        It adds an entry, so that the stream has one. If the server is full, it returns the last existing entry, or None.
+        """
         try:
             return _text(self._redis.xadd(self._news_key, {"h": ""}, maxlen=MOST_NEWS, approximate=True))
         except redis.ResponseError:
@@ -370,7 +413,7 @@ class RedisPageStore:
             return _text(answer[0][0]) if answer else None
 
     def _scanned(self, at_once: int) -> Iterator[list[bytes]]:
-        """Keys of pages that are there; one that comes or goes meanwhile may be among them."""
+        """Yields the keys of stored pages. Pages that are written or deleted during the scan may be missing or included."""
         cursor = 0
         while True:
             answer: Any = self._redis.scan(cursor, match=self._page_prefix + b"*", count=at_once)
@@ -381,7 +424,7 @@ class RedisPageStore:
                 return
 
     def _change(self, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
-        """What others have done, to be told."""
+        """Records changes by other workers for news()."""
         for key in dropped:
             self._known.drop(key)
             self._untold[key] = False
@@ -389,7 +432,10 @@ class RedisPageStore:
         self._untold |= dict.fromkeys(self._known.add(stored, None), False)
 
     def _leave_server(self) -> None:
-        """The next command connects anew: the address may stand for another one by now, where this is no primary any more."""
+        """Closes the idle connections, so that the next command connects again.
+
+        The server may not be the primary any longer, and its address may lead to another server now.
+        """
         self._redis.connection_pool.disconnect(inuse_connections=False)
 
     def _failed(self, what: str, error: Exception) -> None:
@@ -400,7 +446,7 @@ class RedisPageStore:
 
 
 def page_client(url: str) -> redis.Redis:
-    """Connects with its first command. Raises ValueError if the URL is none, or asks for what is not to be asked for in one."""
+    """Returns a client that connects with its first command. Raises ValueError if the URL is invalid or has forbidden options."""
     client = redis.Redis.from_url(
         url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0), protocol=2
     )

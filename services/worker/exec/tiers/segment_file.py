@@ -1,7 +1,7 @@
-"""One segment: a file of records that is appended to until it is full, and read by slot. Single owner: SegmentStore.
+"""A segment: a file to which records are appended until it is full, and which is read by slot. Its single owner is SegmentStore.
 
-A segment is *open* while it has a descriptor to append with, and *sealed* once its index is on disk. It may be neither: full,
-but without an index, because that could not be written; whoever finds it so reads all of it (segment_recovery).
+A segment is *open* while it has a descriptor for appending, and *sealed* once its index is on disk. If the index could not be
+written, a full segment is neither. Recovery then reads the whole segment (segment_recovery).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.worker.exec.tiers.store_folder import StoreFolder
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlace:
-    """Where a segment is and how it is written."""
+    """The path and the format of a segment."""
 
     disk: Disk
     folder: StoreFolder
@@ -32,8 +32,7 @@ class SegmentPlace:
 
 
 class SegmentFile:
-    """keys: by slot, of the records; None where there is no whole one. index_bytes: of the index on disk, 0 without one.
-    charge: bytes that it takes up, with the index that it may come to have."""
+    """A segment on disk."""
 
     def __init__(
         self,
@@ -44,7 +43,16 @@ class SegmentFile:
         fd: int | None,
         index_bytes: int = 0,
     ) -> None:
-        """capacity: slots up to which it is appended to. fd: taken over; None if nothing is to be appended."""
+        """Takes over a file.
+
+        Args:
+            place: path and format.
+            head: content of the header.
+            keys: page key per slot, None if the slot has no whole record.
+            capacity: number of slots up to which records are appended.
+            fd: descriptor for appending, which the segment owns, None for a segment that is not appended to.
+            index_bytes: size of the index on disk; 0 without one.
+        """
         self._place = place
         self._header = place.format.header(head)
         self.head = head
@@ -52,7 +60,8 @@ class SegmentFile:
         self._fd = fd
         self.keys = keys
         self.index_bytes = index_bytes
-        self._own_from = self._kept_from = place.format.segment_bytes(len(keys))  # what was appended since, or by the last append
+        # Offsets: the first byte that this process has appended, and the first byte of the last append.
+        self._own_from = self._kept_from = place.format.segment_bytes(len(keys))
 
     @property
     def is_open(self) -> bool:
@@ -60,7 +69,7 @@ class SegmentFile:
 
     @property
     def room(self) -> int:
-        """Records that can be appended."""
+        """Number of records that can be appended."""
         return max(0, self._capacity - len(self.keys)) if self.is_open else 0
 
     @property
@@ -69,11 +78,19 @@ class SegmentFile:
 
     @property
     def charge(self) -> int:
+        """Bytes of the segment and of its index, whether the index exists or not."""
         return self._place.format.bytes_with_index(len(self.keys))
 
     def append(self, records: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Appends (key, page)s as far as one call of the disk takes them; returns how many. Raises OSError if it takes none; the
-        segment is as before, and what has been written behind it goes, or is overwritten, or cut off by whoever scans it."""
+        """Appends (page key, page) records, as many as one call of the disk takes.
+
+        Returns:
+            Number of appended records.
+
+        Raises:
+            OSError: the disk took no record. The segment is unchanged. Bytes written after its end are truncated, overwritten by
+                a later append, or removed by recovery.
+        """
         assert self._fd is not None and 0 < len(records) <= self.room, "there is room for what is appended"
         form = self._place.format
         end, parts = form.segment_bytes(len(self.keys)), list[bytes | memoryview]()
@@ -85,7 +102,7 @@ class SegmentFile:
             if whole == 0:
                 raise OSError(errno.ENOSPC, "no room for a page")
         except OSError:
-            with contextlib.suppress(OSError):  # see above; the error that counts is on its way
+            with contextlib.suppress(OSError):  # see above; the first error is raised
                 self._place.disk.truncate(self._fd, end)
             raise
         self.keys += [key for key, _ in records[:whole]]
@@ -94,15 +111,21 @@ class SegmentFile:
         return whole
 
     def _drop_cached(self, first: int) -> None:
-        """All from byte `first` on: what an append has just written is on its way then, what the one before has is forgotten.
-        Else files would take the memory of all else that the machine reads, and of the worker's own limit where it has one."""
+        """Drops the bytes from `first` on from the page cache.
+
+        The bytes of the last append are still on their way to the disk, so each append drops the bytes of the one before, too.
+        Otherwise segments would displace other files from the page cache, and would count against a memory limit of the worker.
+        """
         assert self._fd is not None, "what is appended to is open"
-        with contextlib.suppress(OSError):  # a file system that takes no advice keeps them
+        with contextlib.suppress(OSError):  # the file system ignores the advice
             self._place.disk.drop_cached(self._fd, first, self._place.format.segment_bytes(len(self.keys)) - first)
 
     def read(self, wanted: Sequence[tuple[bytes, int]], out: memoryview) -> tuple[int, OSError | None]:
-        """Reads (key, slot)s into `out`, a page each. Returns how many of the first are whole and the key's, and the error that
-        kept the next one from being read, if it was one."""
+        """Reads pages by (page key, slot) into `out`, one after another.
+
+        Returns:
+            The number of first pages that are whole and have the key, and the error that prevented the next read, or None.
+        """
         disk, form = self._place.disk, self._place.format
         head = bytearray(form.head_bytes)
         whole = 0
@@ -122,11 +145,11 @@ class SegmentFile:
         return whole, None
 
     def finish(self) -> None:
-        """Nothing is appended any more; the index is put beside it. Raises OSError if it cannot be: all else holds."""
+        """Ends appending and writes the index. If the index cannot be written, raises OSError; the segment stays usable."""
         assert self._fd is not None, "a segment is finished once"
         try:
             self._place.disk.sync(self._fd)
-            self._drop_cached(self._own_from)  # some may have been on its way to the disk when it was given up
+            self._drop_cached(self._own_from)  # bytes that were not on disk yet when they were dropped before
             self._write_index()
         finally:
             self.close()
@@ -151,13 +174,17 @@ class SegmentFile:
         folder.sync()
 
     def close(self) -> None:
-        """Nothing is appended any more. Idempotent."""
+        """Ends appending. May be called again."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self._place.disk.close(fd)
 
     def remove(self) -> None:
-        """Deletes it. Raises OSError if the file stays; it can then still be read, and is found without an index."""
+        """Deletes the files.
+
+        Raises:
+            OSError: the segment stays. It can still be read, and recovery finds it without an index.
+        """
         self.close()
         self._place.disk.unlink(self._place.folder.part(self._place.number))
         self._place.disk.unlink(self._place.folder.index(self._place.number))
@@ -166,7 +193,11 @@ class SegmentFile:
 
 
 def create(place: SegmentPlace, head: SegmentHead, capacity: int) -> SegmentFile:
-    """An empty one on disk, open. Raises OSError; a file that is there then has no header, and goes when it is found."""
+    """Creates an empty, open segment on disk.
+
+    Raises:
+        OSError: the header could not be written. Recovery deletes a remaining file, because it has no header.
+    """
     header, path = place.format.header(head), place.folder.segment(place.number)
     fd = place.disk.create(path, direct=place.format.is_direct)
     try:

@@ -1,14 +1,14 @@
-"""The bytes of a segment and of its index. Little-endian; a checksum is the xxh3-128 of all that stands before it.
+"""The bytes of a segment and of its index. Little-endian; a checksum is the xxh3-128 of all bytes before it.
 
     segment-00000012.kv       header 128 | record 0 | record 1 | ...          record: head 64 | page
     segment-00000012.index    header 40 | slots, uint32[n] | keys, [n, 40] | checksum 16
 
-A record stands at a slot: all of them have one size, so a bad one hides none behind it. Its head has the key and a checksum of
-key and page, seeded by the segment's header: a record counts in no file but its own, and so under one identity. All pages of a
-segment are of one tag, which its header names, and when the first of them was written.
+Records have equal sizes and are addressed by slot, so a damaged record hides no later one. A record's head has the page key and a
+checksum of key and page. The checksum is seeded by the segment's header, so a record is valid only in its own file and under one
+identity. All pages of a segment have one tag, which the header names, with the time of the first page.
 
-Where pages are large and made of whole blocks of a disk, header and head take up a block each, zeros in front of their checksums:
-what is written then begins and ends with a block, and needs no page cache.
+If pages are large and consist of whole disk blocks, header and head have one block each, with zeros before their checksums. Then
+every write begins and ends at a block, and can bypass the page cache.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import xxhash
 
 from services.worker.core.tiers.page_keys import KEY_BYTES, TAG_BYTES
 
-FORMAT_VERSION = 2  # of an index too
-BLOCK_VERSION = 3  # of segments of whole blocks
+FORMAT_VERSION = 2  # version of segments and indexes
+BLOCK_VERSION = 3  # version of segments of whole blocks
 MOST_IDENTITY_BYTES = 64
 HEADER_BYTES = 128
 HEAD_BYTES = 64
-BLOCK_BYTES = 4096  # of nearly all disks a multiple of their own
-DIRECT_PAGE_BYTES = 1 << 16  # from which a block for a head is little
-_BATCH_BYTES = 16 << 20  # of an append: one call of the system for small pages, and a large one is written while it is cached
-_BATCH_RECORDS = 256  # two parts each: half of what a call takes
+BLOCK_BYTES = 4096  # a multiple of the block size of nearly all disks
+DIRECT_PAGE_BYTES = 1 << 16  # from this size on, a block per head is a small cost
+# Largest append: one system call covers many small pages, and a large page is still in the CPU cache when it is written
+_BATCH_BYTES = 16 << 20
+_BATCH_RECORDS = 256  # a record has two parts; half of the parts that a call may have
 _HEADER = struct.Struct(
     f"<8sIIQQ64s{TAG_BYTES}sQ"
 )  # magic, version, length of the identity, page_bytes, number, identity, tag, began
@@ -42,12 +43,11 @@ _SLOT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class SegmentHead:
-    """What a segment's header says of it alone. began_ms: when its first page was written, or a moment before, by the wall clock
-    in ms."""
+    """The part of a header that differs between the segments of a store."""
 
-    number: int
-    tag: bytes
-    began_ms: int
+    number: int  # number in the file's name
+    tag: bytes  # tag of the cache salt of all pages
+    began_ms: int  # wall clock in ms, at or shortly before the first write of a page
 
 
 def index_bytes(records: int) -> int:
@@ -56,14 +56,14 @@ def index_bytes(records: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFormat:
-    """identity: at most 64 bytes, of whatever else decides what a page's bytes mean."""
+    """The format of all segments of a store."""
 
-    page_bytes: int
-    identity: bytes
+    page_bytes: int  # bytes of a page
+    identity: bytes  # at most 64 bytes; pages can be read under an equal identity only
 
     @property
     def is_direct(self) -> bool:
-        """All that is appended is of whole blocks."""
+        """Whether all appended parts consist of whole blocks."""
         return self.page_bytes >= DIRECT_PAGE_BYTES and self.page_bytes % BLOCK_BYTES == 0
 
     @property
@@ -79,24 +79,24 @@ class SegmentFormat:
         return self.head_bytes + self.page_bytes
 
     def segment_bytes(self, slots: int) -> int:
-        """Of a file with so many slots; where the next one begins."""
+        """Returns the size of a file with `slots` slots, which is the offset of the next slot."""
         return self.header_bytes + slots * self.record_bytes
 
     def bytes_with_index(self, slots: int) -> int:
         return self.segment_bytes(slots) + index_bytes(slots)
 
     def slots_within(self, size: int) -> int:
-        """The most slots of a segment that takes up at most `size` bytes, its index included; 0 if not one fits."""
+        """Returns the largest number of slots of a segment that takes at most `size` bytes with its index; 0 if none fits."""
         fixed = self.bytes_with_index(0)
         return max(0, size - fixed) // (self.bytes_with_index(1) - fixed)
 
     @property
     def records_at_once(self) -> int:
-        """That one append takes."""
+        """Largest number of records in one append."""
         return min(_BATCH_RECORDS, max(1, _BATCH_BYTES // self.record_bytes))
 
     def header(self, head: SegmentHead) -> bytes:
-        """bytes[header_bytes]: one of another identity, page size or version begins otherwise."""
+        """Returns bytes[header_bytes]. It differs for another identity, page size or version."""
         assert len(self.identity) <= MOST_IDENTITY_BYTES, "the header has room for the identity"
         fields = _HEADER.pack(
             b"RSTKVSEG",
@@ -112,13 +112,17 @@ class SegmentFormat:
         return padded + xxhash.xxh3_128_digest(padded)
 
     def head_of(self, header: bytes, number: int) -> SegmentHead | None:
-        """None: these bytes are not the whole header of a segment of this number, identity, page size and version."""
+        """Parses a header.
+
+        Returns:
+            None if the bytes are not a valid header for this number, identity, page size and version.
+        """
         *_, tag, began_ms = _HEADER.unpack_from(header)
         head = SegmentHead(number, tag, began_ms)
         return head if self.header(head) == header else None
 
     def record_head(self, header: bytes, key: bytes, page: memoryview) -> bytes:
-        """bytes[head_bytes]: what stands before `page` in the segment that begins with `header`, if it is whole and the key's."""
+        """Returns bytes[head_bytes], the valid head of a record with this key and page in a segment with this header."""
         assert len(key) == KEY_BYTES, "a key is as long as keys are"
         fields = _HEAD.pack(b"RSTKVREC", key).ljust(self.head_bytes - _CHECKSUM_BYTES, b"\0")
         seed = int.from_bytes(header[-8:], "little")
@@ -130,7 +134,13 @@ def key_of(head: bytes | bytearray) -> bytes:
 
 
 def pack_index(header: bytes, size: int, records: Mapping[int, bytes]) -> bytes:
-    """The index of the segment that begins with `header` and has `size` bytes. records: keys by slot."""
+    """Returns the index of a segment.
+
+    Args:
+        header: the segment's header.
+        size: bytes of the segment.
+        records: page keys by slot.
+    """
     fields = _INDEX.pack(b"RSTKVIDX", FORMAT_VERSION, len(records), size, header[-_CHECKSUM_BYTES:])
     body = fields + np.fromiter(records, "<u4", len(records)).tobytes() + b"".join(records.values())
     packed = body + xxhash.xxh3_128_digest(body)
@@ -139,7 +149,11 @@ def pack_index(header: bytes, size: int, records: Mapping[int, bytes]) -> bytes:
 
 
 def unpack_index(packed: bytes, header: bytes, size: int) -> dict[int, bytes] | None:
-    """Keys by slot; None if these bytes are not the whole index of the segment that begins with `header` and has `size` bytes."""
+    """Parses an index.
+
+    Returns:
+        Page keys by slot, None if the bytes are not a valid index of a segment with this header and size.
+    """
     body, checksum = packed[:-_CHECKSUM_BYTES], packed[-_CHECKSUM_BYTES:]
     if len(packed) < index_bytes(0) or xxhash.xxh3_128_digest(body) != checksum:
         return None

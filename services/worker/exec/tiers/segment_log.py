@@ -1,4 +1,4 @@
-"""The segments that hold one tag's pages, so that these are counted, and go, without any other's. Single owner: SegmentStore."""
+"""The segments of one tag, so that its pages can be counted and deleted separately. The single owner is SegmentStore."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from services.worker.exec.tiers.segment_format import SegmentFormat
 
 
 class SegmentLog:
-    """segments: oldest first; the last one may be open. capacity: slots of one that is made. num_bytes: their charges."""
+    """The segments of one tag."""
 
     def __init__(self, form: SegmentFormat, capacity: int) -> None:
+        """Starts without segments.
+
+        Args:
+            form: format of the segments.
+            capacity: slots of a new segment.
+        """
         self._form = form
         self.capacity = capacity
-        self.segments: list[SegmentFile] = []
-        self.num_bytes = 0
+        self.segments: list[SegmentFile] = []  # oldest first; only the last one may be open
+        self.num_bytes = 0  # sum of the segments' charges
 
     def add(self, segment: SegmentFile) -> None:
         self.segments.append(segment)
@@ -26,7 +32,7 @@ class SegmentLog:
         self.num_bytes -= segment.charge
 
     def append(self, records: Sequence[tuple[bytes, memoryview]]) -> int:
-        """To the one that is writable, as it does."""
+        """Appends records to the writable segment, with the result and errors of SegmentFile.append()."""
         segment = self.segments[-1]
         before = segment.charge
         count = segment.append(records)
@@ -35,11 +41,15 @@ class SegmentLog:
 
     @property
     def writable(self) -> SegmentFile | None:
-        """That has room for a page."""
+        """The last segment if it has a free slot, otherwise None."""
         return self.segments[-1] if self.segments and self.segments[-1].room else None
 
     def next_append(self, records: int) -> tuple[int, int]:
-        """Of so many records: how many one append takes, and the bytes by which the log grows with them."""
+        """Returns the number of records that one append takes, and the bytes by which the log grows.
+
+        Args:
+            records: number of records to append.
+        """
         segment, most = self.writable, min(records, self._form.records_at_once)
         if segment is None:
             count = min(most, self.capacity)

@@ -1,4 +1,4 @@
-"""A segment as a process finds it: by its index, or where that is missing or not its own, by its records."""
+"""Recovers a segment after a start: by its index, or, if the index is missing or invalid, by its records."""
 
 from __future__ import annotations
 
@@ -12,27 +12,35 @@ from services.worker.exec.tiers.segment_format import index_bytes, key_of, unpac
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """segment: None if the file is of another identity, page size or version, or cannot be told from one. corrupt, failed: slots
-    that are not what was written, or that an error kept from being read."""
+    """The result of a recovery."""
 
-    segment: SegmentFile | None
-    corrupt: int = 0
-    failed: int = 0
+    segment: SegmentFile | None  # the segment, None for another identity, page size or version, or without a valid header
+    corrupt: int = 0  # slots whose bytes differ from the written ones
+    failed: int = 0  # slots that could not be read because of an error
 
 
 @dataclass(slots=True)
 class _Scan:
-    """keys: up to the last whole record."""
+    """The result of reading all records."""
 
-    keys: list[bytes | None]
+    keys: list[bytes | None]  # page keys by slot, up to the last whole record, None for a damaged one
     corrupt: int = 0
     failed: int = 0
 
 
 def recover(place: SegmentPlace, capacity: Callable[[bytes], int]) -> Recovered:
-    """With a whole index the segment is sealed, and its pages are left to be checked when they are read. Else every page is read
-    and checked, what stands behind the last whole one is cut off, and the segment is open. capacity: slots of a segment, by its
-    tag. Raises OSError."""
+    """Recovers a segment.
+
+    With a valid index, the segment is sealed, and its pages are checked when they are read. Otherwise, all pages are read and
+    checked, the bytes after the last whole record are cut off, and the segment is open.
+
+    Args:
+        place: path and format.
+        capacity: slots of a segment, by tag.
+
+    Raises:
+        OSError: the file cannot be opened or truncated.
+    """
     disk = place.disk
     fd = disk.open(place.folder.segment(place.number), writable=True)
     with ExitStack() as stack:
@@ -63,7 +71,7 @@ def _whole_slots(place: SegmentPlace, size: int) -> int:
 
 
 def _indexed(place: SegmentPlace, header: bytes, size: int) -> dict[int, bytes] | None:
-    """Keys by slot, as the index has them; None without a whole one of the segment and this size."""
+    """Returns page keys by slot from the index, None without a valid index for this segment and size."""
     disk = place.disk
     try:
         fd = disk.open(place.folder.index(place.number), writable=False)
@@ -72,13 +80,13 @@ def _indexed(place: SegmentPlace, header: bytes, size: int) -> dict[int, bytes] 
             read = disk.read(fd, [packed], 0)
         finally:
             disk.close(fd)
-    except OSError:  # there is none, or none that can be read: the records say the same
+    except OSError:  # the index is missing or unreadable; the records have the same information
         return None
     return unpack_index(bytes(packed[:read]), header, size)
 
 
 def _scanned(place: SegmentPlace, header: bytes, fd: int, slots: int) -> _Scan:
-    """Reads every page. A record that is bad takes no other with it."""
+    """Reads and checks all pages. A damaged record does not affect the others."""
     form = place.format
     head, page = bytearray(form.head_bytes), memoryview(bytearray(form.page_bytes))
     scan, bad = _Scan([]), 0

@@ -1,13 +1,13 @@
-"""The file tier: pages of KV by key in segment files, which outlive the process. A PageStore; single owner, one thread.
+"""The file tier: KV pages by page key in segment files that outlive the process. A PageStore of a single owner, on one thread.
 
-Pages are appended to one segment at a time for each tag, and a segment is of one tag alone: so the pages of one salt are
-counted, and deleted, by file. The oldest segment goes, whole, when the next pages have no room under the cap; the oldest of the
-tag's own where that has no room under its quota. Which page is where is in memory alone: indexes and records are read when the
-store is opened, and quotas are reckoned anew. An error of the disk ends a write, which is then paused for a while, and never a
-read of what is there.
+For each tag, pages are appended to one segment at a time, and a segment has pages of one tag only. So the pages of one cache salt
+can be counted and deleted by file. If new pages would exceed the cap, the oldest segment is deleted as a whole. If they would
+exceed the quota of their tag, the oldest segment of the tag is deleted. The positions of pages are in memory only: when the store
+is opened, indexes and records are read, and quotas are computed again. A disk error ends a write and pauses further writes, but
+never affects reads of stored pages.
 
-The process may die at any call: what is found then is whole segments, some with a torn end, and perhaps some without an index.
-Nothing but the end of a segment is synced; after a power cut checksums tell pages from what never reached the disk.
+The process may die at any call. The next start then finds whole segments, some with a torn end, perhaps some without an index.
+Only finished segments are synced. After a power cut, checksums detect pages that never reached the disk.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from services.worker.exec.tiers.store_folder import StoreFolder, StoreUnusable
 from services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
-Place = tuple[SegmentFile, int]  # a segment and a slot
-LEAST_SEGMENTS = 4  # under the cap, and under a quota that has room for them, so that the loss of one leaves most pages
-SALTED_BYTES = 32 << 20  # of a segment with a salt: there may be many of them that have no index yet
-MOST_OPEN = 64  # segments without an index, which have to be read whole when the store is opened
-MOST_PAGE_BYTES = 1 << 30  # of the 2 GiB that Linux writes at a time
+Place = tuple[SegmentFile, int]  # segment and slot
+# Smallest number of segments under the cap, or under a sufficient quota, so that deleting one keeps most pages
+LEAST_SEGMENTS = 4
+SALTED_BYTES = 32 << 20  # largest segment with a salt, because many such segments may have no index yet
+MOST_OPEN = 64  # segments without an index, because opening the store reads such segments as a whole
+MOST_PAGE_BYTES = 1 << 30  # Linux writes at most 2 GiB per call
 
 
 class SegmentStore:
-    """Its files take up no more than max_bytes at any moment, by their sizes. A segment of another identity, page size or version
-    is deleted when the store is opened, and its number logged."""
+    """A store whose files never take more than max_bytes, by their sizes.
+
+    Opening the store deletes segments of another identity, page size or version, and logs their number.
+    """
 
     shared = False
 
@@ -59,9 +62,25 @@ class SegmentStore:
         wall: Callable[[], float] = time.time,
         disk: Disk | None = None,
     ) -> None:
-        """segment_bytes: of a file, about; less where the cap asks for it, and room for one page at least. identity: at most 64
-        bytes. salt_bytes: the quota, 0 for none. clock: seconds, for pauses. wall: seconds since 1970, for ages. Raises
-        StoreBusy, StoreUnusable, and ValueError where the cap has no room for four segments of a page, or a quota for one."""
+        """Locks the folder and recovers the segments.
+
+        Args:
+            folder: folder of the store.
+            page_bytes: bytes of a page.
+            max_bytes: the cap.
+            segment_bytes: approximate size of a segment, smaller if the cap requires it, with at least one page.
+            identity: at most 64 bytes.
+            salt_bytes: quota of a tag; 0 for none.
+            clock: rising seconds, for pauses.
+            wall: seconds since 1970, for ages.
+            disk: the file system, None for the machine's.
+
+        Raises:
+            StoreBusy: another store has the folder.
+            StoreUnusable: the folder cannot be used.
+            ValueError: the cap cannot hold four segments of a page, the quota cannot hold a page, or page size or identity are
+                invalid.
+        """
         if not 0 < page_bytes <= MOST_PAGE_BYTES:
             raise ValueError(f"a page has between 1 and {MOST_PAGE_BYTES} bytes, not {page_bytes}")
         if len(identity) > MOST_IDENTITY_BYTES:
@@ -74,17 +93,17 @@ class SegmentStore:
         self._disk = disk or Disk()
         self._pause, self._wall = WritePause(clock), wall
         self._segments: list[SegmentFile] = []  # oldest first
-        self._logs: dict[bytes, SegmentLog] = {}  # the same, by tag; none is empty
-        self._open: dict[SegmentFile, None] = {}  # that have room, the one that was appended to last behind
-        self._leftovers: list[SegmentFile] = []  # that hold nothing, and an error kept from being deleted
-        self._unread: list[int] = []  # numbers of files that an error kept from being read
-        self._deletes_unread = False  # a deletion meant them, and an error kept them from it
-        self._places: dict[bytes, Place] = {}  # by key, oldest first
+        self._logs: dict[bytes, SegmentLog] = {}  # the same segments by tag; no log is empty
+        self._open: dict[SegmentFile, None] = {}  # segments with free slots, the last one used at the end
+        self._leftovers: list[SegmentFile] = []  # deleted segments whose files could not be deleted
+        self._unread: list[int] = []  # numbers of files that could not be read
+        self._deletes_unread = False  # a deletion included the unread files and has failed
+        self._places: dict[bytes, Place] = {}  # by page key, oldest first
         self._lost: dict[bytes, None] = {}
         self._corrupt_pages = self._failed_reads = self._failed_writes = 0
         self._over_quota_pages = self._deleted_pages = 0
-        self._num_charged = 0  # bytes that all segments may come to have
-        self._num_on_disk = 0  # bytes of all files, leftovers among them
+        self._num_charged = 0  # sum of the segments' charges
+        self._num_on_disk = 0  # bytes of all files, leftovers included
         self._next_number = 0
         self._folder = StoreFolder(folder, self._disk)
         try:
@@ -167,7 +186,7 @@ class SegmentStore:
             place = SegmentPlace(self._disk, self._folder, self._format, number)
             try:
                 found = recover(place, self._capacity_of)
-            except OSError as error:  # of one file: the others may be whole
+            except OSError as error:  # concerns one file; the others may be readable
                 self._failed_reads += 1
                 self._unread.append(number)
                 logger.warning("a segment cannot be read", extra=fields(number=number, error=str(error)))
@@ -187,7 +206,7 @@ class SegmentStore:
             logger.warning(text, extra=fields(segments=foreign))
 
     def _take(self, segment: SegmentFile) -> None:
-        """A segment that was found, newer than those before it: of a key that is in several, the newest page counts."""
+        """Adds a recovered segment, which is newer than the ones before. The newest page of a key counts."""
         before = self._log(segment.head.tag).writable
         self._add(segment)
         for slot, key in enumerate(segment.keys):
@@ -202,7 +221,16 @@ class SegmentStore:
             self._finish_found(next(iter(self._open)))
 
     def _append(self, tag: bytes, records: Sequence[tuple[bytes, memoryview]], dropped: list[bytes]) -> None:
-        """dropped: grows by the keys that go. Raises OSError; what has been appended by then is held."""
+        """Appends records of one tag.
+
+        Args:
+            tag: tag of all records.
+            records: (page key, page) pairs.
+            dropped: gets the keys of evicted pages appended.
+
+        Raises:
+            OSError: the disk has failed. Records appended before stay stored.
+        """
         at = 0
         while at < len(records):
             segment = self._writable(tag, len(records) - at, dropped)
@@ -220,7 +248,11 @@ class SegmentStore:
                 self._finish(segment)
 
     def _writable(self, tag: bytes, records: int, dropped: list[bytes]) -> SegmentFile:
-        """One of the tag's with room for a page, and for as many of so many records as one append takes. Raises OSError."""
+        """Returns a segment of the tag with a free slot, after evicting enough for the next append of `records` records.
+
+        Raises:
+            OSError: the disk has failed.
+        """
         while self._makes_room(tag, self._log(tag).next_append(records)[1], dropped):
             pass
         segment = self._log(tag).writable
@@ -235,8 +267,19 @@ class SegmentStore:
         return segment
 
     def _makes_room(self, tag: bytes, size: int, dropped: list[bytes]) -> bool:
-        """Deletes what is left over, and the oldest segment, if `size` bytes more of that tag are beyond its quota or the cap:
-        whether one was, and it is to be asked again. dropped: grows by its keys. Raises OSError."""
+        """Deletes leftovers, and the oldest segment if `size` more bytes of the tag would exceed its quota or the cap.
+
+        Args:
+            tag: tag of the new pages.
+            size: bytes to be added.
+            dropped: gets the keys of evicted pages appended.
+
+        Returns:
+            Whether a segment was deleted. The caller then calls again.
+
+        Raises:
+            OSError: a file could not be deleted.
+        """
         self._clear()
         log = self._logs.get(tag)
         over = log is not None and tag != UNSALTED and 0 < self._salt_bytes < log.num_bytes + size
@@ -258,7 +301,7 @@ class SegmentStore:
         return self._capacity if tag == UNSALTED else self._salted_capacity
 
     def _log(self, tag: bytes) -> SegmentLog:
-        """Of a tag that has none, an empty one, which nobody keeps."""
+        """Returns the log of a tag, or a new, unregistered one."""
         return self._logs.get(tag) or SegmentLog(self._format, self._capacity_of(tag))
 
     def _add(self, segment: SegmentFile) -> None:
@@ -271,7 +314,7 @@ class SegmentStore:
             self._open[segment] = None
 
     def _drop(self, segment: SegmentFile) -> list[bytes]:
-        """It is none of the store's any more. Returns the keys that it held."""
+        """Removes a segment from the store's tables. Returns the keys of its pages."""
         tag = segment.head.tag
         self._segments.remove(segment)
         self._logs[tag].drop(segment)
@@ -285,7 +328,7 @@ class SegmentStore:
         return held
 
     def _finish(self, segment: SegmentFile) -> None:
-        """Raises OSError; nothing is appended to it any more all the same."""
+        """Ends appending to a segment and writes its index. Raises OSError, but appending has ended even then."""
         self._open.pop(segment, None)
         with self._measured(segment):
             segment.finish()
@@ -297,12 +340,18 @@ class SegmentStore:
             self._write_failed("an index was not written", error)
 
     def _lose(self, segment: SegmentFile, key: bytes, error: OSError | None) -> None:
-        """A read has found no whole page. error: that kept it from being read, if it was one."""
+        """Forgets a page that a read found damaged or unreadable, or all pages of a segment whose file is gone.
+
+        Args:
+            segment: segment of the page.
+            key: page key.
+            error: error of the read, or None for a damaged page.
+        """
         if error is None:
             self._corrupt_pages += 1
         else:
             self._failed_reads += 1
-        if isinstance(error, FileNotFoundError):  # somebody has deleted the file
+        if isinstance(error, FileNotFoundError):  # the file was deleted from outside
             self._lost.update(dict.fromkeys(self._drop(segment)))
             self._leftovers.append(segment)
             try:
@@ -315,8 +364,11 @@ class SegmentStore:
             self._lost[key] = None
 
     def _clear(self) -> None:
-        """Files that hold nothing, and if a deletion meant them those of which nobody knows what they hold. Raises OSError for
-        the first that stays, when all have been tried."""
+        """Deletes the files of leftovers, and unread files if a deletion included them.
+
+        Raises:
+            OSError: a file stays. All others have been tried.
+        """
         failed: OSError | None = None
         for segment in list(self._leftovers):
             try:
@@ -335,14 +387,14 @@ class SegmentStore:
         self._deletes_unread = False
 
     def _remove(self, segment: SegmentFile) -> None:
-        """Its file. Raises OSError if that stays."""
+        """Deletes the files of a segment. Raises OSError if the segment stays."""
         with self._measured(segment):
             segment.remove()
         self._num_on_disk -= segment.bytes_on_disk
 
     @contextmanager
     def _measured(self, segment: SegmentFile) -> Iterator[None]:
-        """Its size changes, whatever is raised."""
+        """Updates the sums after the segment's size has changed, even after an exception."""
         charge, size = segment.charge, segment.bytes_on_disk
         try:
             yield
@@ -361,7 +413,7 @@ class SegmentStore:
 
 
 def _capacity(form: SegmentFormat, max_bytes: int, segment_bytes: int) -> int:
-    """Slots of a segment. Raises ValueError where the cap has no room for enough segments."""
+    """Returns the slots of a segment. Raises ValueError if the cap cannot hold LEAST_SEGMENTS segments of a page."""
     most = form.slots_within(max_bytes // LEAST_SEGMENTS)
     if most == 0:
         least = LEAST_SEGMENTS * form.bytes_with_index(1)
@@ -370,7 +422,7 @@ def _capacity(form: SegmentFormat, max_bytes: int, segment_bytes: int) -> int:
 
 
 def _salted_capacity(form: SegmentFormat, capacity: int, salt_bytes: int) -> int:
-    """The same of a segment with a salt. Raises ValueError where a quota has no room for a page."""
+    """Returns the slots of a segment with a salt. Raises ValueError if the quota cannot hold a page."""
     if 0 < salt_bytes < form.bytes_with_index(1):
         raise ValueError(f"a quota of {salt_bytes} bytes has no room for a page: {form.bytes_with_index(1)} is the least")
     size = min(SALTED_BYTES, salt_bytes // LEAST_SEGMENTS) if salt_bytes else SALTED_BYTES
@@ -378,18 +430,21 @@ def _salted_capacity(form: SegmentFormat, capacity: int, salt_bytes: int) -> int
 
 
 def _is_meant(head: SegmentHead, tag: bytes | None, before_ms: int | None) -> bool:
-    """A segment's first page is its oldest: with it the younger ones go."""
+    """Returns whether a deletion selects a segment.
+
+    The first page of a segment is its oldest one, and the younger pages are deleted with it.
+    """
     return tag in (None, head.tag) and (before_ms is None or head.began_ms <= before_ms)
 
 
 def _by_tag(records: Iterable[tuple[bytes, memoryview]]) -> Iterator[tuple[bytes, list[tuple[bytes, memoryview]]]]:
-    """Those of neighbours together, in their order."""
+    """Groups adjacent records of equal tags, in their order."""
     for tag, run in groupby(records, key=lambda record: tag_of(record[0])):
         yield tag, list(run)
 
 
 def _runs(places: dict[bytes, Place], keys: Iterable[bytes]) -> Iterator[tuple[SegmentFile, list[tuple[bytes, int]]]]:
-    """(key, slot)s of the first keys that are held, those of neighbours in one segment together."""
+    """Yields (page key, slot) pairs of the first keys that are stored, grouped by adjacent segments."""
     held = takewhile(lambda key: key in places, keys)
     for segment, run in groupby(held, key=lambda key: places[key][0]):
         yield segment, [(key, places[key][1]) for key in run]

@@ -1,4 +1,4 @@
-"""The folder of a store: made, locked for the store's life, and swept of what a death left half done."""
+"""The folder of a segment store: created, locked while the store is open, and cleared of unfinished files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ _PRIVATE = 0o700
 
 
 class StoreBusy(ValueError):
-    """Another store has the folder."""
+    """Raised if another store has the folder."""
 
 
 class StoreUnusable(ValueError):
-    """The folder cannot be made, is not ours, or does not let itself be written."""
+    """Raised if the folder cannot be created, belongs to another user, or cannot be written."""
 
 
 class StoreFolder:
-    """Has mode 0700. Files of other names in it are left alone. A forked child that executes nothing shares the lock."""
+    """A locked folder with mode 0700.
+
+    Files with other names in it stay untouched. A forked child that executes no other program shares the lock.
+    """
 
     def __init__(self, path: Path, disk: Disk) -> None:
-        """Raises StoreBusy, StoreUnusable."""
+        """Creates and locks the folder. Raises StoreBusy or StoreUnusable."""
         self.path = path
         self._disk = disk
         try:
@@ -51,11 +54,11 @@ class StoreFolder:
         return self.path / f"segment-{number:08d}.index"
 
     def part(self, number: int) -> Path:
-        """Where an index is written, before it has its name."""
+        """Returns the path at which an index is written before it is renamed."""
         return self.path / f"segment-{number:08d}.index.part"
 
     def sweep(self) -> list[int]:
-        """Deletes indexes that are half written or have no segment. Returns the numbers of segments, rising."""
+        """Deletes unfinished indexes and indexes without a segment. Returns the numbers of the segments, rising."""
         names = [path.name for path in self.path.iterdir()]
         numbers = sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
         there = set(numbers)
@@ -65,7 +68,7 @@ class StoreFolder:
         return numbers
 
     def sync(self) -> None:
-        """Returns when a power cut takes no name in it."""
+        """Returns when the names in the folder survive a power cut."""
         fd = self._disk.open(self.path, writable=False)
         try:
             self._disk.sync(fd)
@@ -73,5 +76,5 @@ class StoreFolder:
             self._disk.close(fd)
 
     def close(self) -> None:
-        """Another store may have the folder. What is in it stays."""
+        """Releases the lock. The files stay."""
         self._disk.close(self._lock)

@@ -1,4 +1,4 @@
-"""How long a disk that has failed is left in peace."""
+"""Pauses the writes to a store after a failure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ MOST_SECONDS = 300.0
 
 
 class WritePause:
-    """Doubles from failure to failure, up to five minutes, until something has worked. clock: seconds, rising."""
+    """A pause that doubles with each failure, from one second up to five minutes. A success resets it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        """Starts without a pause.
+
+        Args:
+            clock: rising seconds.
+        """
         self._clock = clock
         self._seconds = 0.0
         self._until = 0.0
@@ -21,7 +26,7 @@ class WritePause:
         return self._seconds == 0.0 or self._clock() >= self._until
 
     def failed(self) -> float:
-        """Begins a pause; returns its seconds."""
+        """Begins a pause and returns its length in seconds."""
         self._seconds = min(max(FIRST_SECONDS, 2 * self._seconds), MOST_SECONDS)
         self._until = self._clock() + self._seconds
         return self._seconds
