@@ -1,9 +1,8 @@
-"""Pages that come into the pools layer by layer beside the steps, and who waits for them.
+"""Layer-wise loads of pages into the pools, and the steps that wait for them.
 
-The core hears of a load before its last bytes are there. Whoever may use its pages from then on has them in a slot's table, by an
-update of a step that is launched later: that step waits for each layer as it comes to it, and all that is behind it on the
-forward stream finds them there. Whoever else reads or writes pages, of the pools or of the memory that they come from, settles
-first.
+The core gets the fact of a load before its last bytes have arrived. From then on, a step may have these pages in its tables. The
+first such step waits on the forward stream for each layer before it reads it. Later work on the forward stream then finds the
+pages complete. All other readers and writers of these pages, or of the memory that they come from, call settle() first.
 """
 
 from __future__ import annotations
@@ -17,19 +16,22 @@ import numpy as np
 from services.worker.core.contracts.transfers import I32
 from services.worker.exec.streams.cuda_streams import Arrival
 
-MOST_GROUPS = 16  # that a load is cut into: each costs a launch, and an event
+MOST_GROUPS = 16  # groups of layers per load; each costs a launch and an event
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Layers of all pools, by their number there, in the order in which they come. of: the group of each layer."""
+    """The groups of layers in which a load arrives. Layers are numbered across all pools."""
 
-    layers: tuple[tuple[int, ...], ...]
-    of: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]  # layers of each group, in the order of arrival
+    of: tuple[int, ...]  # group of each layer
 
     @classmethod
     def for_pools(cls, num_layers: Sequence[int]) -> LayerGroups:
-        """num_layers: of each pool. The first pool's layers come last: what drafts computes ahead of the model."""
+        """Returns the groups for pools with these numbers of layers.
+
+        The first pool's layers come last, because a draft model computes with its own pool before the target runs.
+        """
         total, first = sum(num_layers), num_layers[0]
         assert total, "pools have layers"
         order = [*range(first, total), *range(first)]
@@ -43,12 +45,12 @@ class LayerGroups:
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """next: the first group that no step has waited for: where that is none, all later steps are behind it."""
+    """A load that is not known to be complete."""
 
     pages: I32
     groups: LayerGroups
     arrival: Arrival
-    next: int = 0
+    next: int = 0  # first group that no step has waited for; if there is no such group, all later steps run after the load
 
     @property
     def count(self) -> int:
@@ -61,7 +63,7 @@ class _Coming:
 
 
 class Arrivals:
-    """add() and settle() are called on any thread, all else where steps are launched."""
+    """The loads that steps may have to wait for. Any thread may call add() and settle(), the launching thread everything else."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,17 +71,17 @@ class Arrivals:
         self._awaited: list[_Coming] = []
 
     def add(self, pages: I32, groups: LayerGroups, arrival: Arrival) -> None:
-        """Before the core hears that they have come."""
+        """Registers a load, before its fact is reported to the core."""
         with self._lock:
             self._coming = (*(each for each in self._coming if not each.arrival.is_over), _Coming(pages, groups, arrival))
 
     def settle(self) -> None:
-        """Blocks until all that was added is there. Raises NeverCame."""
+        """Blocks until all registered loads are complete. Raises NeverCame."""
         for each in self._coming:
             each.arrival.settle(each.count - 1)
 
     def expect(self, pages: I32) -> None:
-        """The step that is launched next is the first with these pages in its tables."""
+        """Declares that the next launched step is the first one with these pages in its tables."""
         if not self._coming:
             return
         with self._lock:
@@ -88,12 +90,15 @@ class Arrivals:
         self._awaited += [each for each in coming if np.isin(pages, each.pages).any()]
 
     def wait(self, layer: int) -> None:
-        """What is launched next reads this layer, by its number in all pools."""
+        """Makes the forward stream wait for a layer, numbered across all pools, before the next launch reads it."""
         for each in self._awaited:
             each.wait(each.groups.of[layer])
 
     def wait_all(self) -> None:
-        """What is launched next reads any of them, or the step is launched: later ones find all there."""
+        """Makes the forward stream wait for all layers.
+
+        Called before a launch that reads any layer, and after the step's launches.
+        """
         while self._awaited:
             self._awaited[-1].wait(self._awaited[-1].count - 1)
             self._awaited.pop()

@@ -1,4 +1,4 @@
-"""From hidden states to one vector per request: pooling over chunks, cut, normalisation. Called where steps are launched."""
+"""Turns hidden states into one vector per request: pooling over chunks, cut, normalisation. Called by the launching thread."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class PoolingKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """What the model's files say. normalize: to length 1, unless the request says otherwise."""
+    """The pooling of a model, from its files."""
 
     kind: PoolingKind
-    normalize: bool
+    normalize: bool  # scale vectors to length 1, unless the request chooses otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """By row of the plan. vectors: float32[dimensions]; a row stands in one of the two."""
+    """The vectors of a step, by row of the plan. A row is in one of the two dictionaries."""
 
-    vectors: dict[int, NDArray[np.float32]]
+    vectors: dict[int, NDArray[np.float32]]  # float32[dimensions]
     faults: dict[int, RowFault]
 
 
 def embedded(vectors: Mapping[int, Tensor]) -> Embedded:
-    """vectors: on the host. One that is not finite is a fault."""
+    """Returns the vectors, which are on the host. A row whose vector is not finite becomes a fault."""
     sound = {row: bool(vector.isfinite().all()) for row, vector in vectors.items()}
     return Embedded(
         {row: vector.numpy() for row, vector in vectors.items() if sound[row]},
@@ -50,17 +50,20 @@ def embedded(vectors: Mapping[int, Tensor]) -> Embedded:
 
 @dataclass(slots=True)
 class _Pooled:
-    """One slot's prompt so far. total: float32[hidden], of the tokens that count; None before the first of them. end: position
-    after the last of them, so that a step that is computed again adds nothing twice."""
+    """The sum over one slot's prompt so far."""
 
     params: EmbeddingParams
-    total: Tensor | None = None
-    count: int = 0
-    end: int = 0
+    total: Tensor | None = None  # float32[hidden], sum of the tokens that count, None before the first one
+    count: int = 0  # number of tokens in the sum
+    end: int = 0  # position after the last token in the sum, so that a repeated step adds nothing twice
 
     def add(self, states: Tensor, in_order: bool) -> None:
-        """states: [tokens, hidden], in the model dtype. in_order: one after the other, so that where a prompt was cut changes
-        no bit of the sum."""
+        """Adds states of tokens.
+
+        Args:
+            states: [tokens, hidden] in the model dtype.
+            in_order: add one token after the other, so that the cut of a prompt into chunks does not change the bits of the sum.
+        """
         assert states.dim() == 2 and len(states) > 0, "tokens that count"
         if in_order:
             summed = states.new_zeros(states.shape[1], dtype=torch.float32) if self.total is None else self.total
@@ -74,7 +77,7 @@ class _Pooled:
         self.count += len(states)
 
     def vector(self, normalize: bool) -> Tensor:
-        """float32[dimensions]: the mean of what was added, which of one token is that token."""
+        """Returns float32[dimensions]: the mean of the added states, cut and normalised as requested."""
         if self.total is None:
             raise RuntimeError("a vector is due, but no token that counts for it was computed")
         assert 0 < self.count <= self.end, "a prompt has as many tokens as were computed"
@@ -85,13 +88,19 @@ class _Pooled:
 
 
 class EmbeddingPool:
-    """Pools of the slots whose requests want a vector, each from its slot's admission until the next one.
+    """The pools of all slots whose requests want a vector, each from its slot's admission to the next one.
 
-    Mean and first-token pooling need every prompt token computed from the admission on: no hit in the prefix cache.
+    Mean and first-token pooling need every prompt token computed after the admission, without a hit in the prefix cache.
     """
 
     def __init__(self, config: PoolingConfig, device: torch.device | None = None, in_order: bool = False) -> None:
-        """device: of the states; None for the CPU. in_order: sums take one token after the other."""
+        """Starts without pools.
+
+        Args:
+            config: pooling of the model.
+            device: device of the states, None for the CPU.
+            in_order: sums add one token after the other.
+        """
         self._config, self._in_order = config, in_order
         self._device = device
         self._pools: dict[int, _Pooled] = {}
@@ -103,13 +112,15 @@ class EmbeddingPool:
 
     @property
     def empty(self) -> bool:
-        """No slot's request wants a vector."""
+        """Whether no slot's request wants a vector."""
         return not self._pools
 
     def pool(self, plan: BatchPlan, states: States) -> dict[int, Tensor]:
-        """Takes in the step's tokens and gives the vectors, float32[dimensions], of rows with sample set: by row of the plan.
+        """Adds the step's tokens, and returns float32[dimensions] for the rows with `sample` set, by row of the plan.
 
-        states: int64[W] indices into the step's tokens -> [W, hidden], their final-norm hidden states.
+        Args:
+            plan: the step's plan.
+            states: returns the hidden states after the final norm, [W, hidden], for int64[W] indices into the step's tokens.
         """
         assert plan.num_extend <= plan.num_rows == len(plan.num_tokens), "extend rows are the first of all rows"
         vectors: dict[int, Tensor] = {}
@@ -134,7 +145,7 @@ class EmbeddingPool:
         return vectors
 
     def _counted(self, plan: BatchPlan, row: int) -> tuple[int, int]:
-        """First and end, within the row, of the tokens that count for its vector."""
+        """Returns the range, within the row, of the tokens that count for its vector."""
         count = int(plan.num_tokens[row])
         if self._config.kind == PoolingKind.MEAN:
             return 0, count

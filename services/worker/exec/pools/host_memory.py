@@ -1,4 +1,4 @@
-"""How much memory this machine has left for a process."""
+"""Measures the memory that this machine has left for a process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 def _read_int(path: Path) -> int | None:
     try:
         return int(path.read_text().strip())
-    except (OSError, ValueError):  # absent, unreadable, or the word "max"
+    except (OSError, ValueError):  # the file is missing or unreadable, or has the word "max"
         return None
 
 
 def _reclaimable(stat: Path, key: str) -> int:
-    """Page cache that the kernel gives up before it kills: counted as used by the cgroup, free for us."""
+    """Returns the bytes of page cache that the kernel frees before it kills. The cgroup counts them as used."""
     try:
         fields = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines() if " " in line)
         return int(fields.get(key, 0))
@@ -22,7 +22,7 @@ def _reclaimable(stat: Path, key: str) -> int:
 
 
 def _cgroup_free(root: Path, group: str, limit: str, usage: str, cache_key: str) -> list[int]:
-    """Bytes left under each limit on the way from a group up to the hierarchy's root."""
+    """Returns the free bytes under each limit, from the group up to the root of its hierarchy."""
     left, folder = [], root / group.strip("/")
     for place in (folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)):
         cap, used = _read_int(place / limit), _read_int(place / usage)
@@ -32,7 +32,7 @@ def _cgroup_free(root: Path, group: str, limit: str, usage: str, cache_key: str)
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: MemAvailable, or less under a cgroup limit (v1 or v2)."""
+    """Returns the bytes that this process may still allocate: MemAvailable, or less under a cgroup limit (v1 or v2)."""
     lines = (proc / "meminfo").read_text().splitlines()
     left = [next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))]
     try:

@@ -1,4 +1,4 @@
-"""Loads of pages into the pools, group after group of layers, on one thread beside the steps."""
+"""Loads pages into the pools, group after group of layers, on a thread that runs in parallel with the steps."""
 
 from __future__ import annotations
 
@@ -8,22 +8,39 @@ from services.worker.core.contracts.transfers import EARLY_S, I32
 from services.worker.exec.pools.arrivals import Arrivals, LayerGroups
 from services.worker.exec.streams.cuda_streams import Arrival, NeverCame, Streams
 
-SAYS_BYTES = 16 << 20  # of a load that is large enough to say how fast the next one is
+SAYS_BYTES = 16 << 20  # least size of a load whose rate predicts the duration of the next one
 
 
 class LayerLoads:
-    """A device puts all groups on its stream at once, and reads on by itself; a host's thread copies one after the other."""
+    """Loads pages.
+
+    For a device, all groups are queued on its stream at once; on a host, the thread copies one group after another.
+    """
 
     def __init__(self, streams: Streams, arrivals: Arrivals) -> None:
         self._streams, self._arrivals = streams, arrivals
-        self._bytes_s = 0.0  # of the last large load; 0: there was none
+        self._bytes_s = 0.0  # rate of the last large load; 0 before the first one
 
     def load(
         self, bring: Callable[[int], None], pages: I32, groups: LayerGroups, num_bytes: int, tell: Callable[[], None]
     ) -> tuple[float, bool]:
-        """bring: has a group copied, on the current stream. tell: called while some are on their way, once what is left takes
-        less than EARLY_S by what the load before has taken: from then on steps wait for it. Returns when all are there: seconds,
-        and whether it was called. Raises NeverCame behind tell(), anything else before it; then no step waits."""
+        """Loads pages and returns when all groups are complete.
+
+        Args:
+            bring: copies a group, on the current stream.
+            pages: int32[n], pages of the pool.
+            groups: groups of layers.
+            num_bytes: size of the load.
+            tell: called before the last group is complete, when the rest is expected to take less than EARLY_S. From then on,
+                steps wait for the load.
+
+        Returns:
+            The duration in seconds, and whether `tell` was called.
+
+        Raises:
+            NeverCame: the load failed after `tell` was called.
+            Exception: the load failed before, and no step waits for it.
+        """
         count, told = len(groups.layers), False
         arrival = self._streams.arrival(count)
         try:
@@ -37,7 +54,7 @@ class LayerLoads:
                     told = True
                     tell()
                 self._wait_for(arrival, group, bring)
-        except Exception as error:  # of any kind: whatever a driver raises, or a host without memory
+        except Exception as error:  # errors of a driver, or of a host without memory
             if not told:
                 raise
             arrival.failed(error)

@@ -1,4 +1,4 @@
-"""CUDA graphs: launches recorded once, replayed with one call. All of one GraphMemory share their memory."""
+"""CUDA graphs: launches that are recorded once and replayed with one call. All graphs of one GraphMemory share their memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ import torch
 
 from services.worker.exec.streams.cuda_streams import Graph, Streams
 
-WARM_UP_RUNS = 2  # before a capture: libraries choose kernels and take workspaces at first
+WARM_UP_RUNS = 2  # runs before a capture, in which libraries choose kernels and allocate workspaces
 
 
 class GraphMemory(Protocol):
+    """Captures graphs and owns the memory that they share."""
+
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Runs work on the forward stream to warm it up, then records it. It may not read a value of the device, and what it
-        takes from the host counts as it is at this time."""
+        """Runs `work` on the forward stream to warm it up, then records it.
+
+        `work` must not read a value of the device. Values that it takes from the host are recorded as they are now.
+        """
 
 
 class CudaGraphMemory:
-    """Graphs captured later must not be replayed at the same time as earlier ones: they share what they take in passing."""
+    """Memory for CUDA graphs, which share their temporary tensors.
+
+    Two graphs of one memory must not be replayed at the same time.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

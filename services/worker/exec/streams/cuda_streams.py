@@ -1,6 +1,8 @@
-"""The streams that steps run on, and what waits for what: a GPU's three, or one thread of a CPU.
+"""The streams on which steps run, and their order: three streams of a GPU, or one thread of a CPU.
 
-schedule: one copy per step, from host memory. forward: all that computes, in step order. copy: results to host memory.
+schedule   one copy per step, from host memory
+forward    all computation, in step order
+copy       results to host memory
 """
 
 from __future__ import annotations
@@ -15,82 +17,111 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-MOST_SPARE = 8  # streams of one priority: torch has 32 of each and gives them out in turn, who makes more has the steps' at last
-CUDA: Any = torch.cuda  # torch says nothing of the types of its streams and events
+# Streams per priority. Torch has 32 streams per priority and returns them in turn, so that a larger number of new streams would
+# include those of the steps.
+MOST_SPARE = 8
+CUDA: Any = torch.cuda  # torch does not declare the types of its streams and events
 
 
 class Mark(Protocol):
     """A point on a stream."""
 
     def wait(self) -> None:
-        """Blocks the caller until the device is past it, without the interpreter lock."""
+        """Blocks the caller until the device has passed the point. Releases the interpreter lock."""
 
     def precede(self) -> None:
-        """The device is past it before anything that the caller's thread puts on its current stream from now on."""
+        """Makes later work on the caller's current stream wait until the device has passed the point."""
 
 
 class Arrival(Protocol):
-    """Memory of the device that one thread fills beside the steps, group after group, and that steps wait for by groups."""
+    """A load into device memory that runs in parallel with the steps.
+
+    One thread fills the memory, group after group. Steps wait for groups.
+    """
 
     def came(self, group: int) -> None:
-        """Called by that thread, in order: all of the group is there once what its current stream holds by now is done."""
+        """Reports that the group is complete when the work now on the current stream is done.
+
+        Called by the loading thread, in order.
+        """
 
     def failed(self, error: BaseException) -> None:
-        """Called by that thread: no group comes any more."""
+        """Reports that no further group comes. Called by the loading thread."""
 
     def wait(self, group: int) -> None:
-        """What the caller's thread puts on its current stream from now on finds the group there. On a device all groups have
-        come() by then. Raises NeverCame."""
+        """Makes later work on the caller's current stream wait for a group.
+
+        On a device, came() must have been called for all groups.
+
+        Raises:
+            NeverCame: the load has failed.
+        """
 
     def settle(self, group: int) -> None:
-        """Blocks until the group is there, without the interpreter lock. Raises NeverCame, or what the device has failed with."""
+        """Blocks until the group is complete. Releases the interpreter lock.
+
+        Raises:
+            NeverCame: the load has failed.
+            Exception: the device has failed.
+        """
 
     @property
     def is_over(self) -> bool:
-        """All groups are there."""
+        """Whether all groups are complete."""
 
     @property
     def seconds(self) -> float:
-        """From its making to its last group, once it is over."""
+        """Duration from the construction to the last group. Valid after the last group."""
 
 
 class NeverCame(RuntimeError):
-    """What was to be there could not be brought there."""
+    """Raised to a waiter if a load has failed."""
 
 
 class Moment(Protocol):
-    """When the forward stream was somewhere."""
+    """A point in time of the forward stream."""
 
     def seconds_since(self, earlier: Moment) -> float:
-        """Waits for it. earlier: of the same streams."""
+        """Waits for this moment and returns the seconds since an earlier one.
+
+        Args:
+            earlier: a moment of the same streams.
+        """
 
 
 class Graph(Protocol):
+    """Captured launches."""
+
     def replay(self) -> None:
-        """Launches on the current stream; all that was captured reads and writes the same addresses again."""
+        """Launches the captured work on the current stream. It reads and writes the captured addresses."""
 
 
 class Streams(Protocol):
-    """launch and collect are called from one thread, close too; all else from within what they were given. Each piece of work
-    runs in inference mode, and raises nothing unless it was collected."""
+    """The streams of one executor.
+
+    One thread calls launch, collect and close. The other methods are called from within the work that these methods were given.
+    All work runs in inference mode. Work must not raise, except for work given to collect().
+    """
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def on_host(self) -> bool:
-        """The device is the host: what was launched is done, and a look at its values waits for nothing."""
+        """Whether the device is the host: launched work is done on return, and reading its values does not block."""
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Has work put its part of a step on the streams, behind all that was launched before. Returns without waiting for
-        what it computes."""
+        """Runs `work`, which adds its part of a step to the streams after all earlier parts. Does not wait for the device."""
 
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
-        """work reads what was launched before it. Returns what gives its value or raises its exception, and blocks until then;
-        to be called once."""
+        """Runs `work`, which reads the results of earlier launches.
+
+        Returns:
+            A function, to be called once. It blocks until the work is done, and then returns its value or raises its exception.
+        """
 
     def close(self) -> None:
-        """Once all that was collected is here: ends what the streams run on."""
+        """Ends the streams. All collected work must be done."""
 
     def on_schedule(self) -> AbstractContextManager[Any]: ...
 
@@ -99,11 +130,14 @@ class Streams(Protocol):
     def on_copy(self) -> AbstractContextManager[Any]: ...
 
     def beside(self, priority: int = 0) -> AbstractContextManager[Any]:
-        """For a thread beside the steps: what it puts on the device is on none of their streams. priority: below 0 for what
-        steps wait for."""
+        """Makes a spare stream the current stream of a thread that runs in parallel with the steps.
+
+        Args:
+            priority: below 0 for work that steps wait for.
+        """
 
     def forward_after_schedule(self) -> None:
-        """What comes next on forward waits for all that schedule holds."""
+        """Makes later work on the forward stream wait for all work that is on the schedule stream."""
 
     def copy_after_forward(self) -> None: ...
 
@@ -112,28 +146,40 @@ class Streams(Protocol):
     def mark_copy(self) -> Mark: ...
 
     def arrival(self, groups: int) -> Arrival:
-        """Of so many groups, that begins where the current stream of the caller's thread is."""
+        """Returns an arrival of `groups` groups, which begins at the present point of the caller's current stream."""
 
     def moment(self) -> Moment:
-        """Where the forward stream is, to be timed."""
+        """Returns the present point of the forward stream, for timing."""
 
     def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
-        """int32[num_words] that the host writes, and where the device reads them once they were copied there: the same memory
-        where the device is the host."""
+        """Returns int32[num_words] in host memory, and its copy target on the device.
+
+        Both are the same tensor if the device is the host.
+        """
 
     def to_host(self, source: Tensor) -> Tensor:
-        """On the copy stream: where the host finds the source's values once it is past the next mark. The source itself where
-        the device is the host."""
+        """Copies a tensor to host memory on the copy stream.
+
+        Returns:
+            The copy, whose values are valid after the next mark. The source itself if the device is the host.
+        """
 
     def synchronize(self) -> None:
-        """Blocks until the device has done everything. Raises what the device has failed with."""
+        """Blocks until the device has done all work. Raises the error of the device."""
 
 
 class SpareStreams(Generic[T]):
-    """Streams beside those of the steps, lent to one thread at a time; threads that come when all are lent share them. make: one
-    of a priority. For any thread."""
+    """Streams for threads other than the one that launches steps.
+
+    Each stream is lent to one thread at a time. If all are lent, further threads share them. Any thread may call `lent`.
+    """
 
     def __init__(self, make: Callable[[int], T]) -> None:
+        """Starts without streams.
+
+        Args:
+            make: makes a stream of a priority.
+        """
         self._make = make
         self._lock = threading.Lock()
         self._made: dict[int, deque[T]] = defaultdict(deque)
@@ -161,14 +207,16 @@ class SpareStreams(Generic[T]):
 
 
 class CudaStreams:
-    """Work runs on the calling thread, which it does not keep: launching is all there is to do. Current streams are set for
-    that thread alone."""
+    """Streams of a GPU.
+
+    Work runs on the calling thread, which only launches it. Current streams are set for that thread only.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._schedule, self._forward, self._copy = (CUDA.Stream(device) for _ in range(3))
         self._spare = SpareStreams(lambda priority: CUDA.Stream(device, priority))
-        self._reached = CUDA.Event()  # recorded and waited for at once, so that one serves all
+        self._reached = CUDA.Event()  # recorded and awaited immediately, so one event serves all calls
 
     @property
     def device(self) -> torch.device:
@@ -183,7 +231,7 @@ class CudaStreams:
             work()
 
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Runs it where its value is asked for: until then the device computes."""
+        """Runs the work when its value is requested, so that the device computes until then."""
 
         def collected() -> T:
             with torch.inference_mode():
@@ -218,7 +266,11 @@ class CudaStreams:
         self._after(self._forward, self._copy)
 
     def _after(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """Stream.wait_stream without an event made and destroyed each time: the device takes the event as it stands."""
+        """Makes a stream wait for another one.
+
+        Unlike Stream.wait_stream, it does not create an event per call: the device uses the event's state at the time of the
+        call.
+        """
         self._reached.record(earlier)
         later.wait_event(self._reached)
 

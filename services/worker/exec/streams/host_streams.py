@@ -1,7 +1,7 @@
-"""The streams of a CPU: one thread that does what was launched, in call order, and so stands for all three.
+"""The streams of a CPU: one thread that runs launched work in call order, in place of all three streams.
 
-That thread alone touches tensors, pools and the relay. The loop's thread only queues work and waits for what it collects. Within
-work everything before it is done, so no stream waits for another, and host and device share their memory.
+Only this thread touches tensors, pools and the relay. The loop's thread queues work and waits for collected values. When work
+runs, all earlier work is done, so no stream waits for another. Host and device memory are the same.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class _Collected(Generic[T]):
-    """One value on its way. Written by the streams' thread until the lock is open, then read by whoever waits."""
+    """A value of collected work.
+
+    The streams' thread writes it before the lock opens, and the waiting thread reads it afterwards.
+    """
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
         self._values: list[T] = []
         self._error: BaseException | None = None
-        self._closed = threading.Lock()  # costs less than an event, once for each step
+        self._closed = threading.Lock()  # used once per step, and cheaper than an event
         self._closed.acquire()
 
     def run(self) -> None:
         assert not self._values and self._closed.locked(), "work that is collected runs once"
         try:
             self._values.append(self._work())
-        except BaseException as error:  # of any kind: it belongs to who waits
+        except BaseException as error:  # raised again in value(), for the waiting thread
             self._error = error
         finally:
             self._closed.release()
@@ -49,6 +52,8 @@ class _Collected(Generic[T]):
 
 
 class _Past:
+    """A mark that has been passed, because all earlier work is done."""
+
     def wait(self) -> None:
         return
 
@@ -57,7 +62,7 @@ class _Past:
 
 
 class HostArrival:
-    """An Arrival. Whoever waits blocks: a stream of the host is a thread."""
+    """An Arrival of a CPU. A waiter blocks its thread."""
 
     def __init__(self, groups: int) -> None:
         assert groups, "an arrival is of something"
@@ -98,6 +103,8 @@ class HostArrival:
 
 
 class HostMoment:
+    """A Moment of a CPU."""
+
     def __init__(self) -> None:
         self._at = time.perf_counter()
 
@@ -107,9 +114,14 @@ class HostMoment:
 
 
 class HostStreams:
-    """Implements Streams. num_threads: that torch computes with; our kernels have theirs from who loads them."""
+    """The Streams of a CPU."""
 
     def __init__(self, num_threads: int) -> None:
+        """Starts the thread.
+
+        Args:
+            num_threads: threads with which torch computes. The executor sets the threads of our own kernels.
+        """
         self._device = torch.device("cpu")
         self._nothing, self._past = nullcontext(), _Past()
         self._closed = False
@@ -143,7 +155,7 @@ class HostStreams:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _serve(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # per thread, hence here
+        torch.set_num_threads(num_threads)  # applies to the calling thread only
         with torch.inference_mode():
             while (work := self._queue.get()) is not None:
                 work()

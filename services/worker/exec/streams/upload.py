@@ -1,4 +1,4 @@
-"""What a step brings to the device: columns packed into one buffer, copied in one go on the schedule stream."""
+"""Uploads the columns of a step: packs them into one buffer and copies it once, on the schedule stream."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from services.worker.exec.streams.cuda_streams import Mark, Streams
 
 I32 = NDArray[np.int32]
 Sections = Sequence[tuple[str, NDArray[np.generic]]]
-DEPTH = 4  # steps whose buffers may be on their way: at most two are, one more is being filled
-ALIGNED = 4  # words: kernels are compiled apart for tensors that begin at a multiple of 16 bytes, and for those that do not
+DEPTH = 4  # buffers; at most two are being copied or read, and one more is being filled
+ALIGNED = 4  # words; Triton compiles a kernel again for tensors that do not begin at a multiple of 16 bytes
 
 
 def as_words(array: NDArray[np.generic]) -> I32:
-    """int32[n]: 4-byte elements by their bits, others of integer type by value."""
+    """Returns int32[n]: elements of 4 bytes by their bits, other integers by value."""
     flat = np.ascontiguousarray(array).reshape(-1)
     assert flat.itemsize == 4 or flat.dtype.kind in "iu", "what goes by value is whole numbers"
     words: I32 = flat.view(np.int32) if flat.itemsize == 4 else flat.astype(np.int32)
@@ -25,31 +25,40 @@ def as_words(array: NDArray[np.generic]) -> I32:
 
 
 def _room(words: I32) -> int:
-    """Words that a section takes up."""
+    """Returns the words that a section takes in the buffer."""
     return -(-len(words) // ALIGNED) * ALIGNED
 
 
 class _Buffer:
-    """One buffer of the host and its twin on the device. used_until: after which both may be written again."""
+    """A buffer on the host and its copy on the device."""
 
     def __init__(self, streams: Streams, capacity: int) -> None:
         self.host, self.device = streams.staging(capacity)
         self.words: I32 = self.host.numpy()
-        self.used_until: Mark | None = None
+        self.used_until: Mark | None = None  # both may be written again after this mark
 
 
 class UploadRing:
-    """capacity: words of a buffer to begin with; one that is too small is replaced, which costs once."""
+    """Buffers for uploads, used in turn."""
 
     def __init__(self, streams: Streams, capacity: int) -> None:
+        """Allocates the buffers.
+
+        Args:
+            streams: streams of the executor.
+            capacity: first size of a buffer in words. A buffer that is too small is replaced by a larger one.
+        """
         self._streams = streams
         self._buffers = [self._made(capacity) for _ in range(DEPTH)]
         self._next = 0
         self._open: list[_Buffer] = []
 
     def send(self, sections: Sections) -> dict[str, Tensor]:
-        """Copies the sections and returns each as int32[its words] on the device, by name, valid until release() and DEPTH - 1
-        sends more. What reads them must follow the schedule stream (Streams.forward_after_schedule)."""
+        """Uploads sections and returns them by name, each as int32[words] on the device.
+
+        Readers must follow the schedule stream (Streams.forward_after_schedule). The tensors are valid until release() and DEPTH
+        - 1 further sends.
+        """
         parts = [(name, as_words(array)) for name, array in sections]
         total = sum(_room(words) for _, words in parts)
         buffer = self._take(total)
@@ -67,14 +76,14 @@ class UploadRing:
         return views
 
     def release(self, mark: Mark) -> None:
-        """All that was sent so far is read before the mark."""
+        """Declares that all readers of earlier sends end before the mark."""
         assert len(self._open) <= DEPTH, "no more steps are on their way than there are buffers"
         for buffer in self._open:
             buffer.used_until = mark
         self._open.clear()
 
     def _made(self, capacity: int) -> _Buffer:
-        """On the schedule stream, which writes it: another stream's memory may be new to us and still be read there."""
+        """Allocates on the schedule stream, which writes the buffer. Memory freed on another stream may still be read there."""
         with self._streams.on_schedule():
             return _Buffer(self._streams, capacity)
 
