@@ -1,4 +1,4 @@
-"""Carriers of NIXL's: of a fake one over loopback, in each of its manners, and of the library itself where it is installed."""
+"""Carriers for tests: a fake NIXL over loopback, with selectable faults, and the library itself if it is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if HAS_NIXL or NIGHTLY:
 
 
 class KeptCarrier(Carrier):
-    """For several servers and readers, one after another, which do not close it."""
+    """A carrier that several servers and readers use one after another. Their close() does not end it."""
 
     def close(self) -> None: ...
 
@@ -36,7 +36,15 @@ class KeptCarrier(Carrier):
 
 @contextmanager
 def carrier(library: str, manner: str = "") -> Iterator[KeptCarrier]:
-    """Raises OSError where it cannot be loaded. manner: see fake_nixl."""
+    """Yields a carrier.
+
+    Args:
+        library: "fake" or "nixl".
+        manner: fault of the fake library, see fake_nixl.
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if library == "fake":
             patch.setenv("PYTHONPATH", os.pathsep.join((str(FAKE), os.environ.get("PYTHONPATH", ""))))

@@ -1,4 +1,4 @@
-"""Workers' certificates by an authority of their own, in folders."""
+"""Certificates of workers, signed by one authority, in folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests import certificates
 
 
 class Authority:
-    """With a folder of its own."""
+    """A certificate authority with a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._authority = certificates.Authority(folder, "workers")
@@ -18,10 +18,15 @@ class Authority:
         self.file = folder / "ca.crt"
 
     def files(self, name: str) -> tuple[Path, Path, Path]:
-        """Certificate, key and authority of a worker, in a folder of its own."""
+        """Returns certificate, key and authority of a worker, in a new folder."""
         self._made += 1
         return certificates.Mounted(self._folder / f"{name}-{self._made}", self._authority.signed(name), self._authority).paths
 
     def tls(self, name: str, wanted: str = "") -> PeerTls:
-        """wanted: name that both sides' certificates must have."""
+        """Returns the TLS files of a worker.
+
+        Args:
+            name: name in the worker's certificate.
+            wanted: name that both sides' certificates must have; "" for any.
+        """
         return PeerTls(*self.files(name), wanted)

@@ -1,4 +1,4 @@
-"""A worker's pool of small pages that differ, its rooms, and what is said to its port by hand."""
+"""A server with a pool of small, distinct pages and its KV reservations, and a client that sends frames by hand."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LAYOUT, PAGE_SIZE, PAGE_BYTES = b"a model, bfloat16", 4, 640
 POOL_PAGES = 32
 EPOCH = 3
 TREE = "a tree"
-PATIENCE_S = 60.0  # of a test, for what comes about soon
+PATIENCE_S = 60.0  # longest wait of a test for an event that comes soon
 
 
 def until(is_so: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
-    """Fails where it does not come about."""
+    """Waits until the condition holds. Fails after `seconds`."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, "it did not come about"
@@ -39,7 +39,7 @@ def until(is_so: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
 
 
 class Pool:
-    """A ReadPages. before, after: are called around the copying of pages. reads: pages of each call."""
+    """A ReadPages. It calls `before` and `after` around each copy, and records the pages of each call in `reads`."""
 
     def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
         self.pages = np.zeros((POOL_PAGES, page_bytes), np.uint8)
@@ -64,13 +64,13 @@ def secret_of(number: int) -> bytes:
 
 
 def room(number: int, pages: Sequence[int], tree: str = TREE) -> OpenReservation:
-    """Its prompt goes on behind its last page."""
+    """Returns a reservation whose prompt continues after its last page."""
     tokens = np.arange(number, number + len(pages) * PAGE_SIZE + 3, dtype=np.int32).tobytes()
     return OpenReservation(KvReservation(number, EPOCH, secret_of(number)), tree, tokens, np.array(pages, dtype=np.int32))
 
 
 def proof_of(opened: OpenReservation, end: int) -> bytes:
-    """Of its pages before `end`."""
+    """Returns the proof of the pages before `end`."""
     return proof(opened.room.secret, opened.tree, opened.tokens[: end * PAGE_SIZE * 4])
 
 
@@ -79,7 +79,7 @@ def read_request(opened: OpenReservation, first: int, count: int) -> Request:
 
 
 class Served:
-    """A pool, its server, and rooms that are said to be left, in words."""
+    """A pool and its server. `words` has the releases that the server has reported."""
 
     def __init__(
         self,
@@ -121,10 +121,15 @@ class Served:
 
 
 class Asking:
-    """Says to a port what it is given to say."""
+    """A client that sends given frames to a port."""
 
     def __init__(self, port: int, hello: bytes | None = None) -> None:
-        """hello: the right one by default; empty for none."""
+        """Connects and sends a hello.
+
+        Args:
+            port: port of the server.
+            hello: bytes to send, None for a valid hello, empty for no hello.
+        """
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
         said = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)) if hello is None else hello
         self.socket.sendall(said)
@@ -146,11 +151,11 @@ class Asking:
         return head.status, self._receive(head.payload_bytes)
 
     def say_no_more(self) -> None:
-        with suppress(OSError):  # the other side has ended it already
+        with suppress(OSError):  # the server has ended the connection already
             self.socket.shutdown(socket.SHUT_WR)
 
     def is_ended(self) -> bool:
-        """By the other side; waits for it."""
+        """Waits until the server ends the connection."""
         with suppress(ConnectionError):
             while self.socket.recv(1 << 16):
                 pass
@@ -173,7 +178,7 @@ def reader(layout: bytes = LAYOUT, page_bytes: int = PAGE_BYTES, **limits: Any) 
 def pull(
     one: TcpPeerReader, source: KvSource, opened: OpenReservation, first: int, count: int, page_bytes: int = PAGE_BYTES
 ) -> bytes | None:
-    """Pages' bytes, or None for none."""
+    """Reads pages. Returns their bytes, or None if the read failed."""
     out = bytearray(count * page_bytes)
     got = one.read(Pull(source, first, proof_of(opened, first + count)), count, memoryview(out))
     assert got in (0, count)
@@ -181,7 +186,7 @@ def pull(
 
 
 class Running:
-    """Work on another thread. Raises in `result` what it has raised."""
+    """Work on a thread of its own. result() raises the work's exception."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""Peers that are not what they should be: each answers a connection in its own way, beginning with what it makes of a hello."""
+"""Faulty remote workers for tests. Each answers a connection, from its hello on, in a way of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ Manner = Callable[["SickPeer", socket.socket], None]
 
 
 class SickPeer:
-    """manners: of its connections, one after another; the last of them of all others too. asked: is set when a request has come
-    whole. num_connections: so far."""
+    """A server with one behaviour per connection, in order. The last behaviour also serves all further connections.
+
+    `asked` is set when a whole request has arrived. `num_connections` counts the connections so far.
+    """
 
     def __init__(self, *manners: Manner) -> None:
         self._manners = manners
@@ -73,12 +75,12 @@ def _welcome(peer: SickPeer, one: socket.socket) -> None:
 
 
 def _break_off(one: socket.socket) -> None:
-    """When it is closed."""
+    """Makes the next close() of the socket send a reset."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def silent(peer: SickPeer, one: socket.socket) -> None:
-    """From the first byte on."""
+    """Sends nothing at all."""
     peer.asked.set()
     peer.is_over.wait(60)
 
@@ -111,7 +113,7 @@ def drips_its_welcome(peer: SickPeer, one: socket.socket) -> None:
 
 
 def says(answer: bytes, *, to_hello: bool = False) -> Manner:
-    """And ends the connection."""
+    """Returns a behaviour that sends `answer` and ends the connection."""
 
     def manner(peer: SickPeer, one: socket.socket) -> None:
         if to_hello:
@@ -124,14 +126,20 @@ def says(answer: bytes, *, to_hello: bool = False) -> Manner:
 
 
 def dies(peer: SickPeer, one: socket.socket) -> None:
-    """In the midst of pages, as what is killed does: its system says so."""
+    """Resets the connection in the middle of the pages, as the system does for a killed process."""
     _welcome(peer, one)
     one.sendall(_answer(2 * PAGE_BYTES) + bytes(PAGE_BYTES))
     _break_off(one)
 
 
 def answers_once(payload: bytes, *, then_hears: bool, breaks_off: bool = False) -> Manner:
-    """then_hears: takes another request before it ends the connection. breaks_off: as what is killed does."""
+    """Returns a behaviour that answers one request.
+
+    Args:
+        payload: pages to send.
+        then_hears: receive another request before the connection ends.
+        breaks_off: end with a reset, as the system does for a killed process.
+    """
 
     def manner(peer: SickPeer, one: socket.socket) -> None:
         _welcome(peer, one)

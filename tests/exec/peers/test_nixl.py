@@ -1,4 +1,4 @@
-"""Pages that go through memory which NIXL reads: what comes, when it lies there for others, and what is read over TCP instead."""
+"""Reads of pages through NIXL: the received bytes, the times at which pages are readable in memory, and the fallback to TCP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.exec.peers.sick_peers import SickPeer
 from tests.exec.peers.test_peer_reader import warnings
 
 PAGES = tuple(range(POOL_PAGES))[::-1]
-AT_ONCE = 2  # pages of a piece: a read of all of them goes through each slot several times
+AT_ONCE = 2  # pages of a piece; a read of all pages fills each slot several times
 PIECES = POOL_PAGES // AT_ONCE
 assert PIECES > 2 * staging.SLOTS
 ALL = POOL_PAGES * PAGE_BYTES
@@ -38,7 +38,7 @@ SLOT_BYTES = AT_ONCE * PAGE_BYTES
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[KeptCarrier, KeptCarrier]]:
-    """A server's, and a reader's."""
+    """Yields the carriers of a server and of a reader."""
     with carrier(request.param) as its, carrier(request.param) as own:
         yield its, own
 
@@ -55,7 +55,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_empty(one: KeptCarrier, size: int) -> bool:
-    """Of the memory that was given back last."""
+    """Returns whether the area that was returned last has only zeros."""
     area = one.area(size, time.monotonic() + PATIENCE_S)
     had_any = bool(area.data.any())
     area.close()
@@ -63,7 +63,7 @@ def is_empty(one: KeptCarrier, size: int) -> bool:
 
 
 class Tapping(Asking):
-    """Has memory staged by hand, and looks into it."""
+    """A connection whose staging area the test reads by hand."""
 
     def __init__(self, served: Served, own: KeptCarrier) -> None:
         super().__init__(served.server.port)
@@ -86,11 +86,11 @@ class Tapping(Asking):
         self._area.close()
 
 
-def test_pages_arrive_in_pieces_over_one_connection_and_leave_nothing(both: tuple[KeptCarrier, KeptCarrier]) -> None:
+def test_reader_gets_pages_in_pieces_and_all_areas_are_wiped(both: tuple[KeptCarrier, KeptCarrier]) -> None:
     its, own = both
     with Served(carrier=its) as served:
         opened = served.opened(pages=PAGES)
-        for _ in range(limits.MAX_STAGING_AREAS + 1):  # memory is given back with its connection
+        for _ in range(limits.MAX_STAGING_AREAS + 1):  # the end of a connection returns its area
             one = reader(carrier=own)
             assert pull(one, served.source(opened), opened, 3, 1) == served.pool.bytes_of(PAGES[3:4])
             one.close()
@@ -106,7 +106,7 @@ def test_pages_arrive_in_pieces_over_one_connection_and_leave_nothing(both: tupl
     assert is_empty(its, staging_shape(PAGE_BYTES).num_bytes) and is_empty(own, staging_shape(PAGE_BYTES).slot_bytes)
 
 
-def test_a_piece_lies_there_only_until_it_is_said_to_be_read(both: tuple[KeptCarrier, KeptCarrier]) -> None:
+def test_server_wipes_a_slot_after_the_mark_of_the_reader(both: tuple[KeptCarrier, KeptCarrier]) -> None:
     with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
         assert tapping.slot(0)[: staging.NONCE_BYTES] == tapping.told.nonce and not any(tapping.slot(1))
         tapping.ask_for_all()
@@ -121,20 +121,20 @@ def test_a_piece_lies_there_only_until_it_is_said_to_be_read(both: tuple[KeptCar
         tapping.stop()
 
 
-def test_who_does_not_say_so_is_let_go_and_finds_nothing(both: tuple[KeptCarrier, KeptCarrier]) -> None:
+def test_server_wipes_the_area_when_a_reader_sends_no_mark(both: tuple[KeptCarrier, KeptCarrier]) -> None:
     with Served(ServerLimits(send_timeout_s=0.3), carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
         tapping.ask_for_all()
         assert tapping.is_ended()
         until(lambda: served.server.counts().num_connections == 0)
         try:
             assert not any(tapping.slot(0))
-        except OSError:  # or it may not be read any more
+        except OSError:  # the area is not readable any longer
             assert served.server.counts().num_connections == 0
         assert is_empty(both[0], staging_shape(PAGE_BYTES).num_bytes)
         tapping.stop()
 
 
-def test_of_a_room_that_is_shut_meanwhile_nothing_lies_there_and_others_are_read_on(
+def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
     both: tuple[KeptCarrier, KeptCarrier],
 ) -> None:
     with Served(carrier=both[0]) as served:
@@ -161,7 +161,7 @@ def test_of_a_room_that_is_shut_meanwhile_nothing_lies_there_and_others_are_read
         tapping.stop()
 
 
-def test_memory_is_for_who_knows_a_room_and_once(
+def test_server_stages_once_per_connection_for_a_known_reservation(
     fakes: tuple[KeptCarrier, KeptCarrier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = Request(RequestKind.STAGE, room(2, PAGES).room)
@@ -172,7 +172,7 @@ def test_memory_is_for_who_knows_a_room_and_once(
             assert asking.ask(unknown) == (Status.NO_ROOM, b"")
             assert asking.ask(stage)[0] is Status.OK
             assert asking.ask(stage)[0] is Status.MALFORMED and asking.is_ended()
-        one = reader(folder=folder, carrier=fakes[1])  # shared memory comes first
+        one = reader(folder=folder, carrier=fakes[1])  # shared memory is preferred
         assert pull(one, served.source(served.opened(3)), served.opened(3), 0, 2)
         assert one.read_bytes() == {"shm": 2 * PAGE_BYTES}
         one.close()
@@ -199,7 +199,7 @@ def test_memory_is_for_who_knows_a_room_and_once(
 
 
 def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is said of it: once, for it is not tried again at once."""
+    """Reads all pages twice over TCP. Returns the warnings, at most one, because NIXL is not tried again at once."""
     opened, one = served.opened(pages=PAGES), reader(carrier=own)
     for _ in range(2):
         assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
@@ -211,7 +211,7 @@ def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFi
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("manner", ["stuck", "late"])
-def test_what_does_not_come_in_time_comes_over_tcp(
+def test_reader_falls_back_to_tcp_when_a_read_is_late(
     manner: str, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 0.2)
@@ -221,7 +221,9 @@ def test_what_does_not_come_in_time_comes_over_tcp(
         assert "a read through NIXL has not ended in time" in said
 
 
-def test_what_comes_wrongly_comes_over_tcp(fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture) -> None:
+def test_reader_falls_back_to_tcp_when_the_bytes_are_wrong(
+    fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture
+) -> None:
     with carrier("fake", "wrong") as own, Served(carrier=fakes[0]) as served:
         (said,) = reads_over_tcp(served, own, caplog)
         assert "what is read is not what was written" in said
@@ -229,7 +231,7 @@ def test_what_comes_wrongly_comes_over_tcp(fakes: tuple[KeptCarrier, KeptCarrier
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("whose", [0, 1])
-def test_a_carrier_that_takes_no_memory_is_done_without_and_uses_none_up(
+def test_worker_uses_tcp_and_no_area_when_nixl_registers_no_memory(
     whose: int, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with carrier("fake", "refuses") as one:
@@ -246,7 +248,7 @@ def test_a_carrier_that_takes_no_memory_is_done_without_and_uses_none_up(
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("whose", [0, 1])
-def test_a_carrier_that_has_died_ends_nothing(whose: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_continues_over_tcp_when_a_carrier_dies(whose: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 1.0)
     with carrier("fake") as its, carrier("fake") as own, Served(carrier=its) as served:
         opened, one = served.opened(pages=PAGES), reader(carrier=own)
@@ -283,7 +285,7 @@ AREAS: dict[str, bytes] = {
 }
 
 
-def test_an_area_that_is_none_is_not_loaded() -> None:
+def test_parse_area_refuses_invalid_areas() -> None:
     parse_area(_area().SerializeToString(), PAGE_BYTES, SLOT_BYTES)
     for case, told in AREAS.items():
         try:
@@ -303,7 +305,9 @@ ANSWERS: dict[str, bytes] = {
 }
 
 
-def test_who_answers_wrongly_is_read_over_tcp(fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture) -> None:
+def test_reader_falls_back_to_tcp_when_the_answer_to_stage_is_invalid(
+    fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture
+) -> None:
     page = bytes(range(128)) * (PAGE_BYTES // 128)
     for case, answer in ANSWERS.items():
         with SickPeer(sick_peers.says(answer), sick_peers.says(_of(page))) as peer:
@@ -316,13 +320,13 @@ def test_who_answers_wrongly_is_read_over_tcp(fakes: tuple[KeptCarrier, KeptCarr
         caplog.clear()
 
 
-def test_its_process_has_no_secrets_and_goes_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_carrier_process_has_no_secrets_and_ends_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOTSTOCK_CONTROL_TOKEN", "a secret")
     monkeypatch.setenv("UCX_TLS", "tcp")
     with carrier("fake") as one:
         process = Path(f"/proc/{one.pid}")
         environment = process.joinpath("environ").read_bytes()
         assert b"a secret" not in environment and b"UCX_TLS=tcp" in environment
-        os.kill(one.pid, signal.SIGINT)  # as of a terminal, which the worker outlives
+        os.kill(one.pid, signal.SIGINT)  # Ctrl-C in a terminal reaches the carrier, too
         one.area(SLOT_BYTES, time.monotonic() + PATIENCE_S).close()
     until(lambda: not process.exists())

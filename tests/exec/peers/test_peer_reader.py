@@ -1,4 +1,4 @@
-"""What a reader makes of peers that are well, of those that are not, and of connections that come and go."""
+"""The reader of remote workers' pages: with healthy and faulty servers, after reconnects, and with TLS."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 class TestReading:
     @pytest.mark.parametrize("host", HOSTS)
-    def test_pages_arrive_over_one_connection(self, host: str) -> None:
+    def test_reader_uses_one_connection_for_several_reads(self, host: str) -> None:
         with Served(host=host) as served:
             opened, one = served.opened(), reader()
             for first, count in ((2, 3), (0, 1), (0, 5), (1, 1)):
@@ -56,7 +56,7 @@ class TestReading:
             one.close()
             until(lambda: served.left == [opened.room])
 
-    def test_what_is_refused_leaves_the_connection(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_reader_keeps_the_connection_after_a_refusal(self, caplog: pytest.LogCaptureFixture) -> None:
         with Served() as served:
             opened, one = served.opened(), reader()
             source, unknown = served.source(opened), room(2, PAGES)
@@ -73,7 +73,9 @@ class TestReading:
             assert sum(one.read_bytes().values()) == 2 * PAGE_BYTES
             one.close()
 
-    def test_another_layout_is_said_once(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reader_warns_once_when_the_layout_differs(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(peer_reader, "REST_S", 0.0)
         with Served() as served:
             opened, one = served.opened(), reader(layout=b"another model")
@@ -85,7 +87,7 @@ class TestReading:
             assert served.refused == {"layout": 3} and served.pool.reads == []
             one.close()
 
-    def test_a_room_is_left_over_the_connection_that_is_there(self) -> None:
+    def test_leave_uses_the_open_connection(self) -> None:
         with Served() as served:
             opened, one = served.opened(), reader()
             assert pull(one, served.source(opened), opened, 0, 1)
@@ -94,7 +96,7 @@ class TestReading:
             assert served.server.counts().num_connections == 1
             one.close()
 
-    def test_a_room_is_left_without_one(self) -> None:
+    def test_leave_connects_when_no_connection_is_open(self) -> None:
         with Served() as served:
             opened, one = served.opened(), reader()
             one.leave(served.source(opened))
@@ -102,7 +104,7 @@ class TestReading:
             assert served.pool.reads == [] and served.refused == {}
             one.close()
 
-    def test_who_was_not_asked_for_longest_is_not_kept(self) -> None:
+    def test_reader_closes_the_least_recently_used_connection_beyond_max_peers(self) -> None:
         with Served() as first, Served() as second, Served() as third:
             one, opened = reader(max_peers=2), room(1, PAGES)
             for served in (first, second, first, third):
@@ -116,7 +118,7 @@ class TestReading:
 
 
 class TestReconnects:
-    def test_after_the_server_has_started_again(self) -> None:
+    def test_reader_reconnects_after_a_restart_of_the_server(self) -> None:
         one = reader()
         port = 0
         for _ in range(3):
@@ -126,7 +128,7 @@ class TestReconnects:
                 assert pull(one, served.source(opened), opened, 1, 2) == served.pool.bytes_of(PAGES[1:3])
         one.close()
 
-    def test_after_the_server_has_let_go_of_it(self) -> None:
+    def test_reader_reconnects_after_an_idle_timeout_of_the_server(self) -> None:
         with Served(ServerLimits(idle_timeout_s=0.5)) as served:
             opened, other, one = served.opened(), served.opened(number=2), reader()
             for _ in range(2):
@@ -143,7 +145,7 @@ class TestReconnects:
     }
 
     @pytest.mark.parametrize("case", ENDS)
-    def test_once_where_it_has_ended(self, case: str) -> None:
+    def test_reader_reconnects_once_when_the_connection_has_ended(self, case: str) -> None:
         answers = sick_peers.answers_once(b"p" * PAGE_BYTES, **self.ENDS[case])
         with SickPeer(answers) as peer:
             one, source = reader(), KvSource(OURS.room, peer.address, 5)
@@ -152,7 +154,7 @@ class TestReconnects:
             assert peer.num_connections == 3
             one.close()
 
-    def test_not_where_a_new_one_ends_unanswered(self) -> None:
+    def test_reader_gives_no_second_try_to_a_new_connection_without_answer(self) -> None:
         with SickPeer(sick_peers.NOTHING) as peer:
             one = reader()
             assert pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2) is None
@@ -183,7 +185,7 @@ SILENT: dict[str, Manner] = {
 class TestSickPeers:
     @pytest.mark.by_day(one_in=2, seed=1)
     @pytest.mark.parametrize("case", ENDED)
-    def test_one_that_answers_wrongly_is_said_once(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_reader_warns_once_when_answers_are_invalid(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
         with SickPeer(ENDED[case]) as peer:
             one = reader()
             for _ in range(2):
@@ -192,8 +194,8 @@ class TestSickPeers:
             one.close()
 
     @pytest.mark.parametrize("case", SILENT)
-    def test_one_that_does_not_answer_is_given_up_at_the_deadline(self, case: str) -> None:
-        """Nobody could wait for what it has to say."""
+    def test_reader_stops_at_the_deadline_when_the_server_is_silent(self, case: str) -> None:
+        """The full answer would take longer than any timeout."""
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=0.3)
             asked = Running(lambda: pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2))
@@ -202,7 +204,7 @@ class TestSickPeers:
 
     @pytest.mark.by_day(one_in=3, seed=11)
     @pytest.mark.parametrize("case", SILENT)
-    def test_to_close_frees_who_waits(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_close_ends_waiting_reads(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=600.0, connect_timeout_s=600.0)
             asked = Running(lambda: pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2))
@@ -211,7 +213,7 @@ class TestSickPeers:
             assert asked.result() is None
             assert warnings(caplog) == []
 
-    def test_to_leave_waits_for_nobody(self) -> None:
+    def test_leave_returns_soon_when_the_server_is_silent(self) -> None:
         with SickPeer(sick_peers.silent) as peer:
             one = reader(connect_timeout_s=600.0)
             begun = time.monotonic()
@@ -219,8 +221,8 @@ class TestSickPeers:
             assert time.monotonic() - begun < 60.0, "a tenth of what a connection may take"
             one.close()
 
-    def test_behind_a_failure_nothing_is_asked_for_a_while(self) -> None:
-        """Else each of many reads would wait as long as the first."""
+    def test_reader_sends_nothing_for_a_while_after_a_failure(self) -> None:
+        """Without the pause, each of many reads would wait for the timeout."""
         with SickPeer(sick_peers.silent_when_asked) as peer:
             one = reader(read_timeout_s=0.3)
             begun = time.monotonic()
@@ -231,7 +233,7 @@ class TestSickPeers:
             assert peer.num_connections == 1, "nor is a room left"
             one.close()
 
-    def test_one_that_is_not_there_is_said_when_that_changes(
+    def test_reader_logs_changes_when_a_server_disappears_and_returns(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(peer_reader, "REST_S", 0.0)
@@ -253,7 +255,7 @@ class TestSickPeers:
 
     @pytest.mark.by_day(one_in=2, seed=92)
     @pytest.mark.parametrize("address", ["", ":7000", "host", "host:", "host:0", "host:65536", "host:-1", "::1:7000", "[::1]"])
-    def test_what_is_no_address_is_said(self, address: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_reader_warns_when_the_address_is_malformed(self, address: str, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(ValueError):
             parse_address(address)
         one = reader()
@@ -262,7 +264,7 @@ class TestSickPeers:
         assert warnings(caplog) == [f"{address!r} is no host:port"]
         one.close()
 
-    def test_a_room_that_no_frame_has_room_for(self) -> None:
+    def test_reader_reads_nothing_when_the_reservation_fits_no_frame(self) -> None:
         with Served() as served:
             one = reader()
             for too_large in (replace(OURS.room, number=1 << 64), replace(OURS.room, secret=b"short")):
@@ -273,13 +275,13 @@ class TestSickPeers:
             one.close()
 
 
-def test_addresses() -> None:
+def test_parse_address_splits_host_and_port() -> None:
     assert parse_address("prefill-0.worker:7000") == ("prefill-0.worker", 7000)
     assert parse_address("10.0.0.7:1") == ("10.0.0.7", 1)
     assert parse_address("[::1]:65535") == ("::1", 65535)
 
 
-def test_nothing_is_read_after_the_end() -> None:
+def test_reader_reads_nothing_after_close() -> None:
     with Served() as served:
         opened, one = served.opened(), reader()
         assert pull(one, served.source(opened), opened, 0, 1)
@@ -290,9 +292,9 @@ def test_nothing_is_read_after_the_end() -> None:
 
 @pytest.mark.needs("openssl")
 class TestTls:
-    """Of both sides, by one authority."""
+    """TLS on both sides, with certificates of one authority."""
 
-    def test_pages_arrive(self, tmp_path: Path) -> None:
+    def test_reader_gets_pages_over_tls(self, tmp_path: Path) -> None:
         page_bytes, ours = 1 << 18, Authority(tmp_path / "ours")
         with Served(page_bytes=page_bytes, tls=ours.tls("prefill")) as served:
             opened, one = served.opened(), reader(page_bytes=page_bytes, tls=ours.tls("decode"))
@@ -303,14 +305,14 @@ class TestTls:
             until(lambda: served.left == [opened.room])
             one.close()
 
-    def test_who_speaks_in_the_clear_gets_nothing(self, tmp_path: Path) -> None:
+    def test_server_refuses_a_reader_without_tls(self, tmp_path: Path) -> None:
         with Served(tls=Authority(tmp_path / "ours").tls("prefill")) as served:
             opened, one = served.opened(), reader()
             assert pull(one, served.source(opened), opened, 0, 1) is None
             until(lambda: served.refused == {"tls": 1})
             one.close()
 
-    def test_who_is_signed_by_another_gets_nothing(self, tmp_path: Path) -> None:
+    def test_server_refuses_a_certificate_of_another_authority(self, tmp_path: Path) -> None:
         ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
         certificate, key, _ = other.files("stranger")
         with Served(tls=ours.tls("prefill")) as served:
@@ -320,7 +322,7 @@ class TestTls:
             assert served.pool.reads == []
             one.close()
 
-    def test_who_is_not_trusted_is_not_asked(self, tmp_path: Path) -> None:
+    def test_reader_refuses_a_server_of_another_authority(self, tmp_path: Path) -> None:
         ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
         with Served(tls=other.tls("stranger")) as served:
             opened, one = served.opened(), reader(tls=ours.tls("decode"))
@@ -328,7 +330,7 @@ class TestTls:
             assert served.pool.reads == []
             one.close()
 
-    def test_of_an_authority_that_signs_all_services_workers_alone_are_taken(self, tmp_path: Path) -> None:
+    def test_workers_accept_only_certificates_with_the_configured_name(self, tmp_path: Path) -> None:
         ours = Authority(tmp_path / "ours")
         with Served(tls=ours.tls("rootstock-worker", "rootstock-worker")) as served:
             opened, right = served.opened(), reader(tls=PeerTls(*ours.files("rootstock-worker"), "rootstock-worker"))
@@ -344,7 +346,7 @@ class TestTls:
             assert served.pool.reads == []
             right.close()
 
-    def test_files_are_followed_and_connections_stay(
+    def test_reader_and_server_follow_replaced_files_for_new_connections(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(certificate_files, "LOOK_S", 0.0)

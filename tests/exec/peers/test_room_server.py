@@ -1,4 +1,4 @@
-"""What a server of rooms gives out, to whom, and what it says to everybody else."""
+"""The server of KV reservations: reads, refusals, and faulty clients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def serves(one: Served) -> None:
 class TestPages:
     @pytest.mark.by_day(one_in=3)
     @pytest.mark.parametrize("ranges", [[(0, 4)], [(3, 2), (0, 1), (1, 3)], [(4, 1), (4, 1), (0, 4), (2, 1)]])
-    def test_any_ranges_in_any_order(self, served: Served, ranges: list[tuple[int, int]]) -> None:
+    def test_server_sends_any_ranges_in_any_order(self, served: Served, ranges: list[tuple[int, int]]) -> None:
         with Asking(served.server.port) as asking:
             for first, count in ranges:
                 got = asking.ask(read_request(OURS, first, count))
@@ -66,7 +66,7 @@ class TestPages:
             size = (sum(count for _, count in ranges) + 3) * PAGE_BYTES
             until(lambda: served.server.counts() == PeerCounts(size, {}, 1))
 
-    def test_a_page_may_be_larger_than_the_most_that_is_read(self) -> None:
+    def test_server_sends_one_page_when_max_read_bytes_is_smaller(self) -> None:
         with Served(ServerLimits(max_read_bytes=PAGE_BYTES - 1)) as served:
             served.server.open(OURS)
             with Asking(served.server.port) as asking:
@@ -99,7 +99,7 @@ REFUSED = {
 
 @pytest.mark.by_day(one_in=10, seed=94)
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_theirs_is_not_read(served: Served, case: str) -> None:
+def test_server_refuses_a_read_and_keeps_the_connection(served: Served, case: str) -> None:
     request, status = REFUSED[case]
     with Asking(served.server.port) as asking:
         assert asking.ask(request) == (status, b"")
@@ -130,7 +130,7 @@ SILENT = {
 class TestFrames:
     @pytest.mark.by_day(one_in=2, seed=6)
     @pytest.mark.parametrize("case", BAD)
-    def test_a_bad_one_ends_its_connection_alone(self, served: Served, case: str) -> None:
+    def test_server_ends_only_one_connection_after_a_malformed_frame(self, served: Served, case: str) -> None:
         with Asking(served.server.port) as other:
             with Asking(served.server.port, hello=BAD[case]) as asking:
                 asking.say_no_more()
@@ -141,7 +141,7 @@ class TestFrames:
         serves(served)
 
     @pytest.mark.parametrize("said", [b"", HELLO], ids=["with nothing", "with a hello"])
-    def test_who_comes_and_goes_is_not_counted(self, served: Served, said: bytes) -> None:
+    def test_server_counts_no_refusal_when_a_client_only_connects(self, served: Served, said: bytes) -> None:
         with Asking(served.server.port, hello=said) as asking:
             asking.say_no_more()
             assert asking.is_ended()
@@ -149,7 +149,7 @@ class TestFrames:
 
     @pytest.mark.by_day(one_in=3, seed=10)
     @pytest.mark.parametrize("case", SILENT)
-    def test_who_falls_silent_is_let_go(self, case: str) -> None:
+    def test_server_ends_silent_connections(self, case: str) -> None:
         said, counted = SILENT[case]
         with Served(ServerLimits(hello_timeout_s=0.2, idle_timeout_s=0.2)) as served:
             with Asking(served.server.port, hello=said) as asking:
@@ -182,7 +182,7 @@ class TestLayouts:
             PageLayout(b"\xff" * 5000, PAGE_SIZE, PAGE_BYTES),
         ],
     )
-    def test_another_one_is_refused_in_a_sentence(self, served: Served, layout: PageLayout) -> None:
+    def test_server_refuses_another_layout_with_a_message(self, served: Served, layout: PageLayout) -> None:
         with Asking(served.server.port, hello=frames.pack_hello(layout)) as asking:
             status, sentence = asking.answer()
             assert status is Status.LAYOUT
@@ -193,7 +193,7 @@ class TestLayouts:
         assert served.refused == {"layout": 1}
         serves(served)
 
-    def test_another_version_is_refused_in_a_sentence(self, served: Served) -> None:
+    def test_server_refuses_another_version_with_a_message(self, served: Served) -> None:
         hello = HELLO[:8] + struct.pack("<I", 2) + HELLO[12:]
         with Asking(served.server.port, hello=hello) as asking:
             assert asking.answer() == (
@@ -203,8 +203,8 @@ class TestLayouts:
 
 
 class TestConnections:
-    def test_a_thousand(self) -> None:
-        """However long the machine takes to make them: none of those that are served is given up meanwhile."""
+    def test_server_refuses_surplus_of_a_thousand_connections(self) -> None:
+        """The timeout is long, so that no served connection ends while a slow machine makes the others."""
         most, count = ServerLimits().max_connections, 1000
         with Served(replace(SMALL, hello_timeout_s=300.0)) as served:
             served.server.open(OURS)
@@ -212,7 +212,7 @@ class TestConnections:
             serves(served)
 
     def _crowd(self, served: Served, count: int) -> tuple[dict[str, int], int]:
-        """Of so many connections those that were refused, and how many stand; they are gone when it returns."""
+        """Makes `count` connections, and returns the refusals and the number of open ones. All are closed on return."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < 4 * count:
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(4 * count, hard), hard))
@@ -229,7 +229,9 @@ class TestConnections:
         until(lambda: served.server.counts().num_connections == 0)
         return found
 
-    def test_what_a_thread_fails_in_ends_its_connection_alone(self, served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    def test_server_ends_only_one_connection_after_an_error_of_read_pages(
+        self, served: Served, caplog: pytest.LogCaptureFixture
+    ) -> None:
         def fail() -> None:
             raise RuntimeError("the device is lost")
 
@@ -242,8 +244,8 @@ class TestConnections:
         serves(served)
         served.server.shut_all()
 
-    def test_who_does_not_take_its_answer_is_let_go(self) -> None:
-        page_bytes = 4 << 20  # five of them are more than what kernels take for somebody who does not read
+    def test_server_ends_the_connection_when_the_reader_takes_no_answer(self) -> None:
+        page_bytes = 4 << 20  # five pages are more than the socket buffers hold
         limits = ServerLimits(send_timeout_s=0.3)
         hello = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, page_bytes))
         with Served(limits, page_bytes=page_bytes) as served:
@@ -258,7 +260,7 @@ class TestConnections:
 
 
 class TestShutting:
-    def test_who_copies_when_the_room_is_shut_sends_nothing(self, served: Served) -> None:
+    def test_server_discards_a_copy_when_the_reservation_is_shut(self, served: Served) -> None:
         copying, shut = threading.Event(), threading.Event()
         served.pool.before = copying.set
         served.pool.after = shut.wait
@@ -272,7 +274,7 @@ class TestShutting:
             assert served.server.counts().served_bytes == 0 and served.refused == {"no_room": 1}
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
 
-    def test_another_room_of_its_number_is_not_it(self, served: Served) -> None:
+    def test_server_discards_a_copy_when_the_reservation_was_opened_again(self, served: Served) -> None:
         def shut_and_open() -> None:
             served.server.shut([OURS.room])
             served.server.open(OURS)
@@ -281,7 +283,7 @@ class TestShutting:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ) == (Status.NO_ROOM, b"")
 
-    def test_a_room_that_is_shut_is_not_read(self, served: Served) -> None:
+    def test_server_refuses_reads_of_a_shut_reservation(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
             served.server.shut([OURS.room, OURS.room, KvReservation(77, EPOCH, secret_of(77))])
@@ -289,7 +291,7 @@ class TestShutting:
             assert len(served.pool.reads) == 1
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
 
-    def test_to_shut_all_waits_for_those_who_copy(self, served: Served) -> None:
+    def test_shut_all_waits_for_running_copies(self, served: Served) -> None:
         go_on = threading.Event()
         ended: list[int] = []
 
@@ -317,17 +319,17 @@ class TestShutting:
 class TestLeaving:
     LEAVE = frames.pack_request(Request(RequestKind.LEAVE, OURS.room))
 
-    def test_a_room_is_left_once_and_stands(self, served: Served) -> None:
+    def test_released_reservation_is_reported_once_and_stays_open(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             asking.socket.sendall(self.LEAVE * 2)
             assert asking.ask(READ)[0] is Status.OK
             assert served.left == [OURS.room]
         until(lambda: served.server.counts().num_connections == 0)
-        served.server.close()  # its threads are done
+        served.server.close()  # ends its threads
         assert served.left == [OURS.room]
 
-    def test_one_that_grows_is_read_as_far_as_it_goes_and_left_anew(self, served: Served) -> None:
-        """Who left it knew of no more pages than there were, and the word says so."""
+    def test_growing_reservation_can_be_released_once_per_version(self, served: Served) -> None:
+        """A release names the version that the reader knew."""
         whole = replace(room(7, (3, 8, 13)), opening=5)
         served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
         leave = frames.pack_request(Request(RequestKind.LEAVE, whole.room))
@@ -342,8 +344,8 @@ class TestLeaving:
             until(lambda: served.words == [ReservationReleased(whole.room, 4), ReservationReleased(whole.room, 5)])
             assert asking.ask(read_request(whole, 0, 1))[0] is Status.OK
 
-    def test_who_has_read_it_before_it_grew_does_not_take_it_away_by_going(self, served: Served) -> None:
-        """Another one may have been told of it as it is."""
+    def test_reader_of_an_older_version_releases_nothing_when_disconnecting(self, served: Served) -> None:
+        """Another reader may use the new version."""
         whole = replace(room(7, (3, 8, 13)), opening=5)
         served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
         with Asking(served.server.port) as before:
@@ -355,7 +357,7 @@ class TestLeaving:
             assert served.words == []
         until(lambda: served.words == [ReservationReleased(whole.room, 5)])
 
-    def test_the_end_of_a_connection_leaves_what_it_has_read_last(self, served: Served) -> None:
+    def test_end_of_a_connection_releases_the_reservations_of_the_last_reads(self, served: Served) -> None:
         first, last = Asking(served.server.port), Asking(served.server.port)
         assert first.ask(READ)[0] is first.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
         assert last.ask(READ)[0] is Status.OK
@@ -366,7 +368,7 @@ class TestLeaving:
         until(lambda: served.left == [OTHERS.room, OURS.room])
 
     @pytest.mark.parametrize("by", ["its end", "a word"])
-    def test_a_room_that_is_shut_is_not_left(self, served: Served, by: str) -> None:
+    def test_shut_reservation_is_not_reported_as_released(self, served: Served, by: str) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
             served.server.shut([OURS.room])
@@ -377,13 +379,13 @@ class TestLeaving:
         assert served.left == [] and served.refused == {}
 
     @pytest.mark.parametrize("case", ["no secret", "another room's secret", "another epoch", "a room that never was"])
-    def test_who_does_not_know_a_room_cannot_leave_it(self, served: Served, case: str) -> None:
+    def test_server_ignores_a_release_with_wrong_credentials(self, served: Served, case: str) -> None:
         with Asking(served.server.port) as asking:
             asking.socket.sendall(frames.pack_request(replace(REFUSED[case][0], kind=RequestKind.LEAVE)))
             assert asking.ask(READ)[0] is Status.OK
             assert served.left == []
 
-    def test_an_owner_that_fails_does_not_keep_others_from_being_left(self, served: Served) -> None:
+    def test_server_reports_all_releases_when_on_left_raises(self, served: Served) -> None:
         def fail_first(left: ReservationReleased) -> None:
             served.words.append(left)
             if len(served.words) == 1:
@@ -395,7 +397,7 @@ class TestLeaving:
         until(lambda: len(served.left) == 2)
         serves(served)
 
-    def test_to_close_leaves_nothing(self, served: Served) -> None:
+    def test_close_reports_no_release(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
             served.server.close()

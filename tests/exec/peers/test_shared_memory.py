@@ -1,4 +1,4 @@
-"""Pages that go through memory which both workers have: what comes, what is broken off, and what is not taken from whom."""
+"""Reads of pages through shared memory: the received bytes, reservations that are shut, and peers that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.exec.peers.rooms import LAYOUT, PAGE_BYTES, PAGE_SIZE, POOL_PAGES, Ru
 from tests.exec.peers.test_peer_reader import warnings
 
 PAGES = tuple(range(POOL_PAGES))[::-1]
-AT_ONCE = 2  # pages of a piece: a read of all of them goes round the ring several times
+AT_ONCE = 2  # pages of a piece; a read of all pages fills the ring several times
 PIECES = POOL_PAGES // AT_ONCE
 assert PIECES > 2 * shared_ring.SLOTS
 
@@ -38,7 +38,7 @@ def served(folder: SocketFolder) -> Iterator[Served]:
         yield it
 
 
-def test_pages_arrive_in_pieces_over_one_connection(served: Served, folder: SocketFolder) -> None:
+def test_reader_gets_pages_in_pieces_over_one_connection(served: Served, folder: SocketFolder) -> None:
     opened, one = served.opened(pages=PAGES), reader(folder=folder)
     for first, count in ((0, POOL_PAGES), (3, 1), (5, 3 * AT_ONCE), (1, POOL_PAGES - 2)):
         assert pull(one, served.source(opened), opened, first, count) == served.pool.bytes_of(PAGES[first : first + count])
@@ -52,7 +52,7 @@ def test_pages_arrive_in_pieces_over_one_connection(served: Served, folder: Sock
 
 @pytest.mark.by_day(one_in=2, seed=15)
 @pytest.mark.parametrize("piece", [0, 1, shared_ring.SLOTS, PIECES - shared_ring.SLOTS, PIECES - 1])
-def test_of_a_room_that_is_shut_meanwhile_nothing_counts_and_others_are_read_on(
+def test_reader_discards_pages_of_a_reservation_that_is_shut_during_the_read(
     served: Served, folder: SocketFolder, piece: int
 ) -> None:
     opened, other, one = served.opened(1, PAGES), served.opened(2, PAGES), reader(folder=folder)
@@ -65,7 +65,7 @@ def test_of_a_room_that_is_shut_meanwhile_nothing_counts_and_others_are_read_on(
     one.close()
 
 
-def test_who_does_not_empty_its_slots_is_let_go(folder: SocketFolder) -> None:
+def test_server_ends_the_connection_when_the_reader_frees_no_slot(folder: SocketFolder) -> None:
     with Served(ServerLimits(send_timeout_s=0.3), folder=folder) as served, socket.socket(socket.AF_UNIX) as silent:
         opened = served.opened(pages=PAGES)
         silent.connect(str(folder.path(served.server.port)))
@@ -78,7 +78,7 @@ def test_who_does_not_empty_its_slots_is_let_go(folder: SocketFolder) -> None:
         assert len(served.pool.reads) == shared_ring.SLOTS, "nothing is written over what may be read yet"
 
 
-def test_a_reader_can_neither_write_nor_cut_what_it_is_given() -> None:
+def test_ring_memory_cannot_be_written_or_truncated_by_the_reader() -> None:
     writer = RingWriter(RingShape(2, 4096))
     given = os.dup(writer.fd)
     with pytest.raises(PermissionError):
@@ -93,8 +93,8 @@ def test_a_reader_can_neither_write_nor_cut_what_it_is_given() -> None:
     writer.close()
 
 
-def test_another_user_is_not_let_in(served: Served, folder: SocketFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the server believes to be somebody else; the reader reads over TCP, as far as that lets it."""
+def test_server_refuses_another_user(served: Served, folder: SocketFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's user id is replaced here. The reader then reads over TCP."""
     opened, one = served.opened(pages=PAGES), reader(folder=folder)
     monkeypatch.setattr(connection.os, "geteuid", lambda: os.getuid() + 1)
     assert pull(one, served.source(opened), opened, 0, 2) == served.pool.bytes_of(PAGES[:2])
@@ -104,7 +104,9 @@ def test_another_user_is_not_let_in(served: Served, folder: SocketFolder, monkey
 
 
 @pytest.mark.parametrize("there", ["nothing", "a socket of a process that has died"])
-def test_who_has_no_socket_is_read_over_tcp(folder: SocketFolder, there: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_reader_uses_tcp_when_the_server_has_no_socket(
+    folder: SocketFolder, there: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Served() as served:
         path = folder.path(served.server.port)
         if there != "nothing":
@@ -138,7 +140,9 @@ RINGS: dict[str, tuple[Callable[[], int | None], bytes]] = {
 
 
 @pytest.mark.parametrize("case", RINGS)
-def test_a_ring_that_is_none_is_said_and_not_used(folder: SocketFolder, case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_reader_warns_and_uses_tcp_when_the_ring_is_invalid(
+    folder: SocketFolder, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     make, frame = RINGS[case]
     with Served() as served, folder.listen(served.server.port, 4) as sick:
 
@@ -159,14 +163,14 @@ def test_a_ring_that_is_none_is_said_and_not_used(folder: SocketFolder, case: st
         one.close()
 
 
-def test_its_socket_is_this_users_and_goes_with_the_server(folder: SocketFolder) -> None:
+def test_socket_is_private_and_ends_with_the_server(folder: SocketFolder) -> None:
     with Served(folder=folder) as served:
         path = folder.path(served.server.port)
         assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     assert not path.exists()
 
 
-def test_a_folder_in_which_others_may_write_is_refused(tmp_path: Path) -> None:
+def test_socket_folder_refuses_shared_folders_and_long_paths(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ValueError, match="others may write"):

@@ -1,7 +1,15 @@
-"""NIXL's agent as far as this transport uses it: memory of another process, read over loopback by who has been told of it.
+"""A double of NIXL's agent: memory of another process is read over loopback with the metadata of that memory.
 
-NIXL_FAKE in the environment, of the process that has it: `broken`, it cannot be loaded; `blind`, no UCX; `stuck`, no read ends;
-`late`, none after the first two; `wrong`, what is read is not what is there; `refuses`, no memory is taken.
+The environment variable NIXL_FAKE of the process selects a fault:
+
+| value | fault |
+|---|---|
+| `broken` | The library cannot be loaded. |
+| `blind` | There is no UCX backend. |
+| `stuck` | No read ends. |
+| `late` | Only the first two reads end. |
+| `wrong` | Reads return other bytes. |
+| `refuses` | No memory can be registered. |
 """
 
 from __future__ import annotations
