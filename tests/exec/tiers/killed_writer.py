@@ -1,6 +1,9 @@
-"""python -m tests.exec.tiers.killed_writer FOLDER [salted]: forks a writer for each number on a line of standard input, and says
-so when it is gone. A writer says its process id first, then of every write what was stored and dropped; it writes until it is
-killed. salted: pages of some salts with a quota, one of which it deletes now and then, and says so before."""
+"""Writes pages until it is killed: python -m tests.exec.tiers.killed_writer FOLDER [salted].
+
+It forks a writer for each number on a line of standard input, and prints "gone" when the writer has ended. A writer prints its
+process id, and then the stored and dropped keys of every write. With "salted", it writes pages of several salts under a quota,
+and now and then deletes the pages of one salt, which it prints before the deletion.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from services.worker.core.contracts.transfers import Selection
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers.pages import keys, write
 
-PAGE = 64 << 10  # written past the page cache
+PAGE = 64 << 10  # large enough to bypass the page cache
 CAP = 13 << 20
 SEGMENT = 850 << 10  # a dozen pages
 QUOTA = 2550 << 10
@@ -24,7 +27,7 @@ def opened(folder: Path, salt_bytes: int = 0) -> SegmentStore:
 
 
 def say(*words: str) -> None:
-    os.write(1, (" ".join(words) + "\n").encode())  # at once: half a line is never read
+    os.write(1, (" ".join(words) + "\n").encode())  # in one call, so that a reader never gets half a line
 
 
 def write_on(folder: Path, number: int) -> None:

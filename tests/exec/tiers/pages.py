@@ -1,4 +1,4 @@
-"""Small pages whose bytes follow from their keys, so that a wrong one is known wherever it comes from."""
+"""Small pages whose bytes follow from their page keys, so that a test detects a wrong page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, Segment
 from services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGE = 96
-SLOTS = 4  # of a segment
+SLOTS = 4  # slots of a segment
 A, B, C = (letter * TAG_BYTES for letter in (b"a", b"b", b"c"))  # tags of three salts
 FORMAT = SegmentFormat(PAGE, b"")
 SEGMENT = FORMAT.bytes_with_index(SLOTS)
@@ -34,14 +34,14 @@ def page(of: bytes, size: int = PAGE) -> bytes:
 
 
 class QuickDisk(Disk):
-    """Does not wait for a real one to sync."""
+    """A disk that does not wait for a sync."""
 
     def sync(self, fd: int) -> None:
         os.fstat(fd)
 
 
 class Hours:
-    """A clock that jumps an hour whenever it is asked to."""
+    """A clock that stands still, until pass_by() moves it by an hour."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -61,19 +61,33 @@ def store(
     identity: bytes = b"",
     salt_bytes: int = 0,
 ) -> SegmentStore:
-    """Segments of SLOTS pages, so many under the cap. clock: of pauses and of ages."""
+    """Opens a store with segments of SLOTS pages.
+
+    Args:
+        folder: folder of the store.
+        segments: number of segments under the cap.
+        disk: the file system, None for QuickDisk.
+        clock: clock of pauses and ages, None for a new one.
+        identity: identity of the store.
+        salt_bytes: quota; 0 for none.
+    """
     clock = clock or Hours()
     sizes = {"max_bytes": segments * SEGMENT, "segment_bytes": SEGMENT, "salt_bytes": salt_bytes}
     return SegmentStore(folder, PAGE, identity=identity, disk=disk or QuickDisk(), clock=clock, wall=clock, **sizes)
 
 
 def write(into: PageStore, wanted: Sequence[bytes]) -> Written:
-    """As from a host tier: large pages begin with a block."""
+    """Writes pages as from the host tier, where large pages begin at a block."""
     return into.write(wanted, [placed(page(key, into.page_bytes)) for key in wanted])
 
 
 def placed(content: bytes, beside: int = 0) -> memoryview:
-    """beside: bytes from where a block begins, for large ones."""
+    """Returns the content in memory of its own.
+
+    Args:
+        content: bytes of a page.
+        beside: distance of a large page from the beginning of a block in memory.
+    """
     if len(content) < DIRECT_PAGE_BYTES:
         return memoryview(content)
     mapped = mmap.mmap(-1, beside + len(content))
@@ -82,7 +96,7 @@ def placed(content: bytes, beside: int = 0) -> memoryview:
 
 
 def read(of: PageStore, wanted: Sequence[bytes]) -> int:
-    """How many of the first pages it returns: each of them has to be the key's."""
+    """Reads pages and checks their bytes. Returns the number of pages that the store returned."""
     out = bytearray(len(wanted) * of.page_bytes)
     count = of.read(wanted, memoryview(out))
     for at, key in enumerate(wanted[:count]):
@@ -91,7 +105,7 @@ def read(of: PageStore, wanted: Sequence[bytes]) -> int:
 
 
 def readable(of: PageStore) -> list[bytes]:
-    """Those of its keys that it has whole pages of, oldest first; it forgets the others."""
+    """Returns the keys of the whole pages, oldest first. The store forgets damaged pages."""
     return [key for key in list(of.keys()) if read(of, [key])]
 
 

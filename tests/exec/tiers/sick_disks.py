@@ -1,4 +1,4 @@
-"""Disks that are full, broken, or whose process dies."""
+"""Disks for tests: full, faulty, or of a process that dies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ T = TypeVar("T")
 
 
 class DiaryDisk(Disk):
-    """calls: that make, sync or name a file, with its name. dropped: file, begin and end of bytes that need not be kept in
-    memory."""
+    """A disk that records calls."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.dropped: list[tuple[str, int, int]] = []
+        self.calls: list[str] = []  # calls that create, sync or rename a file, with its name
+        self.dropped: list[tuple[str, int, int]] = []  # file, first and end byte of each drop_cached()
 
     def drop_cached(self, fd: int, offset: int, size: int) -> None:
         self.dropped.append((Path(os.readlink(f"/proc/self/fd/{fd}")).name, offset, offset + size))
@@ -44,11 +43,11 @@ class DiaryDisk(Disk):
 
 
 class SickDisk(QuickDisk):
-    """broken: errno by name of a call, for as long as it is there. room: bytes that can still be written."""
+    """A disk with faults."""
 
     def __init__(self) -> None:
-        self.broken: dict[str, int] = {}
-        self.room: int | None = None
+        self.broken: dict[str, int] = {}  # errno of each failing call, by the call's name
+        self.room: int | None = None  # bytes that can still be written, None for no limit
 
     def _may(self, call: str) -> None:
         if number := self.broken.get(call):
@@ -97,14 +96,19 @@ class SickDisk(QuickDisk):
 
 
 class Killed(BaseException):
-    """Not an error that anybody handles: after it nothing that the process does reaches the disk."""
+    """Raised in place of a call of a dead process. No code handles it, and no later call reaches the disk."""
 
 
 class MortalDisk(QuickDisk):
-    """Of a process that dies instead of a call, or halfway through it if it writes. calls: that it lives to make, of those that
-    change something; None: it does not die. sizes: of the folder, after each."""
+    """The disk of a process that dies at a call. If the call is a write, half of its bytes are written."""
 
     def __init__(self, folder: Path, calls: int | None = None) -> None:
+        """Starts with a living process.
+
+        Args:
+            folder: folder whose size is recorded after each change.
+            calls: changing calls that the process makes before it dies, None if it does not die.
+        """
         self._folder = folder
         self._calls = calls
         self._open: set[int] = set()
@@ -140,7 +144,7 @@ class MortalDisk(QuickDisk):
         super().close(fd)
 
     def bury(self) -> None:
-        """What the system does with what a dead process has open."""
+        """Closes the open files of the dead process, as the system does."""
         for fd in self._open:
             os.close(fd)
         self._open.clear()

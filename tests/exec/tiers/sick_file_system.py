@@ -1,6 +1,8 @@
-"""A file system that is slow, full or read-only when it is told so, by FUSE: python -m tests.exec.tiers.sick_file_system SOURCE
-MOUNT ORDERS. What is in SOURCE is seen at MOUNT. ORDERS is a JSON file, read anew at each call: read_s, seconds that each read
-takes; full; read_only."""
+"""A FUSE file system with faults: python -m tests.exec.tiers.sick_file_system SOURCE MOUNT ORDERS.
+
+It shows the content of SOURCE at MOUNT. ORDERS is a JSON file that each call reads again: `read_s` is the duration of a read in
+seconds, `full` and `read_only` make writes fail.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SPACE = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_favail", "f_ffree", "f
 
 
 class SickFileSystem(mfusepy.Operations):  # type: ignore[misc]
-    """Paths are absolute, below the mount. Every call raises OSError."""
+    """The file system. Paths are absolute, below the mount. Every call may raise OSError."""
 
     use_ns = False
 

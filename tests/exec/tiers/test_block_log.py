@@ -1,4 +1,4 @@
-"""The names of a store's blocks: what was written is read again, and what is torn, foreign or of no use any more is not."""
+"""The names of a store's blocks: written names are read again, torn, foreign and useless names are not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCKS = [block(1), block(2, 1), block(3, 64), block(4)]
 
 
 def log_of(folder: Path, blocks: Sequence[KeptBlock], identity: bytes = IDENTITY, disk: Disk | None = None) -> BlockLog:
-    """Beside a store that has the pages of these."""
+    """Returns the log of a store that has the pages of these blocks."""
     return BlockLog(folder / "blocks", identity, lambda: [key for each in blocks for key in each.keys], disk)
 
 
@@ -48,7 +48,7 @@ def written(folder: Path, blocks: Sequence[KeptBlock] = BLOCKS) -> Path:
     return folder / "blocks"
 
 
-def test_what_was_written_is_read_by_who_comes_next(tmp_path: Path) -> None:
+def test_next_log_reads_written_blocks(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for _ in range(2):
@@ -57,8 +57,8 @@ def test_what_was_written_is_read_by_who_comes_next(tmp_path: Path) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 155, 156])
-def test_a_torn_end_takes_one_block(tmp_path: Path, cut: int) -> None:
-    """And what is written from then on is read."""
+def test_torn_end_loses_one_block(tmp_path: Path, cut: int) -> None:
+    """Blocks that are written afterwards are read."""
     path = written(tmp_path)
     path.write_bytes(path.read_bytes()[:-cut])
     log = log_of(tmp_path, [*BLOCKS, block(5)])
@@ -68,7 +68,7 @@ def test_a_torn_end_takes_one_block(tmp_path: Path, cut: int) -> None:
     assert found(tmp_path, [*BLOCKS, block(5)]) == [*BLOCKS[:3], block(5)]
 
 
-def test_a_byte_that_turned_ends_it_there(tmp_path: Path) -> None:
+def test_flipped_byte_ends_the_list_of_blocks(tmp_path: Path) -> None:
     path = written(tmp_path)
     data = bytearray(path.read_bytes())
     for at in range(0, len(data), 41):
@@ -79,7 +79,7 @@ def test_a_byte_that_turned_ends_it_there(tmp_path: Path) -> None:
         assert left == BLOCKS[: len(left)] and len(left) < len(BLOCKS)
 
 
-def test_pages_that_are_gone_and_other_identities_have_no_names(tmp_path: Path) -> None:
+def test_log_drops_blocks_without_pages_and_of_other_identities(tmp_path: Path) -> None:
     path = written(tmp_path)
     size = path.stat().st_size
     assert found(tmp_path, BLOCKS[1:3]) == BLOCKS[1:3] and path.stat().st_size < size
@@ -87,7 +87,7 @@ def test_pages_that_are_gone_and_other_identities_have_no_names(tmp_path: Path) 
     assert found(tmp_path, BLOCKS) == [], "the file is that one's"
 
 
-def test_names_of_deleted_pages_are_not_in_the_file(tmp_path: Path) -> None:
+def test_sweep_removes_names_of_deleted_pages(tmp_path: Path) -> None:
     held = list(BLOCKS)
     log = BlockLog(tmp_path / "blocks", IDENTITY, lambda: [key for each in held for key in each.keys])
     log.append(BLOCKS)
@@ -101,7 +101,7 @@ def test_names_of_deleted_pages_are_not_in_the_file(tmp_path: Path) -> None:
     assert found(tmp_path, BLOCKS) == [BLOCKS[1]]
 
 
-def test_it_does_not_grow_with_what_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_stays_small_when_blocks_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_log, "SPARE_BYTES", 2000)
     held: list[KeptBlock] = []
     log = BlockLog(tmp_path / "blocks", IDENTITY, lambda: [key for each in held for key in each.keys])
@@ -114,7 +114,7 @@ def test_it_does_not_grow_with_what_comes_and_goes(tmp_path: Path, monkeypatch: 
 
 
 class FullDisk(Disk):
-    """Has no room for more than a few bytes of a write while `full`."""
+    """A disk that writes only a few bytes while `full`."""
 
     full = False
 
@@ -122,7 +122,7 @@ class FullDisk(Disk):
         return super().write(fd, [bytes(parts[0])[:10]] if self.full else parts, offset)
 
 
-def test_a_full_disk_costs_names_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_loses_only_names_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
     disk = FullDisk()
     log = log_of(tmp_path, BLOCKS, disk=disk)
@@ -137,8 +137,7 @@ def test_a_full_disk_costs_names_and_nothing_else(tmp_path: Path, monkeypatch: p
 
 
 class Stuck(Disk):
-    """Says of each file that was written to that it was not closed as it should, which a disk on a network may. closed: its
-    descriptors, each of which the system has let go of."""
+    """A disk that reports an error when a written file is closed, as a network disk may. `closed` has the closed descriptors."""
 
     def __init__(self) -> None:
         self.closed: list[int] = []
@@ -156,10 +155,8 @@ class Stuck(Disk):
             raise OSError(errno.EIO, "not all was written")
 
 
-def test_a_file_that_is_not_closed_as_it_should_is_closed_once_and_the_next_one_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A descriptor that was closed twice would be somebody else's."""
+def test_log_closes_a_file_once_when_close_reports_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second close might hit a descriptor of another file."""
     monkeypatch.setattr("services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
     disk = Stuck()
     log = log_of(tmp_path, BLOCKS, disk=disk)
@@ -173,7 +170,7 @@ def test_a_file_that_is_not_closed_as_it_should_is_closed_once_and_the_next_one_
     assert len(disk.closed) == 2 and found(tmp_path, BLOCKS) == BLOCKS
 
 
-def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+def test_log_ignores_a_missing_folder(tmp_path: Path) -> None:
     log = log_of(tmp_path / "none", BLOCKS)
     assert log.read() == []
     log.append(BLOCKS)

@@ -1,4 +1,4 @@
-"""The file tier on a disk that is full, broken or read-only: nothing is raised, what is not there is counted, and it goes on."""
+"""The file tier on a disk that is full, faulty or read-only: no call raises, and missing pages are counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.exec.tiers.sick_disks import SickDisk
 
 NOTHING = Written((), ())
 ROOT = Path(__file__).resolve().parents[3]
-# Under a limit on the sizes of files, which is an error of writes like no other: half a record is written before it.
+# A limit on the sizes of files fails in its own way: the system first writes half a record.
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -66,8 +66,10 @@ def clock() -> Hours:
 class TestWrites:
     @pytest.mark.by_day(one_in=7, seed=2)
     @pytest.mark.parametrize("room", range(0, SEGMENT + 200, 61))
-    def test_a_full_disk_takes_what_it_has_room_for(self, tmp_path: Path, disk: SickDisk, clock: Hours, room: int) -> None:
-        """Wherever it ends: in a header, a record, an index."""
+    def test_write_stores_the_first_pages_when_the_disk_is_full(
+        self, tmp_path: Path, disk: SickDisk, clock: Hours, room: int
+    ) -> None:
+        """The disk is full within a header, a record or an index."""
         it = store(tmp_path, disk=disk, clock=clock)
         disk.room = room
         many = keys(*range(2 * SLOTS))
@@ -88,7 +90,7 @@ class TestWrites:
     @each_value(
         call=["create", "write", "sync", "rename"], number=[errno.EIO, errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT]
     )
-    def test_whatever_fails_is_counted_and_tried_again(
+    def test_write_counts_an_error_and_is_retried(
         self, tmp_path: Path, disk: SickDisk, clock: Hours, call: str, number: int
     ) -> None:
         it = store(tmp_path, disk=disk, clock=clock)
@@ -108,8 +110,8 @@ class TestWrites:
         it.close()
         assert readable(store(tmp_path)) == [key(0), *many]
 
-    def test_what_is_left_of_a_record_is_overwritten(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
-        """Where it can neither be written nor cut off."""
+    def test_write_overwrites_a_partial_record(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+        """The record can neither be completed nor truncated."""
         it = store(tmp_path, disk=disk, clock=clock)
         write(it, keys(1))
         disk.room, disk.broken = FORMAT.record_bytes - 1, {"truncate": errno.EIO}
@@ -122,7 +124,7 @@ class TestWrites:
         assert readable(store(tmp_path)) == keys(1, 3, 2)
 
     @pytest.mark.parametrize("tail", ["cut off", "left there"])
-    def test_the_cap_holds(self, tmp_path: Path, disk: SickDisk, clock: Hours, tail: str) -> None:
+    def test_files_stay_under_the_cap_when_writes_fail(self, tmp_path: Path, disk: SickDisk, clock: Hours, tail: str) -> None:
         it = store(tmp_path, 4, disk, clock)
         for number in range(0, 200, 3):
             disk.room = 50 * (number % 41) if number % 2 else None
@@ -133,7 +135,9 @@ class TestWrites:
         assert it.counts().failed_writes > 10
         assert readable(it) == it.keys() != []
 
-    def test_room_that_cannot_be_made(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+    def test_write_stores_nothing_when_the_oldest_segment_cannot_be_deleted(
+        self, tmp_path: Path, disk: SickDisk, clock: Hours
+    ) -> None:
         it = store(tmp_path, 4, disk, clock)
         many = keys(*range(4 * SLOTS))
         write(it, many)
@@ -146,8 +150,8 @@ class TestWrites:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("suffix", [".kv", ".index"])
-    def test_a_segment_that_goes_halfway(self, tmp_path: Path, clock: Hours, suffix: str) -> None:
-        """An index without a segment would be worth nothing, a segment without an index is."""
+    def test_store_keeps_a_segment_when_one_file_cannot_be_deleted(self, tmp_path: Path, clock: Hours, suffix: str) -> None:
+        """An index is useless without its segment, but a segment is usable without its index."""
 
         class Clinging(SickDisk):
             def unlink(self, path: Path) -> None:
@@ -162,7 +166,7 @@ class TestWrites:
         it.close()
         assert readable(store(tmp_path, 4)) == many
 
-    def test_half_an_index_that_stays_goes_with_its_segment(self, tmp_path: Path, disk: SickDisk) -> None:
+    def test_delete_removes_a_partial_index_with_the_segment(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path, disk=disk)
         disk.broken = {"rename": errno.EIO, "unlink": errno.EIO}
         assert write(it, keys(*range(SLOTS))).stored == tuple(keys(*range(SLOTS)))
@@ -171,7 +175,7 @@ class TestWrites:
         it.delete()
         assert size_of(tmp_path) == 0
 
-    def test_what_works_ends_the_rise_of_pauses(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+    def test_success_resets_the_pause(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
         it = store(tmp_path, disk=disk, clock=clock)
         for number in range(1, 10):
             disk.broken["write"] = errno.EIO
@@ -180,21 +184,21 @@ class TestWrites:
             clock.now += 1
             assert write(it, keys(number)).stored == tuple(keys(number))
 
-    def test_a_pause_is_no_failure(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+    def test_write_counts_no_failure_during_a_pause(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
         it = store(tmp_path, disk=disk, clock=clock)
         disk.broken["write"] = errno.EIO
         for _ in range(5):
             assert write(it, keys(1)) == NOTHING
         assert it.counts().failed_writes == 1
 
-    def test_a_limit_of_the_system(self, tmp_path: Path) -> None:
+    def test_write_stops_at_a_file_size_limit(self, tmp_path: Path) -> None:
         command = [sys.executable, "-c", LIMITED, str(tmp_path / "kv")]
         ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
 
 
 class TestPause:
-    def test_it_doubles_up_to_five_minutes_until_something_works(self) -> None:
+    def test_pause_doubles_up_to_five_minutes_until_a_success(self) -> None:
         clock = Hours()
         pause = WritePause(clock)
         assert pause.over
@@ -202,7 +206,7 @@ class TestPause:
         pause.worked()
         assert pause.over and pause.failed() == 1
 
-    def test_it_ends_by_the_clock(self) -> None:
+    def test_pause_ends_by_the_clock(self) -> None:
         clock = Hours()
         pause = WritePause(clock)
         pause.failed()
@@ -214,7 +218,7 @@ class TestPause:
 
 class TestReads:
     @pytest.mark.parametrize("call", ["read", "open"])
-    def test_a_page_that_cannot_be_read_is_not_there(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
+    def test_read_loses_a_page_when_the_disk_fails(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
         it = store(tmp_path, disk=disk)
         write(it, keys(1, 2, 3))
         disk.broken[call] = errno.EIO
@@ -225,7 +229,7 @@ class TestReads:
         assert write(it, keys(1)).stored == tuple(keys(1))
         assert read(it, keys(1, 2, 3)) == 3
 
-    def test_what_is_held_again_is_not_lost(self, tmp_path: Path, disk: SickDisk) -> None:
+    def test_page_written_again_is_not_lost(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path, disk=disk)
         write(it, keys(1))
         disk.broken["read"] = errno.EIO
@@ -234,7 +238,7 @@ class TestReads:
         assert write(it, keys(1)).stored == tuple(keys(1)) and it.take_lost() == ()
 
     @pytest.mark.parametrize("number", [0, 1], ids=["a sealed one", "the open one"])
-    def test_a_segment_that_somebody_has_deleted_is_lost_whole(self, tmp_path: Path, number: int) -> None:
+    def test_read_loses_a_whole_segment_when_the_file_is_gone(self, tmp_path: Path, number: int) -> None:
         it = store(tmp_path)
         write(it, keys(*range(SLOTS + 2)))
         (tmp_path / f"segment-{number:08d}.kv").unlink()
@@ -247,7 +251,7 @@ class TestReads:
         assert set(readable(it)) == {*gone, *left}
         assert it.counts().bytes_on_disk == size_of(tmp_path)
 
-    def test_reads_go_on_while_writes_pause(self, tmp_path: Path, disk: SickDisk) -> None:
+    def test_reads_continue_while_writes_pause(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path, disk=disk)
         write(it, keys(1, 2))
         disk.broken["write"] = errno.ENOSPC
@@ -256,7 +260,7 @@ class TestReads:
 
 
 class TestClear:
-    def test_what_cannot_be_deleted_goes_before_anything_is_written(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+    def test_failed_deletion_is_repeated_before_the_next_write(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
         it = store(tmp_path, disk=disk, clock=clock)
         write(it, keys(*range(SLOTS + 1)))
         disk.broken["unlink"] = errno.EIO
@@ -272,7 +276,7 @@ class TestClear:
 
 
 class TestOpening:
-    def test_a_folder_that_cannot_be_written(self, tmp_path: Path, disk: SickDisk) -> None:
+    def test_opening_fails_when_the_folder_is_read_only(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path)
         write(it, keys(1))
         it.close()
@@ -283,7 +287,7 @@ class TestOpening:
 
     @pytest.mark.by_day(one_in=2, seed=12)
     @pytest.mark.parametrize("call", ["open", "read", "truncate", "unlink"])
-    def test_a_segment_that_cannot_be_read_costs_its_own_pages(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
+    def test_opening_loses_only_the_pages_of_an_unreadable_segment(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
         it = store(tmp_path)
         write(it, keys(1))
         it.close()
@@ -294,7 +298,7 @@ class TestOpening:
         write(it, keys(2))
         assert readable(it) == keys(2)
 
-    def test_a_full_disk_has_pages_to_read(self, tmp_path: Path, disk: SickDisk) -> None:
+    def test_opening_finds_all_pages_when_the_disk_is_full(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path)
         write(it, keys(*range(2 * SLOTS + 1)))
         it.close()
@@ -303,7 +307,7 @@ class TestOpening:
         it = store(tmp_path, disk=disk)
         assert readable(it) == keys(*range(2 * SLOTS + 1)) and it.counts().failed_writes == 1
 
-    def test_a_page_that_cannot_be_read(self, tmp_path: Path) -> None:
+    def test_opening_loses_only_an_unreadable_page(self, tmp_path: Path) -> None:
         class BadSector(SickDisk):
             def read(self, fd, parts, offset):  # type: ignore[no-untyped-def]
                 self.broken = {"read": errno.EIO} if offset == FORMAT.segment_bytes(1) else {}

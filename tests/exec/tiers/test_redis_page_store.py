@@ -1,5 +1,4 @@
-"""The storage that workers share, in a real Redis: what each knows of the others' pages, and what becomes of it when it is full,
-emptied, away, or not what it was."""
+"""The shared storage tier in a real Redis: news between workers, a server that is full, emptied, gone or replaced, and quotas."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ def server(one_server: RedisServer) -> RedisServer:
 
 
 def store(server: RedisServer, clock: Hours | None = None, identity: bytes = IDENTITY) -> RedisPageStore:
-    """That has looked at what is there."""
+    """Returns a store that has scanned the server."""
     made = RedisPageStore(server.url, PAGE, 60, identity, clock or Hours())
     made.news()
     return made
 
 
-def test_what_one_writes_all_others_read_who_have_its_secret(server: RedisServer) -> None:
+def test_workers_with_one_identity_read_each_others_pages(server: RedisServer) -> None:
     first, second, stranger = store(server), store(server), store(server, identity=bytes(32))
     assert write(first, keys(1, 2, 3)) == Written(tuple(keys(1, 2, 3)), ())
     assert read(second, keys(1)) == 0, "it has not heard of it"
@@ -56,9 +55,7 @@ def test_what_one_writes_all_others_read_who_have_its_secret(server: RedisServer
     assert first.news() == News(tuple(keys(4)), ()) and second.news() == NOTHING
 
 
-def test_who_comes_later_finds_all_and_who_was_away_for_long_looks_again(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_scans_at_the_start_and_after_missed_news(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "SCANNED", 3)
     first, away = store(server), store(server)
     many = keys(*range(20))
@@ -70,15 +67,15 @@ def test_who_comes_later_finds_all_and_who_was_away_for_long_looks_again(
     assert set(news.stored) == {*many, *keys(99)} and read(away, [*many, *keys(99)]) == 21
 
 
-def test_no_token_and_nothing_for_ever_is_in_it(server: RedisServer) -> None:
+def test_pages_have_a_fixed_size_and_expire(server: RedisServer) -> None:
     write(store(server), keys(1, 2))
     pages = [name for name in server.client.scan_iter() if b":p:" in name]
     assert len(pages) == 2 and all(0 < server.client.pttl(name) <= 60_000 for name in pages)
     assert all(len(server.client.get(name)) == PAGE + redis_page_store.HEAD_BYTES for name in pages)
 
 
-def test_what_workers_of_another_version_have_there_is_left_alone(server: RedisServer) -> None:
-    """Those before had keys of 32 bytes under the same words: to read their news in keys of another size would make keys up."""
+def test_store_ignores_keys_of_another_version(server: RedisServer) -> None:
+    """Version 1 had keys of 32 bytes. Read as keys of 40 bytes, its news would give keys that do not exist."""
     older = f"pages:{IDENTITY[:16].hex()}:"
     server.client.set(f"{older}p:".encode() + bytes(32), bytes(PAGE), px=60_000)
     server.client.xadd(f"{older}news", {"h": ""})
@@ -89,7 +86,7 @@ def test_what_workers_of_another_version_have_there_is_left_alone(server: RedisS
     assert server.client.xlen(f"{older}news") == 2 and server.client.pttl(f"{older}p:".encode() + bytes(32)) > 0
 
 
-def test_reading_keeps_a_page(server: RedisServer) -> None:
+def test_read_extends_the_life_of_a_page(server: RedisServer) -> None:
     it = store(server)
     write(it, keys(1, 2))
     for name in server.client.keys("pages:*:p:*"):
@@ -101,7 +98,7 @@ def test_reading_keeps_a_page(server: RedisServer) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize("value", [b"", b"x" * (PAGE + 23), b"x" * (PAGE + 24), b"x" * (PAGE + 25)])
-def test_a_page_that_is_not_whole_is_not_there(server: RedisServer, value: bytes) -> None:
+def test_read_loses_a_damaged_page(server: RedisServer, value: bytes) -> None:
     it = store(server)
     write(it, keys(1, 2, 3))
     (name,) = [name for name in server.client.scan_iter() if name.endswith(keys(2)[0])]
@@ -113,7 +110,7 @@ def test_a_page_that_is_not_whole_is_not_there(server: RedisServer, value: bytes
     assert read(it, keys(1, 2, 3)) == 3
 
 
-def test_another_keys_page_is_not_this_ones(server: RedisServer) -> None:
+def test_read_refuses_the_page_of_another_key(server: RedisServer) -> None:
     it = store(server)
     write(it, keys(1, 2))
     one, two = [next(name for name in server.client.scan_iter() if name.endswith(key)) for key in keys(1, 2)]
@@ -121,7 +118,7 @@ def test_another_keys_page_is_not_this_ones(server: RedisServer) -> None:
     assert read(it, keys(1)) == 0
 
 
-def test_what_has_gone_by_itself_is_lost_and_no_fault(server: RedisServer) -> None:
+def test_read_counts_no_fault_for_an_expired_page(server: RedisServer) -> None:
     it = store(server)
     write(it, keys(1, 2))
     server.client.delete(next(name for name in server.client.scan_iter() if name.endswith(keys(1)[0])))
@@ -129,7 +126,7 @@ def test_what_has_gone_by_itself_is_lost_and_no_fault(server: RedisServer) -> No
     assert it.counts().corrupt_pages == it.counts().failed_reads == 0
 
 
-def test_who_clears_it_clears_it_for_all_and_what_comes_later_stays(server: RedisServer) -> None:
+def test_delete_removes_pages_for_all_workers(server: RedisServer) -> None:
     first, second = store(server), store(server)
     write(first, keys(1, 2))
     second.news()
@@ -143,11 +140,11 @@ def test_who_clears_it_clears_it_for_all_and_what_comes_later_stays(server: Redi
     assert second.news() == News((), tuple(keys(3)))
 
 
-def test_a_full_one_is_read_on_and_written_to_later(server: RedisServer) -> None:
+def test_full_server_is_read_and_written_after_a_pause(server: RedisServer) -> None:
     clock = Hours()
     it = store(server, clock)
     write(it, keys(1))
-    server.client.config_set("maxmemory", 1)  # and nothing of it may go
+    server.client.config_set("maxmemory", 1)  # the server may evict nothing
     assert write(it, keys(2, 3)).stored == () and it.counts().failed_writes == 1
     assert read(it, keys(1)) == 1
     server.client.config_set("maxmemory", 0)
@@ -156,7 +153,7 @@ def test_a_full_one_is_read_on_and_written_to_later(server: RedisServer) -> None
     assert write(it, keys(2)).stored == tuple(keys(2))
 
 
-def test_one_that_is_away_is_left_in_peace_and_looked_at_anew(server: RedisServer) -> None:
+def test_worker_pauses_and_scans_again_after_a_lost_server(server: RedisServer) -> None:
     clock = Hours()
     it, other = store(server, clock), store(server)
     write(it, keys(1))
@@ -172,8 +169,8 @@ def test_one_that_is_away_is_left_in_peace_and_looked_at_anew(server: RedisServe
     assert read(it, keys(5)) == 1
 
 
-def test_one_that_is_no_primary_any_more_is_left(server: RedisServer) -> None:
-    """With its connection, by who reads and by who writes; another one is there, or the same is again, when it is next asked."""
+def test_worker_reconnects_when_the_server_becomes_a_replica(server: RedisServer) -> None:
+    """Reads and writes both close their connections, and the address may lead to another server."""
 
     def connections() -> set[str]:
         return {found["id"] for found in server.client.client_list()} - {str(server.client.client_id())}
@@ -195,8 +192,8 @@ def test_one_that_is_no_primary_any_more_is_left(server: RedisServer) -> None:
     assert (it.counts().failed_writes, it.counts().failed_reads) == (1, 1)
 
 
-def test_after_a_read_that_failed_what_was_asked_is_told_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked has taken the page to be gone."""
+def test_news_reports_a_page_again_after_a_failed_read(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller of the read treats the page as lost."""
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
     it = store(server, clock)
@@ -207,14 +204,14 @@ def test_after_a_read_that_failed_what_was_asked_is_told_again(server: RedisServ
     assert it.news() == News(tuple(keys(1)), ()) and read(it, keys(1, 2)) == 2
 
 
-def test_who_comes_to_a_full_one_reads_it(server: RedisServer) -> None:
+def test_worker_reads_a_full_server_when_starting(server: RedisServer) -> None:
     write(store(server), keys(1, 2))
     server.client.config_set("maxmemory", 1)
     later = RedisPageStore(server.url, PAGE, 60, IDENTITY)
     assert set(later.news().stored) == set(keys(1, 2)) and read(later, keys(1, 2)) == 2
 
 
-def test_what_is_cleared_while_it_is_away_does_not_come_back(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_takes_effect_when_the_server_returns(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
     it, other = store(server, clock), store(server)
@@ -229,14 +226,12 @@ def test_what_is_cleared_while_it_is_away_does_not_come_back(server: RedisServer
 
 
 def away(at_once: int) -> Iterator[list[bytes]]:
-    """A server that goes in the middle of a look."""
+    """Yields some keys and then fails, as a scan of a server that goes away."""
     yield keys(0)[:at_once]
     raise TimeoutError
 
 
-def test_much_is_told_in_parts_and_a_look_that_fails_forgets_nothing(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_news_returns_many_keys_in_parts_after_a_failed_scan(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "TOLD_AT_ONCE", 4)
     clock = Hours()
     first, it = store(server), RedisPageStore(server.url, PAGE, 60, IDENTITY, clock)
@@ -251,7 +246,7 @@ def test_much_is_told_in_parts_and_a_look_that_fails_forgets_nothing(
     assert {*one.stored, *two.stored} == set(many)
 
 
-def test_no_more_keys_are_known_than_may_be(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_forgets_the_oldest_keys_beyond_the_limit(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "MOST_KEYS", 4)
     first, second = store(server), store(server)
     assert write(first, keys(1, 2, 3, 4)).dropped == ()
@@ -263,7 +258,7 @@ def test_no_more_keys_are_known_than_may_be(server: RedisServer, monkeypatch: py
 @pytest.mark.parametrize(
     "url", ["http://nobody", "redis://h?ssl_ca_certs=ca.crt", "rediss://h?ssl_foo=1", "redis://h?decode_responses=true"]
 )
-def test_a_url_that_asks_for_what_cannot_be_is_refused(url: str) -> None:
+def test_store_refuses_invalid_urls(url: str) -> None:
     with pytest.raises(ValueError):
         RedisPageStore(url, PAGE, 60, IDENTITY)
 
@@ -281,12 +276,12 @@ def quota(pages: int) -> int:
 
 
 def there(server: RedisServer, tag: bytes = b"") -> set[bytes]:
-    """Keys of pages, of the server's own account."""
+    """Returns the page keys with this tag on the server."""
     names = [name.split(b":p:", 1)[1] for name in server.client.scan_iter(count=1000) if b":p:" in name]
     return {name for name in names if name.startswith(tag)}
 
 
-def test_a_salt_is_deleted_for_all_and_no_other(server: RedisServer) -> None:
+def test_delete_removes_one_salt_for_all_workers(server: RedisServer) -> None:
     first, second = store(server), store(server)
     write(first, [*keys(1, 2, tag=A), *keys(1, 2, tag=B), *keys(1, 2)])
     second.news()
@@ -299,7 +294,7 @@ def test_a_salt_is_deleted_for_all_and_no_other(server: RedisServer) -> None:
     assert first.news().stored == tuple(keys(1, tag=A))
 
 
-def test_what_is_older_goes_by_when_it_was_written_and_not_read(server: RedisServer) -> None:
+def test_delete_by_age_uses_the_time_of_writing(server: RedisServer) -> None:
     wall = Seconds()
     it = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), wall=wall)
     it.news()
@@ -315,7 +310,7 @@ def test_what_is_older_goes_by_when_it_was_written_and_not_read(server: RedisSer
 
 @pytest.mark.by_day(one_in=3, seed=1)
 @pytest.mark.parametrize("which", [Selection(A), Selection(), Selection(older_than_s=0)], ids=["salt", "all", "age"])
-def test_what_is_to_be_deleted_while_it_is_away_is_said_and_done_later(
+def test_delete_is_pending_until_the_server_returns(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, which: Selection
 ) -> None:
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
@@ -336,7 +331,7 @@ def test_what_is_to_be_deleted_while_it_is_away_is_said_and_done_later(
     assert write(it, keys(3, tag=A)).stored == tuple(keys(3, tag=A)) and it.delete(which).pending == ""
 
 
-def test_one_that_goes_in_the_middle_of_a_deletion_is_gone_on_with(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_continues_when_the_server_was_lost_during_the_scan(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "SCANNED", 2)
     clock = Hours()
     it = store(server, clock)
@@ -356,7 +351,7 @@ def test_one_that_goes_in_the_middle_of_a_deletion_is_gone_on_with(server: Redis
     assert not there(server) and it.use().deleted_pages == 30
 
 
-def test_who_is_over_its_quota_loses_its_own_oldest_whoever_wrote_them(server: RedisServer) -> None:
+def test_quota_evicts_the_oldest_pages_of_a_salt_from_all_workers(server: RedisServer) -> None:
     wall = Seconds()
     first, second = (RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4), wall=wall) for _ in range(2))
     assert first.news() == second.news() == NOTHING
@@ -365,7 +360,7 @@ def test_who_is_over_its_quota_loses_its_own_oldest_whoever_wrote_them(server: R
         wall.now += 1
         write(first, keys(number, tag=A))
     late = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4), wall=wall)
-    late.news()  # in an order of its own
+    late.news()  # the scan returns keys in another order
     wall.now += 1
     done = write(late, keys(3, 4, 5, tag=A))
     assert done == Written(tuple(keys(3, 4, 5, tag=A)), tuple(keys(0, 1, tag=A)))
@@ -376,7 +371,7 @@ def test_who_is_over_its_quota_loses_its_own_oldest_whoever_wrote_them(server: R
     assert there(server, A) == set(keys(*range(10, 14), tag=A))
 
 
-def test_what_went_by_itself_counts_for_no_quota(server: RedisServer) -> None:
+def test_quota_does_not_count_expired_pages(server: RedisServer) -> None:
     it = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4))
     it.news()
     write(it, keys(*range(4), tag=A))
@@ -390,7 +385,7 @@ def test_what_went_by_itself_counts_for_no_quota(server: RedisServer) -> None:
     assert late.use().over_quota_pages == 0
 
 
-def test_a_quota_without_room_for_a_page_is_refused() -> None:
+def test_store_refuses_a_quota_smaller_than_a_page() -> None:
     with pytest.raises(ValueError, match="no room for a page"):
         RedisPageStore("redis://h", PAGE, 60, IDENTITY, salt_bytes=quota(1) - 1)
 
@@ -407,11 +402,8 @@ STEPS = st.one_of(
 
 @settings(max_examples=200 if NIGHTLY else 25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(STEPS, max_size=25))
-def test_whatever_three_workers_do_each_reads_what_is_there_and_sums_come_right(
-    server: RedisServer, steps: list[tuple[str, int, bytes, int, int]]
-) -> None:
-    """A quota may be passed by what others have written that a worker has not heard of, and by no more once it writes what is
-    new."""
+def test_three_workers_agree_after_random_steps(server: RedisServer, steps: list[tuple[str, int, bytes, int, int]]) -> None:
+    """A salt may exceed its quota only by pages of other workers that the writing worker does not know yet."""
     server.client.flushall()
     workers = [RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4)) for _ in range(3)]
     for it in workers:
@@ -454,8 +446,8 @@ KNOWN_STEPS = st.tuples(
 
 
 @given(st.lists(KNOWN_STEPS, max_size=40))
-def test_what_is_known_of_keys_is_what_one_list_of_them_would_say(steps: list[tuple[str, bytes, int, int]]) -> None:
-    """(key, when it was written), in the order in which they became known."""
+def test_known_keys_equal_a_list_after_random_steps(steps: list[tuple[str, bytes, int, int]]) -> None:
+    """The list has (page key, time of writing) pairs in the order in which they became known."""
     known, listed = KnownKeys(12), list[tuple[bytes, int | None]]()
     for call, tag, number, when in steps:
         (key,) = keys(number, tag=tag)

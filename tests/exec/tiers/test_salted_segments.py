@@ -1,4 +1,4 @@
-"""Salts in the file tier: what each may take, what goes when it is over, what is deleted with it, and what a restart finds."""
+"""Cache salts in the file tier: quotas, evictions, deletions and restarts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def bytes_by_tag(folder: Path) -> Counter[bytes]:
-    """Of the files, by what stands in their headers."""
+    """Returns the bytes of the files by the tag in their headers."""
     sizes: Counter[bytes] = Counter()
     for path in folder.glob("segment-*.kv"):
         header = path.read_bytes()[:HEADER_BYTES]
@@ -47,7 +47,7 @@ def of(it: SegmentStore, tag: bytes) -> list[bytes]:
     return [key for key in list(it.keys()) if tag_of(key) == tag]
 
 
-def test_who_is_over_its_quota_loses_its_own_oldest_and_nobody_else_a_page(tmp_path: Path) -> None:
+def test_quota_evicts_only_the_oldest_pages_of_the_same_salt(tmp_path: Path) -> None:
     it = store(tmp_path, segments=12, salt_bytes=QUOTA)
     others = keys(*range(4), tag=B) + keys(*range(30, 60))
     write(it, others)
@@ -62,13 +62,13 @@ def test_who_is_over_its_quota_loses_its_own_oldest_and_nobody_else_a_page(tmp_p
     assert (it.use().num_salts, it.use().over_quota_pages) == (2, len(dropped))
 
 
-def test_what_has_no_salt_has_no_quota(tmp_path: Path) -> None:
+def test_quota_does_not_limit_unsalted_pages(tmp_path: Path) -> None:
     it = store(tmp_path, segments=12, salt_bytes=SEGMENT)
     many = keys(*range(5 * SLOTS))
     assert write(it, many).stored == tuple(many) and it.use().num_salts == 0
 
 
-def test_a_restart_finds_what_each_has_and_a_smaller_quota_binds_at_once(tmp_path: Path) -> None:
+def test_restart_finds_all_pages_and_applies_a_smaller_quota(tmp_path: Path) -> None:
     it = store(tmp_path, segments=12, salt_bytes=QUOTA)
     for number in range(30):
         write(it, keys(number, tag=A))
@@ -85,12 +85,12 @@ def test_a_restart_finds_what_each_has_and_a_smaller_quota_binds_at_once(tmp_pat
     assert of(it, A)[-1:] == keys(100, tag=A) and set(readable(it)) == set(it.keys())
 
 
-def test_a_quota_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
+def test_store_refuses_a_quota_smaller_than_a_page(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{FORMAT.bytes_with_index(1)} is the least"):
         store(tmp_path, salt_bytes=FORMAT.bytes_with_index(1) - 1)
 
 
-def test_a_salt_is_deleted_with_its_files_and_no_other(tmp_path: Path) -> None:
+def test_delete_removes_the_files_of_one_salt(tmp_path: Path) -> None:
     it = store(tmp_path, segments=12)
     for tag in (A, B, UNSALTED):
         write(it, keys(*range(SLOTS + 2), tag=tag))
@@ -103,7 +103,7 @@ def test_a_salt_is_deleted_with_its_files_and_no_other(tmp_path: Path) -> None:
     assert set(of(store(tmp_path, segments=12), A)) == set(keys(1, tag=A))
 
 
-def test_what_is_older_goes_with_what_shares_its_file(tmp_path: Path) -> None:
+def test_delete_by_age_removes_whole_files(tmp_path: Path) -> None:
     clock = Hours()
     it = store(tmp_path, segments=12, clock=clock)
     write(it, keys(*range(SLOTS), tag=A))
@@ -121,7 +121,7 @@ def test_what_is_older_goes_with_what_shares_its_file(tmp_path: Path) -> None:
     assert readable(it) == keys(SLOTS, tag=A)
 
 
-def test_a_deletion_that_the_disk_refuses_is_said_and_tried_again(tmp_path: Path) -> None:
+def test_delete_reports_an_error_and_is_retried(tmp_path: Path) -> None:
     disk, clock = SickDisk(), Hours()
     it = store(tmp_path, disk=disk, clock=clock)
     write(it, keys(*range(SLOTS + 1), tag=A))
@@ -140,8 +140,8 @@ def test_a_deletion_that_the_disk_refuses_is_said_and_tried_again(tmp_path: Path
     assert it.delete(Selection(B)) == Deleted(0) and size_of(tmp_path) == 0
 
 
-def test_a_file_that_could_not_be_read_goes_with_any_deletion(tmp_path: Path) -> None:
-    """Nobody knows whose it is."""
+def test_delete_removes_unreadable_files(tmp_path: Path) -> None:
+    """The salt of an unreadable file is unknown."""
     it = store(tmp_path)
     write(it, keys(1, tag=A))
     it.close()
@@ -158,7 +158,7 @@ def test_a_file_that_could_not_be_read_goes_with_any_deletion(tmp_path: Path) ->
     assert it.delete(Selection(B)) == Deleted(0) and size_of(tmp_path) == 0 and not disk.broken
 
 
-def test_a_file_that_could_be_neither_read_nor_deleted_goes_before_anything_is_written(tmp_path: Path) -> None:
+def test_failed_deletion_of_an_unreadable_file_precedes_the_next_write(tmp_path: Path) -> None:
     it = store(tmp_path)
     write(it, keys(1, tag=A))
     it.close()
@@ -176,8 +176,8 @@ def test_a_file_that_could_be_neither_read_nor_deleted_goes_before_anything_is_w
     assert write(it, keys(2, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {B} and readable(it) == keys(2, tag=B)
 
 
-def test_a_write_costs_what_it_cost_when_there_was_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many segments and salts there are: sizes are kept, not added up."""
+def test_write_reads_as_few_sizes_with_many_segments_as_with_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store keeps sums of sizes and does not add them up again."""
     looked = 0
 
     def counted(name: str) -> property:
@@ -206,7 +206,7 @@ def test_a_write_costs_what_it_cost_when_there_was_nothing(tmp_path: Path, monke
     assert it.counts().bytes_on_disk == size_of(tmp_path) and it.use().num_salts == 91
 
 
-def test_of_many_salts_few_files_are_open_and_all_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_opens_few_files_for_many_salts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_store, "MOST_OPEN", 3)
     it = store(tmp_path, segments=60)
     tags = [struct.pack("<Q", 1 + at) for at in range(8)]
@@ -223,7 +223,7 @@ def test_of_many_salts_few_files_are_open_and_all_are_found(tmp_path: Path, monk
 
 
 class Salted:
-    """A store with a quota beside what it is to hold, by tag."""
+    """A store with a quota, and the page keys that it must have."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock, self.disk = folder, Hours(), SickDisk()
@@ -284,7 +284,7 @@ STEPS = st.one_of(
 
 @settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
 @given(st.lists(STEPS, max_size=25))
-def test_whatever_is_written_and_deleted_quotas_hold_in_the_files(steps: list[tuple[Any, ...]]) -> None:
+def test_files_stay_under_quotas_after_random_steps(steps: list[tuple[Any, ...]]) -> None:
     with TemporaryDirectory() as name:
         it = Salted(Path(name))
         for call, *arguments in steps:
@@ -294,8 +294,8 @@ def test_whatever_is_written_and_deleted_quotas_hold_in_the_files(steps: list[tu
         it.store.close()
 
 
-def test_kill_9_while_salts_are_written_and_deleted(tmp_path: Path) -> None:
-    """What a deletion has been said to take never comes back, and no sum passes its quota."""
+def test_deleted_pages_stay_deleted_when_the_writer_is_killed(tmp_path: Path) -> None:
+    """The files also stay under the quota."""
     told: dict[bytes, None] = {}
     for life in range(40 if NIGHTLY else 6):
         command = [sys.executable, "-m", "tests.exec.tiers.killed_writer", str(tmp_path), "salted"]

@@ -1,4 +1,4 @@
-"""The file tier on a disk that is well: what is held, for how long, under which cap, and what stands in its files."""
+"""The file tier on a healthy disk: stored pages, their order, the cap, and the bytes of the files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_direct(fd: int) -> bool:
 
 
 def has_direct(folder: Path) -> bool:
-    """The file system has a way past its page cache."""
+    """Returns whether the file system supports writes that bypass its page cache."""
     try:
         os.close(os.open(folder / "asked", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
     except OSError:
@@ -56,46 +56,46 @@ def has_direct(folder: Path) -> bool:
 
 
 def write_each(into: SegmentStore) -> None:
-    """A segment full of pages, one after the other."""
+    """Fills a segment with one page per write."""
     for number in range(SLOTS):
         assert write(into, keys(number)).stored == (key(number),)
 
 
 class TestPages:
-    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+    def test_read_returns_written_pages(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         assert write(it, keys(1, 2, 3)) == Written(tuple(keys(1, 2, 3)), ())
         assert read(it, keys(3, 1, 2, 1)) == 4
         assert it.keys() == keys(1, 2, 3)
 
-    def test_a_read_ends_at_the_first_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_read_stops_at_the_first_missing_page(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(1, 2, 4, 5))
         assert read(it, keys(1, 2, 3, 4)) == 2
         assert read(it, keys(3, 1)) == 0
         assert it.take_lost() == ()
 
-    def test_nothing_of_the_buffer_behind_the_pages_is_touched(self, tmp_path: Path) -> None:
+    def test_read_changes_no_byte_after_the_returned_pages(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(1))
         out = bytearray(b"x" * 2 * PAGE)
         assert it.read(keys(1, 2), memoryview(out)) == 1
         assert out == page(key(1)) + b"x" * PAGE
 
-    def test_a_key_is_held_once(self, tmp_path: Path) -> None:
+    def test_write_stores_each_key_once(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         assert write(it, keys(1, 2, 1)).stored == tuple(keys(1, 2))
         assert write(it, keys(2, 3)).stored == tuple(keys(3))
         assert it.counts().pages == 3
 
-    def test_pages_over_several_segments(self, tmp_path: Path) -> None:
+    def test_read_returns_pages_of_several_segments(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         many = keys(*range(3 * SLOTS + 1))
         assert write(it, many).stored == tuple(many)
         assert read(it, many) == len(many)
         assert read(it, many[::-1]) == len(many)
 
-    def test_buffers_of_other_shapes_and_types(self, tmp_path: Path) -> None:
+    def test_read_and_write_accept_buffers_of_any_shape_and_type(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         pages = [memoryview(page(key(number))).cast("B", (1, PAGE)) for number in (1, 2)]
         assert it.write(keys(1, 2), pages).stored == tuple(keys(1, 2))
@@ -103,13 +103,13 @@ class TestPages:
         assert it.read(keys(1, 2), memoryview(out).cast("i")) == 2
         assert out == b"".join(pages)
 
-    def test_nothing_is_asked_for_and_nothing_written(self, tmp_path: Path) -> None:
+    def test_read_and_write_accept_no_pages(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         assert it.read([], memoryview(bytearray())) == 0
         assert it.write([], []) == Written((), ())
         assert names(tmp_path) == ["LOCK"]
 
-    def test_clear(self, tmp_path: Path) -> None:
+    def test_delete_removes_all_pages(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(*range(10)))
         it.delete()
@@ -122,7 +122,7 @@ class TestPages:
 
 class TestRestart:
     @pytest.mark.parametrize("count", [1, 3 * SLOTS + 2])
-    def test_pages_and_their_order_survive(self, tmp_path: Path, count: int) -> None:
+    def test_restart_finds_all_pages_in_order(self, tmp_path: Path, count: int) -> None:
         many = keys(*range(count))
         for at, one in enumerate(many):
             it = store(tmp_path)
@@ -133,15 +133,15 @@ class TestRestart:
         assert it.keys() == many and read(it, many) == count
         assert it.counts() == StoreCounts(0, 0, 0, size_of(tmp_path), count)
 
-    def test_the_last_segment_is_filled_on(self, tmp_path: Path) -> None:
+    def test_restart_fills_the_last_segment(self, tmp_path: Path) -> None:
         for number in range(SLOTS):
             it = store(tmp_path)
             write(it, keys(number))
             it.close()
         assert names(tmp_path) == ["LOCK", "segment-00000000.index", "segment-00000000.kv"]
 
-    def test_a_sealed_segment_is_opened_without_its_pages(self, tmp_path: Path) -> None:
-        """They are checked when they are read: what is wrong there is not found before."""
+    def test_restart_reads_no_page_of_a_sealed_segment(self, tmp_path: Path) -> None:
+        """A read checks the pages. Damage is not found before."""
         it = store(tmp_path)
         write(it, keys(*range(SLOTS)))
         it.close()
@@ -151,7 +151,7 @@ class TestRestart:
         assert it.keys() == keys(*range(SLOTS)) and it.counts().corrupt_pages == 0
         assert readable(it) == [] and it.counts().corrupt_pages == SLOTS
 
-    def test_sizes_of_segments_and_the_cap_may_change(self, tmp_path: Path) -> None:
+    def test_restart_accepts_another_cap_and_segment_size(self, tmp_path: Path) -> None:
         many = keys(*range(22))
         it = store(tmp_path)
         write(it, many)
@@ -167,7 +167,7 @@ class TestRestart:
             many = list(it.keys())
             it.close()
 
-    def test_a_cap_that_has_room_for_what_there_is_and_not_for_what_it_may_become(self, tmp_path: Path) -> None:
+    def test_files_stay_under_a_smaller_cap_when_the_open_segment_grows(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(*range(4 * SLOTS + 1)))
         it.close()
@@ -180,15 +180,15 @@ class TestRestart:
 
 
 class TestCap:
-    def test_the_oldest_segment_goes_whole(self, tmp_path: Path) -> None:
+    def test_cap_evicts_the_oldest_segment(self, tmp_path: Path) -> None:
         it = store(tmp_path, segments=4)
         assert write(it, keys(*range(4 * SLOTS))).dropped == ()
         assert write(it, keys(100)).dropped == tuple(keys(*range(SLOTS)))
         assert it.keys() == keys(*range(SLOTS, 4 * SLOTS), 100)
         assert readable(it) == it.keys()
 
-    def test_a_write_larger_than_the_store(self, tmp_path: Path) -> None:
-        """What went in and out again in one write is neither stored nor dropped."""
+    def test_write_can_be_larger_than_the_cap(self, tmp_path: Path) -> None:
+        """A page that one write stores and evicts is reported neither as stored nor as dropped."""
         it = store(tmp_path, segments=4)
         write(it, keys(1000, 1001))
         many = keys(*range(10 * SLOTS))
@@ -197,7 +197,7 @@ class TestCap:
         assert list(done.stored) == it.keys() == many[-len(done.stored) :]
         assert readable(it) == it.keys()
 
-    def test_it_holds_at_every_moment(self, tmp_path: Path) -> None:
+    def test_files_stay_under_the_cap_at_every_call(self, tmp_path: Path) -> None:
         disk, segments = MortalDisk(tmp_path), 5
         for begin in range(0, 200, 50):
             it = store(tmp_path, segments, disk)
@@ -207,7 +207,7 @@ class TestCap:
             it.close()
         assert (segments - 1) * SEGMENT < max(disk.sizes) <= segments * SEGMENT
 
-    def test_a_small_cap_makes_small_segments(self, tmp_path: Path) -> None:
+    def test_segments_are_small_when_the_cap_is_small(self, tmp_path: Path) -> None:
         cap = 9 * SEGMENT
         it = SegmentStore(tmp_path, PAGE, cap)
         write(it, keys(*range(100)))
@@ -215,12 +215,12 @@ class TestCap:
         assert len(list(tmp_path.glob("*.kv"))) >= LEAST_SEGMENTS
         assert len(readable(it)) >= 9 * SLOTS * 3 // 4
 
-    def test_a_segment_has_room_for_a_page(self, tmp_path: Path) -> None:
+    def test_segment_has_at_least_one_page(self, tmp_path: Path) -> None:
         it = SegmentStore(tmp_path, PAGE, 10 * SEGMENT, segment_bytes=1)
         write(it, keys(1, 2, 3))
         assert len(list(tmp_path.glob("*.kv"))) == 3 and read(it, keys(1, 2, 3)) == 3
 
-    def test_a_cap_without_room_for_four_segments_is_refused(self, tmp_path: Path) -> None:
+    def test_store_refuses_a_cap_below_four_segments(self, tmp_path: Path) -> None:
         least = 4 * FORMAT.bytes_with_index(1)
         with pytest.raises(ValueError, match=f"{least - 1} bytes are too few for pages of {PAGE}: {least} is the least"):
             SegmentStore(tmp_path, PAGE, least - 1)
@@ -237,7 +237,7 @@ class TestFolder:
         os.umask(before)
 
     @pytest.mark.by_day(one_in=2, seed=4)
-    def test_nobody_else_reads_it(self, tmp_path: Path) -> None:
+    def test_folder_and_files_are_private(self, tmp_path: Path) -> None:
         folder = tmp_path / "kv"
         it = store(folder)
         write(it, keys(*range(SLOTS + 1)))
@@ -248,14 +248,14 @@ class TestFolder:
         )
 
     @pytest.mark.by_day(one_in=3)
-    def test_a_folder_that_was_open_to_others_is_closed(self, tmp_path: Path) -> None:
+    def test_existing_folder_becomes_private(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
         store(tmp_path)
         assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
 
 
 class TestOneStore:
-    def test_a_second_one_is_refused_while_the_first_lives(self, tmp_path: Path) -> None:
+    def test_folder_refuses_a_second_store(self, tmp_path: Path) -> None:
         first = store(tmp_path)
         write(first, keys(1))
         before = len(list(Path("/proc/self/fd").iterdir()))
@@ -266,12 +266,12 @@ class TestOneStore:
         first.close()
         assert read(store(tmp_path), keys(1)) == 1
 
-    def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
+    def test_store_refuses_a_folder_that_cannot_be_created(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(StoreUnusable, match=r"pages of KV cannot be kept in .*Not a directory"):
             store(tmp_path / "file" / "kv")
 
-    def test_what_it_may_not_delete_is_left_alone(self, tmp_path: Path) -> None:
+    def test_delete_keeps_foreign_files(self, tmp_path: Path) -> None:
         for name in ("notes", "segment-1.kv", "segment-00000001.txt", "segment-000000001.kv"):
             (tmp_path / name).write_bytes(b"mine")
         it = store(tmp_path)
@@ -280,13 +280,15 @@ class TestOneStore:
         assert names(tmp_path) == ["LOCK", "notes", "segment-000000001.kv", "segment-00000001.txt", "segment-1.kv"]
 
     @pytest.mark.parametrize(("page_bytes", "identity"), [(0, b""), (1 << 31, b""), (PAGE, b"x" * 65)])
-    def test_what_the_format_has_no_room_for(self, tmp_path: Path, page_bytes: int, identity: bytes) -> None:
+    def test_store_refuses_page_sizes_and_identities_beyond_the_format(
+        self, tmp_path: Path, page_bytes: int, identity: bytes
+    ) -> None:
         with pytest.raises(ValueError, match=r"a page has between|an identity has at most"):
             SegmentStore(tmp_path, page_bytes, 1 << 40, identity=identity)
 
 
 class TestIdentity:
-    def test_pages_of_another_identity_are_deleted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_opening_deletes_pages_of_another_identity(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         it = store(tmp_path, identity=b"a")
         write(it, keys(*range(SLOTS + 1)))
         it.close()
@@ -297,14 +299,14 @@ class TestIdentity:
         it.close()
         assert store(tmp_path, identity=b"a").keys() == []
 
-    def test_pages_of_another_size_are_deleted(self, tmp_path: Path) -> None:
+    def test_opening_deletes_pages_of_another_size(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(1))
         it.close()
         it = SegmentStore(tmp_path, PAGE + 8, 1 << 20)
         assert it.keys() == [] and names(tmp_path) == ["LOCK"]
 
-    def test_another_version_is_deleted(self, tmp_path: Path) -> None:
+    def test_opening_deletes_segments_of_another_version(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(1))
         it.close()
@@ -317,7 +319,7 @@ class TestIdentity:
 
 
 class TestFiles:
-    """Written down once more, byte by byte: nothing is in the files but this."""
+    """The bytes of the files, written a second time here: the files contain nothing else."""
 
     @staticmethod
     def header(number: int, identity: bytes, tag: bytes = bytes(8), began_ms: int = 0) -> bytes:
@@ -331,28 +333,28 @@ class TestFiles:
         seed = struct.unpack("<Q", header[-8:])[0]
         return fields + xxhash.xxh3_128_digest(fields + xxhash.xxh3_128_digest(page(of)), seed=seed) + page(of)
 
-    def test_a_segment(self, tmp_path: Path) -> None:
+    def test_segment_has_the_documented_bytes(self, tmp_path: Path) -> None:
         write(store(tmp_path, identity=b"llama"), keys(*range(SLOTS + 2)))
         header = self.header(1, b"llama")
         expected = header + self.record(header, key(SLOTS)) + self.record(header, key(SLOTS + 1))
         assert (tmp_path / "segment-00000001.kv").read_bytes() == expected
 
-    def test_a_segment_of_a_salt(self, tmp_path: Path) -> None:
+    def test_segment_of_a_salt_has_the_documented_bytes(self, tmp_path: Path) -> None:
         clock = Hours()
         clock.pass_by()
         write(store(tmp_path, clock=clock), keys(1, tag=A))
         header = self.header(0, b"", A, 3_600_000)
         assert (tmp_path / "segment-00000000.kv").read_bytes() == header + self.record(header, key(1, A))
 
-    def test_an_index(self, tmp_path: Path) -> None:
+    def test_index_has_the_documented_bytes(self, tmp_path: Path) -> None:
         write(store(tmp_path), keys(*range(SLOTS)))
         header = self.header(0, b"")
         body = b"RSTKVIDX" + struct.pack("<IIQ", 2, SLOTS, FORMAT.segment_bytes(SLOTS)) + header[-16:]
         body += struct.pack("<4I", 0, 1, 2, 3) + b"".join(keys(0, 1, 2, 3))
         assert (tmp_path / "segment-00000000.index").read_bytes() == body + xxhash.xxh3_128_digest(body)
 
-    def test_they_are_on_disk_in_the_order_in_which_they_need_each_other(self, tmp_path: Path) -> None:
-        """Pages before an index that speaks of them, an index before its name."""
+    def test_pages_are_synced_before_the_index_and_the_index_before_the_rename(self, tmp_path: Path) -> None:
+        """Recovery relies on this order."""
         disk = DiaryDisk()
         write(store(tmp_path, disk=disk), keys(*range(SLOTS)))
         part, folder = "segment-00000000.index.part", tmp_path.name
@@ -364,9 +366,11 @@ class TestFiles:
             f"sync {folder}",
         ]
 
-    def test_the_page_cache_keeps_none_of_it(self, tmp_path: Path) -> None:
-        """What is appended is on its way to the disk at once, and given up with the append behind it, or the index; where a file
-        system takes no advice, nothing is lost."""
+    def test_store_drops_written_bytes_from_the_page_cache(self, tmp_path: Path) -> None:
+        """Each append drops its own bytes and those of the append before it; finishing the segment drops all.
+
+        Nothing is lost if the file system ignores the advice.
+        """
         disk = DiaryDisk()
         write_each(store(tmp_path / "advised", disk=disk))
         ends = [FORMAT.segment_bytes(slots) for slots in range(SLOTS + 1)]
@@ -378,8 +382,8 @@ class TestFiles:
         write_each(it)
         assert readable(it) == keys(*range(SLOTS)) and it.counts().failed_writes == 0
 
-    def test_large_pages_are_in_blocks(self, tmp_path: Path) -> None:
-        """Header and heads take up one each. The third page's memory does not begin where a block does."""
+    def test_large_pages_begin_at_blocks(self, tmp_path: Path) -> None:
+        """Header and heads take a block each. The memory of the third page does not begin at a block."""
         size, block = DIRECT_PAGE_BYTES, BLOCK_BYTES
         it = SegmentStore(tmp_path, size, 64 * size, 8 * size, wall=Hours())
         for numbers in ((1, 2), (3,)):
@@ -407,7 +411,7 @@ class TestFiles:
         assert readable(it) == keys(1, 2, 3, 4)
         it.close()
 
-    def test_blocks_go_past_the_page_cache(self, tmp_path: Path) -> None:
+    def test_direct_write_bypasses_the_page_cache(self, tmp_path: Path) -> None:
         disk, blocks = Disk(), placed(page(key(1), DIRECT_PAGE_BYTES))
         fd = disk.create(tmp_path / "file", direct=True)
         assert is_direct(fd) == has_direct(tmp_path)
@@ -416,8 +420,8 @@ class TestFiles:
         assert (tmp_path / "file").read_bytes() == bytes(2 * BLOCK_BYTES) + blocks
         disk.close(fd)
 
-    def test_what_cannot_go_past_it_goes_through_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As a disk of larger blocks would have it."""
+    def test_direct_write_falls_back_to_the_page_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The refusal is that of a disk with larger blocks."""
         disk, write_to = Disk(), os.pwritev
 
         def refused(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
@@ -431,6 +435,6 @@ class TestFiles:
         assert (tmp_path / "file").read_bytes() == b"headpage"
         disk.close(fd)
 
-    def test_the_lock(self, tmp_path: Path) -> None:
+    def test_lock_file_is_empty(self, tmp_path: Path) -> None:
         write(store(tmp_path), keys(1))
         assert (tmp_path / "LOCK").read_bytes() == b""

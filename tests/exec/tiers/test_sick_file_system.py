@@ -1,5 +1,4 @@
-"""The file tier on a real file system, by FUSE, that is slow, full or read-only while a worker runs: answers are what they would
-be, and nobody waits for it."""
+"""The file tier on a FUSE file system that is slow, full or read-only while a worker runs: output and latency stay the same."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ READ_S, PROMPTS, CONTEXT = 2.0, 4, 1024
 
 
 class Mounted:
-    """A file system at `folder`, which does as it is told."""
+    """A mounted file system whose faults the test selects."""
 
     def __init__(self, base: Path) -> None:
         self.folder, self._orders = base / "mounted", base / "orders.json"
@@ -35,18 +34,18 @@ class Mounted:
         self._child = subprocess.Popen([sys.executable, "-m", "tests.exec.tiers.sick_file_system", *arguments])
 
     def wait(self) -> None:
-        """Until it is there."""
+        """Waits until the file system is mounted."""
         until(lambda: self._child.poll() is not None or self.folder.is_mount())
         assert self._child.poll() is None, "it is not mounted"
 
     def order(self, **orders: float) -> None:
-        """In place of what it was told before: see sick_file_system.py."""
+        """Replaces the faults, see sick_file_system.py."""
         new = self._orders.with_suffix(".new")
         new.write_text(json.dumps(orders))
         new.rename(self._orders)
 
     def close(self) -> None:
-        subprocess.run(["fusermount3", "-u", "-z", str(self.folder)], check=False)  # there may be none
+        subprocess.run(["fusermount3", "-u", "-z", str(self.folder)], check=False)  # there may be no mount
         self._child.kill()
         self._child.wait()
 
@@ -62,7 +61,7 @@ def disk(tmp_path: Path) -> Iterator[Mounted]:
 
 
 @pytest.mark.skipif(not HAS_FUSE, reason="no file system by FUSE can be mounted here")
-def test_a_disk_that_is_slow_full_or_read_only_costs_nobody_an_answer(tmp_path: Path, disk: Mounted) -> None:
+def test_requests_finish_with_equal_bits_when_the_disk_is_slow_full_or_read_only(tmp_path: Path, disk: Mounted) -> None:
     folder = tmp_path / "model"
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(folder)
     plain = Served(*build(folder, 200, None, context_len=CONTEXT))

@@ -1,5 +1,4 @@
-"""Files of the file tier that somebody or something has changed: a read gives whole, right pages or none, and a fault takes no
-more with it than it has to."""
+"""The file tier with damaged files: a read returns whole, correct pages or no page, and damage affects few pages."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ MANY = keys(*range(2 * SLOTS + 3))
 SEALED, OPEN = "segment-00000001.kv", "segment-00000002.kv"
 INDEX = "segment-00000001.index"
 PAGES_OF = {SEALED: MANY[SLOTS : 2 * SLOTS], OPEN: MANY[2 * SLOTS :]}
-STRIDE = 1 if NIGHTLY else 5  # bytes between those that are flipped
+STRIDE = 1 if NIGHTLY else 5  # distance of the flipped bytes
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two sealed segments and an open one, closed."""
+    """Returns a folder with two sealed segments and an open one."""
     it = store(tmp_path)
     write(it, MANY)
     it.close()
@@ -40,14 +39,14 @@ def flip(path: Path, at: int, mask: int = 0x10) -> None:
 
 
 def swap(path: Path, one: int, other: int) -> None:
-    """Two records, whole."""
+    """Swaps two whole records."""
     body = path.read_bytes()
     first, second = (slice(FORMAT.segment_bytes(slot), FORMAT.segment_bytes(slot + 1)) for slot in sorted((one, other)))
     path.write_bytes(body[: first.start] + body[second] + body[first.stop : second.start] + body[first] + body[second.stop :])
 
 
 def reopened(folder: Path) -> list[bytes]:
-    """What is found, is readable, and is readable once more."""
+    """Opens the store twice, checks that all pages are readable, and returns the page keys."""
     it = store(folder)
     held = readable(it)
     assert it.keys() == held and set(it.take_lost()).isdisjoint(held)
@@ -62,7 +61,7 @@ def reopened(folder: Path) -> list[bytes]:
 class TestOneByte:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
-    def test_of_a_segment_takes_a_page_or_a_header_all(self, folder: Path, name: str) -> None:
+    def test_flipped_byte_of_a_segment_loses_a_page_or_with_the_header_all(self, folder: Path, name: str) -> None:
         saved = {path: path.read_bytes() for path in folder.iterdir()}
         for at in range(0, len(saved[folder / name]), STRIDE):
             flip(folder / name, at)
@@ -78,7 +77,7 @@ class TestOneByte:
             for path, body in saved.items():
                 path.write_bytes(body)
 
-    def test_of_an_index_takes_nothing(self, folder: Path) -> None:
+    def test_flipped_byte_of_an_index_loses_no_page(self, folder: Path) -> None:
         saved = (folder / INDEX).read_bytes()
         for at in range(0, len(saved), STRIDE):
             flip(folder / INDEX, at)
@@ -87,7 +86,7 @@ class TestOneByte:
 
     @pytest.mark.by_day(one_in=3)
     @pytest.mark.parametrize("number", [1, SLOTS + 1, 2 * SLOTS + 1])
-    def test_while_the_store_is_open(self, folder: Path, number: int) -> None:
+    def test_flipped_byte_in_an_open_store_loses_one_page(self, folder: Path, number: int) -> None:
         it = store(folder)
         flip(folder / f"segment-{number // SLOTS:08d}.kv", FORMAT.segment_bytes(number % SLOTS) + 100)
         assert read(it, MANY) == number
@@ -98,8 +97,8 @@ class TestOneByte:
         it.close()
         assert reopened(folder)[-1] == key(number), "the newer of two pages of a key counts"
 
-    def test_of_a_page_that_was_written_again(self, folder: Path) -> None:
-        """The old page's segment has the key in its index still, and goes without it."""
+    def test_page_written_again_survives_the_eviction_of_the_damaged_one(self, folder: Path) -> None:
+        """The old segment still has the key in its index."""
         it = store(folder)
         flip(folder / "segment-00000000.kv", FORMAT.segment_bytes(1) + 100)
         assert readable(it) == [each for each in MANY if each != key(1)]
@@ -110,7 +109,7 @@ class TestOneByte:
         dropped = [each for number in range(100, 100 + 4 * SLOTS) for each in write(it, keys(number)).dropped]
         assert dropped == keys(0, 2, 3) and read(it, MANY[SLOTS:]) == len(MANY) - SLOTS and read(it, keys(1)) == 1
 
-    def test_of_a_page_that_was_found_before_its_segment_was_sealed(self, folder: Path) -> None:
+    def test_damaged_page_is_not_in_the_index_when_sealed_later(self, folder: Path) -> None:
         it = store(folder)
         flip(folder / OPEN, FORMAT.segment_bytes(1) + 100)
         bad = MANY[2 * SLOTS + 1]
@@ -124,7 +123,7 @@ class TestOneByte:
 class TestEnds:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
-    def test_a_segment_cut_off_anywhere(self, folder: Path, name: str) -> None:
+    def test_truncated_segment_loses_only_the_cut_records(self, folder: Path, name: str) -> None:
         whole = (folder / name).read_bytes()
         others = [each for each in MANY if each not in PAGES_OF[name]]
         for size in range(0, len(whole), STRIDE):
@@ -142,7 +141,7 @@ class TestEnds:
     @pytest.mark.parametrize("name", [SEALED, OPEN])
     @pytest.mark.parametrize("size", [1, 63, 64, 159, 160, 161, 1000])
     @pytest.mark.parametrize("fill", [b"\0", b"\xff", b"RSTKVREC"], ids=["zeros", "ones", "magics"])
-    def test_garbage_behind_a_segment_is_cut_off(self, folder: Path, name: str, size: int, fill: bytes) -> None:
+    def test_recovery_removes_garbage_after_a_segment(self, folder: Path, name: str, size: int, fill: bytes) -> None:
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(before + (fill * size)[:size])
         it = store(folder)
@@ -152,20 +151,20 @@ class TestEnds:
 
 
 class TestPlaces:
-    def test_records_that_changed_places_under_an_index(self, folder: Path) -> None:
-        """The index says where a key is: another one is there."""
+    def test_swapped_records_are_lost_under_an_index(self, folder: Path) -> None:
+        """The index gives the slot of a key, and another record is in this slot."""
         swap(folder / SEALED, 1, 2)
         it = store(folder)
         one, two = MANY[SLOTS + 1], MANY[SLOTS + 2]
         assert read(it, [one]) == read(it, [two]) == 0
         assert it.take_lost() == (one, two) and readable(it) == [each for each in MANY if each not in (one, two)]
 
-    def test_records_that_changed_places_without_one(self, folder: Path) -> None:
+    def test_swapped_records_are_found_without_an_index(self, folder: Path) -> None:
         swap(folder / OPEN, 0, 2)
         assert reopened(folder) == [*MANY[: 2 * SLOTS], *MANY[2 * SLOTS :][::-1]]
 
-    def test_a_record_of_another_segment(self, folder: Path) -> None:
-        """As a block that was freed and comes back: it is whole, and not this segment's."""
+    def test_record_of_another_segment_is_lost(self, folder: Path) -> None:
+        """A disk may return a freed block, whose record is whole but belongs to another segment."""
         at = slice(FORMAT.segment_bytes(0), FORMAT.segment_bytes(1))
         body = bytearray((folder / OPEN).read_bytes())
         body[at] = (folder / SEALED).read_bytes()[at]
@@ -173,16 +172,16 @@ class TestPlaces:
         (folder / SEALED).unlink()
         assert reopened(folder) == [*MANY[:SLOTS], *MANY[2 * SLOTS + 1 :]]
 
-    def test_a_segment_under_anothers_number(self, folder: Path) -> None:
+    def test_segment_under_another_number_is_lost(self, folder: Path) -> None:
         (folder / SEALED).rename(folder / "segment-00000007.kv")
         (folder / INDEX).rename(folder / "segment-00000007.index")
         assert reopened(folder) == [*MANY[:SLOTS], *MANY[2 * SLOTS :]]
 
-    def test_an_index_of_another_segment(self, folder: Path) -> None:
+    def test_index_of_another_segment_is_ignored(self, folder: Path) -> None:
         (folder / INDEX).write_bytes((folder / "segment-00000000.index").read_bytes())
         assert reopened(folder) == MANY
 
-    def test_indexes_that_are_missing_half_written_or_of_nothing(self, folder: Path) -> None:
+    def test_missing_empty_and_orphaned_indexes_are_replaced(self, folder: Path) -> None:
         (folder / INDEX).rename(folder / f"{INDEX}.part")
         (folder / "segment-00000000.index").write_bytes(b"")
         (folder / "segment-00000009.index").write_bytes(b"of nothing")
@@ -191,7 +190,7 @@ class TestPlaces:
 
 
 class Tried:
-    """A store beside what it is to hold: keys that it has said to hold and that nothing has damaged."""
+    """A store, and the page keys that it must have: reported as stored, and not damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -224,7 +223,7 @@ class Tried:
         self.check()
 
     def reopen(self) -> None:
-        """Twice: what the first one finds is what stays."""
+        """Opens the store twice. The second opening must find the pages of the first one."""
         for _ in range(2):
             self.store.close()
             self.disk.room = None
@@ -292,7 +291,7 @@ Step = tuple[Any, ...]
 
 
 def lost(steps: list[Step]) -> list[bytes]:
-    """Keys that ought to be there at the end, after a restart, and are not."""
+    """Runs the steps and a restart. Returns the page keys that the store should have and does not have."""
     with TemporaryDirectory() as name:
         tried = Tried(Path(name))
         for call, *arguments in steps:
@@ -305,12 +304,12 @@ def lost(steps: list[Step]) -> list[bytes]:
 
 @settings(max_examples=EXAMPLES)
 @given(st.lists(st.one_of(*HEALTHY), max_size=30))
-def test_without_damage_it_is_a_dictionary_under_a_cap(steps: list[Step]) -> None:
+def test_store_equals_a_dictionary_after_random_steps(steps: list[Step]) -> None:
     assert lost(steps) == []
 
 
 @settings(max_examples=EXAMPLES)
 @given(st.lists(st.one_of(*HEALTHY[:3], DAMAGES), max_size=30))
-def test_whatever_is_damaged_no_wrong_page_is_read(steps: list[Step]) -> None:
-    """Each read of a step is checked there."""
+def test_read_returns_no_wrong_page_after_random_damage(steps: list[Step]) -> None:
+    """Each step checks its own reads."""
     assert lost(steps) == []

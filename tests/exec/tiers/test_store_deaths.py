@@ -1,4 +1,4 @@
-"""The file tier in a process that is killed: what it had said to be stored is there, and everything that is there is whole."""
+"""The file tier in a process that is killed: no page that was reported as stored is missing, and all pages are whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ CAP = 5  # segments
 
 
 def live(folder: Path, disk: Disk, told: list[bytes]) -> None:
-    """Two lives that fill the store twice over. told: what has been said to be held, oldest first."""
+    """Runs two lives of a store, which fill it twice over.
+
+    Args:
+        folder: folder of the store.
+        disk: the file system.
+        told: gets the page keys that the store reports as stored, oldest first.
+    """
     for begin in (0, 100):
         it = store(folder, CAP, disk)
         for number in range(begin, begin + 5 * SLOTS, 3):
@@ -35,7 +41,7 @@ def live(folder: Path, disk: Disk, told: list[bytes]) -> None:
 
 
 def die(folder: Path, calls: int) -> tuple[list[bytes], bool]:
-    """Told by then, and whether it came to die."""
+    """Runs live() until the process dies at a call. Returns the reported page keys, and whether the process has died."""
     disk, told = MortalDisk(folder, calls), list[bytes]()
     try:
         live(folder, disk, told)
@@ -47,13 +53,16 @@ def die(folder: Path, calls: int) -> tuple[list[bytes], bool]:
 
 
 def survived(told: list[bytes], held: list[bytes], most: int) -> None:
-    """All that was told is there, but for the oldest ones, up to `most`, that the last write made room of."""
+    """Checks that the reported pages are stored, except for at most `most` of the oldest ones.
+
+    The last write may have evicted these before it was reported.
+    """
     there = set(held)
     gone = [each not in there for each in told]
     assert sum(gone) <= most and not any(gone[sum(gone) :])
 
 
-def test_a_death_at_every_call(tmp_path: Path) -> None:
+def test_store_recovers_from_a_death_at_every_call(tmp_path: Path) -> None:
     calls, died = 0, True
     while died:
         folder = tmp_path / str(calls)
@@ -71,8 +80,8 @@ def test_a_death_at_every_call(tmp_path: Path) -> None:
     assert calls > 80
 
 
-def test_a_death_at_every_call_of_the_next_life(tmp_path: Path) -> None:
-    """While it mends what the death before has left: with an index missing, one half written and a torn end."""
+def test_recovery_can_die_at_every_call(tmp_path: Path) -> None:
+    """Recovery repairs the state after an earlier death: a missing index, a half-written one and a torn end."""
     calls, died = 0, True
     while died:
         folder = tmp_path / str(calls)
@@ -95,14 +104,21 @@ def test_a_death_at_every_call_of_the_next_life(tmp_path: Path) -> None:
 
 
 class Writers:
-    """Of one folder, one after the other."""
+    """Writers of one folder, one after another."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "tests.exec.tiers.killed_writer", str(folder)]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def die(self, number: int, writes: int, seconds: float, told: list[bytes]) -> None:
-        """Has one write pages from `number` on, and kills it so many seconds after so many writes. told: as it says."""
+        """Starts a writer of pages from `number` on, and kills it `seconds` after `writes` writes.
+
+        Args:
+            number: first page.
+            writes: number of writes.
+            seconds: time after the last of them.
+            told: gets the page keys that the writer reports as stored.
+        """
         assert self._process.stdin and self._process.stdout
         print(number, file=self._process.stdin, flush=True)
         pid = int(self._process.stdout.readline().removeprefix("writer "))
@@ -126,7 +142,7 @@ def writers(tmp_path: Path) -> Iterator[Writers]:
     them.end()
 
 
-def test_kill_9_of_a_process_that_writes(tmp_path: Path, writers: Writers) -> None:
+def test_store_keeps_reported_pages_when_the_writer_is_killed(tmp_path: Path, writers: Writers) -> None:
     chance = random.Random(9)
     told: list[bytes] = []
     number = 0
