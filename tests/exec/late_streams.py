@@ -1,4 +1,4 @@
-"""Streams of a device that is late: what nobody has waited for is not there."""
+"""Streams of a slow device: results are junk until the code has waited for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def _junk_like(source: Tensor) -> Tensor:
 
 
 class _NumbersStayAway(TorchFunctionMode):
-    """torch.where copies a number to the device as a tensor of one, from memory that is not pinned: the host waits."""
+    """Refuses torch.where with a number.
+
+    torch would copy the number to the device from unpinned memory, and the host would wait.
+    """
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -43,20 +46,29 @@ class _Reached:
 
 
 class LateStreams(InlineStreams):
-    """A copy to the host holds junk until a mark behind it was waited for, and for ever if its stream did not follow what has
-    computed its source. An upload holds junk until the forward stream follows the schedule stream. waits: how often the host has
-    been too early. What steps launch may not wait in passing; watch: knows where
-    kernels begin and end, if they are torch's twins."""
+    """Streams that fill unfinished copies with junk.
+
+    - A copy to the host has junk until the host waits for a later mark. It stays junk if the copy stream did not follow the
+      computation of its source.
+    - An upload has junk until the forward stream follows the schedule stream.
+
+    Work that steps launch must not wait implicitly.
+    """
 
     def __init__(self, watch: Watch | None = None) -> None:
+        """Starts without copies.
+
+        Args:
+            watch: sees where kernels begin and end, if they are torch's reference kernels.
+        """
         super().__init__()
         self._watch = watch or Watch()
-        self.waits = 0
-        self._copies: list[tuple[Tensor, Tensor]] = []  # to be made, with what they will hold
+        self.waits = 0  # waits of the host for a copy that was not finished
+        self._copies: list[tuple[Tensor, Tensor]] = []  # unfinished copies and their final values
         self._made = 0
         self._copy_follows = True
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # of uploads, with what they hold as far as anybody has written
-        self._sent: list[int] = []  # of them, that the forward stream does not see yet
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # upload buffers and their last written values
+        self._sent: list[int] = []  # buffers that the forward stream does not see yet
 
     def launch(self, work: Callable[[], None]) -> None:
         with _NumbersStayAway(self._watch):
@@ -106,7 +118,7 @@ class LateStreams(InlineStreams):
         return _Reached(self, self._made + len(self._copies))
 
     def deliver(self, copies: int) -> None:
-        """As many as there were at that time."""
+        """Finishes the first `copies` copies."""
         self.waits += self._made < copies
         while self._made < copies:
             host, value = self._copies.pop(0)

@@ -1,4 +1,4 @@
-"""What moves pages beside the steps: behind the steps that were launched before, one fact for each operation, whatever fails."""
+"""The page mover: its order relative to steps, one fact per operation, and failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KEYS = [bytes([number]) * KEY_BYTES for number in range(HOST_PAGES)]
 
 
 class Moving:
-    """Two layers of unlike shapes, every number of them another one."""
+    """A pool with two layers of different shapes and random content, a host tier, a store and their mover."""
 
     def __init__(self, folder: Path) -> None:
         shapes = [(PAGES, 2, 4, 8), (PAGES, 2, 4, 6)], [(PAGES, 1, 4, 16), (PAGES, 1, 4, 16)]
@@ -70,7 +70,7 @@ class Moving:
         self.mover.begin(PageOperation(7, kind, tuple(keys or KEYS[:count]), of_device, of_host))
 
     def fact(self) -> Fact:
-        """The next one that was asked for."""
+        """Returns the next fact of an operation."""
         while True:
             assert self.woken.acquire(timeout=DEADLINE_S), "no fact comes"
             for fact in self.mover.facts():
@@ -98,7 +98,7 @@ def moving(tmp_path: Path) -> Iterator[Moving]:
     made.close()
 
 
-def test_a_page_comes_back_as_it_was_from_the_host_and_from_files(moving: Moving) -> None:
+def test_mover_restores_pages_from_host_and_storage(moving: Moving) -> None:
     before = [moving.page(number) for number in range(PAGES)]
     assert moving.moved(OperationKind.BACK_UP, [1, 4], [6, 0]).count == 2
     assert moving.moved(OperationKind.STORE, [], [6, 0]).stored == tuple(KEYS[:2])
@@ -107,8 +107,8 @@ def test_a_page_comes_back_as_it_was_from_the_host_and_from_files(moving: Moving
     assert [moving.page(number) for number in range(PAGES)] == [before[at] for at in (4, 1, 1, 4, 4, 1)]
 
 
-def test_copies_by_one_call_are_those_by_numpy() -> None:
-    """Of pieces of any size, wherever they lie."""
+def test_copier_copies_equal_bytes_with_one_call_and_with_numpy() -> None:
+    """Pieces have any size and alignment."""
     pool = KVPool(*(tuple(torch.randn(PAGES, 1, 3, width) for width in widths) for widths in ((7, 64, 1), (5, 33, 16))))
     one_call, by_numpy = PageCopier([pool], CpuCopies(built_library())), PageCopier([pool])
     pages, size = np.array([5, 0, 3], dtype=np.int32), by_numpy.page_bytes
@@ -137,8 +137,8 @@ def test_copies_by_one_call_are_those_by_numpy() -> None:
         one_call.restore([rows[0][0, 1:]], pages[:1])
 
 
-def test_nothing_is_written_before_the_steps_launched_before_have_ended(moving: Moving) -> None:
-    """A step that was launched still writes the page when the operation is begun; what it wrote is gone under what was read."""
+def test_load_waits_for_steps_launched_before(moving: Moving) -> None:
+    """The launched step writes the page later than the load begins. The load then overwrites the page."""
     moving.moved(OperationKind.BACK_UP, [0], [0])
     going = threading.Event()
 
@@ -154,13 +154,13 @@ def test_nothing_is_written_before_the_steps_launched_before_have_ended(moving: 
     assert moving.fact().count == 1 and moving.page(3) == moving.page(0)
 
 
-def test_who_waits_for_a_page_waits_for_no_copy_to_the_host(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_does_not_wait_for_a_backup(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     assert moving.moved(OperationKind.BACK_UP, [1], [0]).count == 1
     going = threading.Event()
     nice: list[int] = []
 
     def save(pages: Any, rows: Any, streamed: bool) -> None:
-        nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the thread
+        nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # priority of the calling thread
         assert going.wait(DEADLINE_S)
 
     monkeypatch.setattr(moving.copier, "save", save)
@@ -171,8 +171,8 @@ def test_who_waits_for_a_page_waits_for_no_copy_to_the_host(moving: Moving, monk
     assert nice == [max(page_mover.BACK_UP_NICE, os.getpriority(os.PRIO_PROCESS, 0))], "where steps are computed by cores"
 
 
-def test_what_is_fetched_waits_for_what_still_comes_into_its_pages(moving: Moving) -> None:
-    """Of a load of which the core has heard, and whose page was given to somebody else since."""
+def test_fetch_waits_for_an_earlier_load_into_the_same_page(moving: Moving) -> None:
+    """The fact of the load was reported early, and the page has been given to another request since."""
     moving.moved(OperationKind.BACK_UP, [0], [0])
     moving.moved(OperationKind.STORE, [], [0])
     coming = HostArrival(2)
@@ -187,7 +187,9 @@ def test_what_is_fetched_waits_for_what_still_comes_into_its_pages(moving: Movin
 
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])
-def test_what_fails_moves_nothing_and_is_a_fact(moving: Moving, kind: OperationKind, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_operation_moves_nothing_and_ends_in_a_fact(
+    moving: Moving, kind: OperationKind, caplog: pytest.LogCaptureFixture
+) -> None:
     before = [moving.page(number) for number in range(PAGES)]
     assert moving.moved(kind, [PAGES], [0]) == Fact(7), "there is no such page"
     assert "pages were not moved" in caplog.text
@@ -195,8 +197,8 @@ def test_what_fails_moves_nothing_and_is_a_fact(moving: Moving, kind: OperationK
     assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 1, "it goes on"
 
 
-def test_the_hosts_memory_is_unpinned_once_nothing_moves_any_more(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a copy hangs it stays as it is, and the storage open."""
+def test_close_unpins_host_memory_after_all_copies_have_ended(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory stays pinned and the store open while a copy hangs."""
     begun, going, order = threading.Event(), threading.Event(), []
 
     def save(pages: Any, rows: Any, streamed: bool) -> None:
@@ -217,7 +219,7 @@ def test_the_hosts_memory_is_unpinned_once_nothing_moves_any_more(moving: Moving
     assert order == ["unpinned", "closed"]
 
 
-def test_while_memory_is_released_nothing_is_moved(moving: Moving) -> None:
+def test_mover_moves_nothing_while_memory_is_released(moving: Moving) -> None:
     def released() -> PageCopier:
         raise AssertionError("a page is one of every layer")
 
@@ -225,7 +227,7 @@ def test_while_memory_is_released_nothing_is_moved(moving: Moving) -> None:
     assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 0
 
 
-def test_what_the_storage_has_not_is_dropped_and_what_is_before_it_comes(moving: Moving) -> None:
+def test_fetch_returns_the_pages_before_the_first_missing_one(moving: Moving) -> None:
     moving.moved(OperationKind.BACK_UP, [0], [0])
     moving.moved(OperationKind.STORE, [], [0], KEYS[:1])
     before = moving.page(2)
@@ -234,7 +236,7 @@ def test_what_the_storage_has_not_is_dropped_and_what_is_before_it_comes(moving:
     assert moving.page(1) == moving.page(0) and moving.page(2) == before
 
 
-def test_a_storage_that_was_emptied_has_nothing_and_takes_more(moving: Moving) -> None:
+def test_storage_can_be_filled_again_after_a_deletion(moving: Moving) -> None:
     moving.moved(OperationKind.BACK_UP, [0], [0])
     moving.moved(OperationKind.STORE, [], [0])
     moving.delete_stored()
@@ -243,7 +245,7 @@ def test_a_storage_that_was_emptied_has_nothing_and_takes_more(moving: Moving) -
     assert moving.moved(OperationKind.STORE, [], [0]).stored == (KEYS[0],)
 
 
-def test_a_slow_storage_keeps_nobody_from_the_host(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_does_not_wait_for_a_slow_storage(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     moving.moved(OperationKind.BACK_UP, [0], [0])
     going = threading.Event()
     read = moving.store.read
@@ -260,7 +262,7 @@ def test_a_slow_storage_keeps_nobody_from_the_host(moving: Moving, monkeypatch: 
 
 
 class Elsewhere:
-    """Another worker whose pages are all of one byte, by address; "gone" has none, and "slow" waits until it is told."""
+    """A reader of remote workers with pages of one byte value. Address "gone" has no pages, and "slow" waits for an event."""
 
     def __init__(self) -> None:
         self.going = threading.Event()
@@ -288,35 +290,33 @@ def pull(address: str, number: int, pages: list[int]) -> PageOperation:
 class TestOtherWorkers:
     @pytest.fixture
     def elsewhere(self, moving: Moving) -> Iterator[Elsewhere]:
-        """In place of what the mover has: nothing else reads from other workers."""
+        """Replaces the mover by one with this reader."""
         peers = Elsewhere()
         moving.mover.close()
         moving.mover = PageMover(moving.streams, lambda: moving.copier, moving.arrivals, moving.host, None, peers)
         moving.mover.on_fact = moving.woken.release
         yield peers
 
-    def test_their_pages_come(self, moving: Moving, elsewhere: Elsewhere) -> None:
+    def test_pull_writes_the_pages_of_a_remote_worker(self, moving: Moving, elsewhere: Elsewhere) -> None:
         before = moving.page(0)
         moving.mover.begin(pull("a", 3, [4, 2]))
         assert moving.fact().count == 2 and moving.page(0) == before
         for page in (4, 2):
             assert set(b"".join(moving.page(page))) == {3}
 
-    def test_what_does_not_come_writes_nothing(self, moving: Moving, elsewhere: Elsewhere) -> None:
+    def test_failed_pull_writes_nothing(self, moving: Moving, elsewhere: Elsewhere) -> None:
         before = moving.page(4)
         moving.mover.begin(pull("gone", 3, [4]))
         assert moving.fact().count == 0 and moving.page(4) == before
 
-    def test_one_that_is_slow_keeps_nobody_from_another(self, moving: Moving, elsewhere: Elsewhere) -> None:
+    def test_pull_does_not_wait_for_another_slow_worker(self, moving: Moving, elsewhere: Elsewhere) -> None:
         moving.mover.begin(pull("slow", 1, [4]))
         moving.mover.begin(pull("a", 2, [5]))
         assert moving.fact().op_id == 2
         elsewhere.going.set()
         assert moving.fact().op_id == 1
 
-    def test_no_thread_is_kept_of_one_that_is_not_read_from(
-        self, moving: Moving, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_thread_of_an_idle_worker_ends(self, moving: Moving, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(page_mover, "PEER_IDLE_S", 0.05)
         for number in range(3):
             moving.mover.begin(pull("a", number, [4]))
@@ -326,7 +326,7 @@ class TestOtherWorkers:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
 
-    def test_it_is_left_behind_what_is_read_of_it(self, moving: Moving, elsewhere: Elsewhere) -> None:
+    def test_leave_follows_earlier_pulls(self, moving: Moving, elsewhere: Elsewhere) -> None:
         slow = pull("slow", 1, [4])
         assert slow.pull is not None
         moving.mover.begin(slow)
@@ -338,14 +338,14 @@ class TestOtherWorkers:
         assert elsewhere.left == [slow.pull.source]
 
 
-def test_whoever_serves_pages_reads_what_the_pool_has(moving: Moving) -> None:
+def test_pool_reader_returns_the_bytes_of_the_pool(moving: Moving) -> None:
     read = PoolReader(moving.streams, lambda: moving.copier, moving.arrivals)
     found = bytearray(2 * moving.copier.page_bytes)
     read(np.array([4, 1], dtype=np.int32), memoryview(found))
     assert found == b"".join(moving.page(4)) + b"".join(moving.page(1))
 
 
-def test_at_the_start_it_says_what_the_files_hold(tmp_path: Path) -> None:
+def test_mover_reports_stored_pages_at_the_start(tmp_path: Path) -> None:
     first = Moving(tmp_path / "pages")
     first.moved(OperationKind.BACK_UP, [0, 1], [0, 1])
     first.moved(OperationKind.STORE, [], [0, 1])
@@ -357,8 +357,8 @@ def test_at_the_start_it_says_what_the_files_hold(tmp_path: Path) -> None:
     second.close()
 
 
-def test_at_the_start_it_says_which_blocks_the_files_are_of(tmp_path: Path) -> None:
-    """Those whose last page was stored, until the storage is cleared."""
+def test_mover_reports_stored_blocks_at_the_start(tmp_path: Path) -> None:
+    """A block is reported if its last page was stored, until the storage is cleared."""
     blocks = (KeptBlock(b"firstone", bytes(8), tuple(KEYS[:2])), KeptBlock(b"the next", bytes(8), (KEYS[2], KEYS[7])))
 
     def started() -> tuple[Moving, list[Fact]]:
@@ -385,8 +385,8 @@ def test_at_the_start_it_says_which_blocks_the_files_are_of(tmp_path: Path) -> N
     third.close()
 
 
-def test_a_deletion_by_salt_comes_behind_what_was_begun_and_says_what_it_came_to(moving: Moving) -> None:
-    """What is being written for the salt just then goes with it; a read that has begun ends; who has left is not told."""
+def test_deletion_of_a_salt_follows_earlier_operations(moving: Moving) -> None:
+    """Pages of the salt that are being written are deleted, a running read finishes, and a cancelled caller gets no result."""
     one, other = KEYS[0], b"o" * KEY_BYTES
     moving.moved(OperationKind.BACK_UP, [0, 1], [0, 1])
     moving.moved(OperationKind.STORE, [], [1], [other])
@@ -420,7 +420,7 @@ def test_a_deletion_by_salt_comes_behind_what_was_begun_and_says_what_it_came_to
     )
 
 
-def test_a_storage_that_fails_in_a_deletion_says_so(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletion_raises_the_error_of_the_storage(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(which: Selection) -> Deleted:
         raise RuntimeError("no")
 

@@ -1,4 +1,4 @@
-"""Tiers of real KV: what comes back from host memory and from files is what was computed, to the last bit."""
+"""Tiers with real KV: pages that come back from host memory or files have the computed bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plain(folder: Path) -> Iterator[Served]:
     served.close()
 
 
-def test_from_the_host(folder: Path, plain: Served) -> None:
+def test_pages_from_the_host_tier_have_equal_bits(folder: Path, plain: Served) -> None:
     served = Served(*build(folder, POOL_PAGES, options()))
     first = [served.ask(prompt(number), seed=number) for number in range(4)]
     again = [served.ask(prompt(number), seed=number) for number in range(4)]
@@ -54,7 +54,7 @@ def test_from_the_host(folder: Path, plain: Served) -> None:
     served.close()
 
 
-def test_from_files_after_a_restart(folder: Path, plain: Served, tmp_path: Path) -> None:
+def test_pages_from_files_have_equal_bits_after_a_restart(folder: Path, plain: Served, tmp_path: Path) -> None:
     served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")))
     first = [served.ask(prompt(number), seed=number) for number in range(4)]
     served.close()
@@ -67,8 +67,8 @@ def test_from_files_after_a_restart(folder: Path, plain: Served, tmp_path: Path)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["files", "redis"])
-def test_a_salt_that_was_deleted_is_computed_anew_also_after_a_restart(folder: Path, tmp_path: Path, shared: bool) -> None:
-    """And another one comes from where it was; while the deletion runs a request of the salt goes on to its end."""
+def test_deleted_salt_is_computed_again_after_a_restart(folder: Path, tmp_path: Path, shared: bool) -> None:
+    """Pages of another salt stay in the storage. A request of the deleted salt that runs during the deletion finishes."""
     with redis_server() as server:
 
         def in_redis(page_bytes: int, identity: bytes) -> RedisPageStore:
@@ -95,7 +95,7 @@ def test_a_salt_that_was_deleted_is_computed_anew_also_after_a_restart(folder: P
         served.close()
 
 
-def test_from_what_another_worker_has_stored_while_both_run(folder: Path, plain: Served) -> None:
+def test_pages_stored_by_another_worker_have_equal_bits(folder: Path, plain: Served) -> None:
     with redis_server() as server:
 
         def opened(page_bytes: int, identity: bytes) -> RedisPageStore:
@@ -114,7 +114,12 @@ def test_from_what_another_worker_has_stored_while_both_run(folder: Path, plain:
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
-    """before: called ahead of each group of layers that is brought."""
+    """Delays layer-wise loads.
+
+    Args:
+        monkeypatch: patches PageCopier.
+        before: called before each group of layers is copied.
+    """
     bringing = PageCopier.bringing
 
     def slow(self: PageCopier, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
@@ -130,15 +135,15 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
 
 
 @pytest.mark.parametrize("drafts", ["", "ngram", "eagle3"])
-def test_from_the_host_while_later_layers_are_on_their_way(
+def test_step_runs_while_later_layers_are_loaded(
     folder: Path, plain: Served, tmp_path: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the first come when a step asks for layers, so that nobody would go on who waited for all of them."""
+    """All groups but the first are loaded only when a step asks for layers. A step that waits for all layers would hang."""
     more: dict[str, Any] = {"max_drafts": 2, "speculative_algorithm": drafts} if drafts else {}
     if drafts == "eagle3":
         write_eagle3(tmp_path / "head", folder, 90)
         more["draft_model"] = str(tmp_path / "head")
-    served = Served(*build(folder, 40, options(), **more))  # room for what is loaded at once beside what is kept
+    served = Served(*build(folder, 40, options(), **more))  # pages for all loads at once and for the cached pages
     for number in range(4):
         served.ask(prompt(number), seed=number)
     mover, arrivals = served.executor._mover, served.executor.runner._arrivals
@@ -166,7 +171,7 @@ def test_from_the_host_while_later_layers_are_on_their_way(
 
 
 class TestWhileALoadIsOnItsWay:
-    """The core has heard of it."""
+    """A load is running, and the core has its fact already."""
 
     @pytest.fixture
     def going(self) -> threading.Event:
@@ -186,7 +191,7 @@ class TestWhileALoadIsOnItsWay:
         going.set()
         served.close()
 
-    def test_its_pages_are_not_given_back(self, coming: Served, going: threading.Event) -> None:
+    def test_release_waits_for_the_load(self, coming: Served, going: threading.Event) -> None:
         release = threading.Thread(target=coming.executor.apply, args=(ReleaseMemory(weights=False, kv=True),))
         release.start()
         time.sleep(0.05)
@@ -196,7 +201,7 @@ class TestWhileALoadIsOnItsWay:
         assert not release.is_alive() and not coming.executor.runner.passes.pool.keys
         coming.executor.apply(ResumeMemory(weights=False, kv=True))
 
-    def test_a_device_that_is_lost_is_said_to_be_once(self, coming: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_lost_device_is_reported_once(self, coming: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         lost: list[str] = []
         coming.executor.on_lost = lost.append
         mover = coming.executor._mover
@@ -214,10 +219,10 @@ SCHEDULES = 60 if NIGHTLY else 4
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_poisoned_pages_are_never_read_whoever_leaves_and_however_late_copies_come(
+def test_requests_read_no_poisoned_page_when_copies_are_late(
     folder: Path, plain: Served, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of few prompts come, leave in every phase and share what is on its way, while copies take up to many steps."""
+    """Requests with shared prefixes arrive and are aborted in every phase, while copies take many steps."""
     rng = random.Random(seed)
     served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")), poisoned=True)
     mover = served.executor._mover
@@ -229,7 +234,7 @@ def test_poisoned_pages_are_never_read_whoever_leaves_and_however_late_copies_co
         return move(operation)
 
     monkeypatch.setattr(mover, "_move", late)
-    mover._loads._bytes_s = seed % 2 * 1e18  # loads are told of at their ends, or at once
+    mover._loads._bytes_s = seed % 2 * 1e18  # facts of loads come at their ends, or at once
     slowly(monkeypatch, lambda _: time.sleep(rng.choice((0.0, 0.0, 0.002, 0.02))))
     asked: dict[int, tuple[int, int]] = {}
     for _ in range(14):

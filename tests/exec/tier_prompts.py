@@ -1,4 +1,4 @@
-"""Prompts that a small pool does not hold together, and the tiers that keep them."""
+"""Prompts that a small pool cannot hold together, and the tiers below this pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiered import PAGE_SIZE, SECRET, Answer
 
-POOL_PAGES = 24  # room for one prompt and a half
+POOL_PAGES = 24  # pages for one and a half prompts
 PROMPT_TOKENS = 200
 
 
@@ -26,6 +26,6 @@ def prompt(number: int) -> list[int]:
 
 
 def came_from(answer: Answer, tier: Tier) -> bool:
-    """All of the prompt's whole pages were there, most of them in this tier."""
+    """Returns whether most cached tokens came from this tier. All whole pages of the prompt must be cached."""
     assert answer.finish is not None and answer.finish.cached_tokens == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
     return answer.finish.cached_from[tier] > answer.finish.cached_tokens // 2

@@ -1,4 +1,4 @@
-"""A scheduler and a real executor with tiers below its pool, or another worker beside it, turned by hand."""
+"""A scheduler and a real executor with tiers, or with a remote worker, whose turns the test runs by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Answer:
 
     @property
     def bits(self) -> list[tuple[int, str, tuple[int, ...], tuple[str, ...]]]:
-        """Tokens and logprobs, to the last bit."""
+        """Tokens and log probabilities, to the last bit."""
         rows = zip(self.tokens, self.logprobs, strict=True)
         return [(token, row.sampled.hex(), row.top_ids, tuple(value.hex() for value in row.top)) for token, row in rows]
 
@@ -52,7 +52,7 @@ def build(
     context_len: int = CONTEXT,
     **options: Any,
 ) -> tuple[DeviceExecutor, Scheduler]:
-    """Unless options say otherwise, deterministic and with one thread, on the CPU."""
+    """Builds executor and scheduler; by default deterministic, on the CPU, with one thread."""
     device = DeviceOptions(**{"device": "cpu", "num_threads": 1, "deterministic": True, "tiers": tiers, **options})
     executor, info = build_device_executor(
         str(folder), dtype, PAGE_SIZE, max_slots, num_pages, 0.5, context_len, device, lambda _: None
@@ -77,10 +77,17 @@ def build(
 
 
 class Served:
-    """prefers_reading: it always pays, whatever it costs: so that what is tested happens on any machine. poisoned: pages that
-    were given back are filled with NaN after each step."""
+    """A scheduler and its executor."""
 
     def __init__(self, executor: DeviceExecutor, core: Scheduler, prefers_reading: bool = True, poisoned: bool = False) -> None:
+        """Starts without requests.
+
+        Args:
+            executor: the executor.
+            core: the scheduler.
+            prefers_reading: reading pages always pays, so that the tested path runs on any machine.
+            poisoned: free pages are filled with NaN after each step.
+        """
         self.executor, self.core = executor, core
         self.answers: dict[int, Answer] = {}
         self.ready: list[PagesReady] = []
@@ -103,7 +110,18 @@ class Served:
         handle: int | None = None,
         **params: Any,
     ) -> int:
-        """output, hand_over, source, salt: see Submit. handle: that was reserved for it."""
+        """Submits a request and returns its handle.
+
+        Args:
+            prompt: token ids.
+            seed: seed of sampling.
+            output: see Submit.output_ids.
+            hand_over: see Submit.
+            source: see Submit.
+            salt: see Submit.
+            handle: handle from reserve(), None for a new one.
+            params: further sampling parameters.
+        """
         handle = self.reserve() if handle is None else handle
         self.answers[handle] = Answer()
         sampling = SamplingParams(**{"max_new_tokens": 8, "ignore_eos": True, "top_logprobs": 2, "seed": seed, **params})
@@ -113,12 +131,16 @@ class Served:
         return handle
 
     def reserve(self) -> int:
-        """The handle of a request that comes later."""
+        """Returns the handle of a later request."""
         self._next += 1
         return self._next - 1
 
     def turn(self, wait_s: float = 0.0) -> bool:
-        """Whether anything was done or is under way. wait_s: where there is nothing to do, until an operation ends, at most."""
+        """Runs one turn of the worker's loop. Returns whether there is work left.
+
+        Args:
+            wait_s: longest wait for the end of an operation if there is no plan.
+        """
         core, executor = self.core, self.executor
         self._has_facts.clear()
         for fact in executor.facts():
@@ -142,7 +164,7 @@ class Served:
         return plan is not None or storing or not core.settled or not core.idle
 
     def drain(self) -> None:
-        """Until all have their answers and no page is on its way."""
+        """Runs turns until all requests have ended and no page is moved."""
         began = time.monotonic()
         while self.turn():
             assert time.monotonic() - began < DEADLINE_S, "the requests do not end"
@@ -164,12 +186,13 @@ class Served:
             self.executor.rooms(events)
 
     def _poison(self) -> None:
-        """No step is in flight. What a load still brings into a page that is free is nobody's either."""
+        """Fills free pages. No step is in flight, and a free page that a load still writes belongs to no request."""
         free = torch.from_numpy(self.core.memory.pages.free_pages().astype(np.int64))
         pool = self.executor.runner.passes.pool
         with torch.inference_mode():
             for each in (*pool.keys, *pool.values):
-                # FlashInfer multiplies what it masks by 0, and NaN would stay; who reads too far is off by this all the same.
+                # FlashInfer multiplies masked values by 0, and NaN would remain NaN. A large number also changes the result of a
+                # step that reads beyond its context.
                 each[free.to(each.device)] = torch.nan if each.device.type == "cpu" else 1e4
 
     def _take(self) -> None:

@@ -86,7 +86,7 @@ def placed(content: bytes, beside: int = 0) -> memoryview:
 
     Args:
         content: bytes of a page.
-        beside: distance of a large page from the beginning of a block in memory.
+        beside: offset of a large page, in bytes, from a block boundary in memory.
     """
     if len(content) < DIRECT_PAGE_BYTES:
         return memoryview(content)
