@@ -1,4 +1,4 @@
-"""Vectors of a decoder model equal pooling over transformers' hidden states, in chunks, in batches and beside generation."""
+"""Embeddings of a decoder model: equal to pooling over transformers' states, in chunks, in batches and during generation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def executor(embedder: Embedder) -> Iterator[DeviceExecutor]:
 
 
 def driver(executor: DeviceExecutor, config: PoolingConfig) -> Driver:
-    """Pools by the given config, whatever the model's files say."""
+    """Returns a driver that pools with this config instead of the model's."""
     executor.runner._embeddings = EmbeddingPool(config)
     return Driver(executor, 4)
 
@@ -77,7 +77,9 @@ def embedding(prompt: list[int], slot: int, **options: Any) -> Sequence:
     kind=KINDS,
     chunk={"chunks-of-4": 4, "chunks-of-16": 16, "whole": 1 << 30},
 )
-def test_a_prompt_in_chunks(embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind, chunk: int) -> None:
+def test_embedding_is_equal_for_any_chunk_size(
+    embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind, chunk: int
+) -> None:
     sequence = embedding(prompt_of(41), 3)
     driver(executor, PoolingConfig(kind, True)).prefill([sequence], chunk)
     expected = embedder.expected(sequence.prompt, kind, EmbeddingParams(), True)
@@ -90,7 +92,7 @@ def test_a_prompt_in_chunks(embedder: Embedder, executor: DeviceExecutor, kind: 
     indirect=("embedder",),
     embedder=EMBEDDERS,
     kind=KINDS,
-    case={  # what the config says of normalising, what the request says, whether it is done
+    case={  # normalize of the config, options of the request, whether the vector is normalised
         "config-no": (False, {}, False),
         "config-yes": (True, {}, True),
         "request-no": (True, {"normalize": False}, False),
@@ -100,7 +102,7 @@ def test_a_prompt_in_chunks(embedder: Embedder, executor: DeviceExecutor, kind: 
         "cut-of-nothing": (True, {"dimensions": 64}, True),
     },
 )
-def test_cut_and_normalisation(
+def test_embedding_is_cut_and_normalised_as_requested(
     embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind, case: tuple[bool, dict[str, Any], bool]
 ) -> None:
     config, options, normalize = case
@@ -113,7 +115,9 @@ def test_cut_and_normalisation(
 
 @pytest.mark.by_day(one_in=2, seed=25)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_beside_generation_and_slots_used_again(embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind) -> None:
+def test_embeddings_are_equal_in_a_batch_with_generation_and_reused_slots(
+    embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind
+) -> None:
     driving = driver(executor, PoolingConfig(kind, True))
     alone, beside = Sequence(prompt_of(12), 0, greedy()), Sequence(prompt_of(12), 1, greedy())
     driving.prefill([alone])
@@ -131,7 +135,7 @@ def test_a_batch_beside_generation_and_slots_used_again(embedder: Embedder, exec
     assert beside.output == alone.output
 
 
-def test_last_token_pooling_over_a_cached_prefix(embedder: Embedder, executor: DeviceExecutor) -> None:
+def test_last_token_pooling_accepts_a_cached_prefix(embedder: Embedder, executor: DeviceExecutor) -> None:
     prefix = prompt_of(16)
     first, second = embedding(prefix + prompt_of(5, 1), 0), embedding(prefix + prompt_of(7, 2), 1)
     driving = driver(executor, PoolingConfig(PoolingKind.LAST, True))
@@ -150,7 +154,7 @@ def empty_plan() -> BatchPlan:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_vector_that_is_not_finite_faults_its_row_alone(kind: PoolingKind) -> None:
+def test_pool_faults_only_the_row_of_an_infinite_vector(kind: PoolingKind) -> None:
     plan = replace(
         empty_plan(), num_extend=2, slots=i32([4, 5]), starts=i32([0, 0]), num_tokens=i32([1, 1]),
         input_ids=i32([1, 2]), sample=np.array([True, True]),
@@ -163,7 +167,7 @@ def test_a_vector_that_is_not_finite_faults_its_row_alone(kind: PoolingKind) -> 
     assert result.faults == {1: RowFault.NAN_LOGITS} and list(result.vectors) == [0]
 
 
-def test_many_chunks_in_half_precision_are_summed_in_float32() -> None:
+def test_pool_sums_chunks_in_float32() -> None:
     pool, count = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False)), 4096
     pool.admit(SlotParams(0, count, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
     plan = replace(

@@ -1,5 +1,4 @@
-"""One thread stands for the streams of a CPU: work in call order, none of it on the caller's thread, and nobody waits but for
-what they collect."""
+"""The streams of a CPU: one thread runs all work in call order, and callers wait only for collected values."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def streams() -> Iterator[HostStreams]:
     made.close()
 
 
-def test_work_is_done_in_call_order_while_the_caller_goes_on(streams: HostStreams) -> None:
+def test_launch_runs_work_in_call_order_without_blocking(streams: HostStreams) -> None:
     gate, done = threading.Event(), list[int]()
     streams.launch(lambda: None if gate.wait(20) else done.append(-1))
     for number in range(5):
@@ -34,7 +33,7 @@ def test_work_is_done_in_call_order_while_the_caller_goes_on(streams: HostStream
     assert streams.collect(lambda: done[-1])() == 5
 
 
-def test_what_fails_fails_for_whoever_collects_it(streams: HostStreams) -> None:
+def test_collect_raises_the_exception_of_the_work(streams: HostStreams) -> None:
     def fail() -> int:
         raise ArithmeticError("made to fail")
 
@@ -44,7 +43,7 @@ def test_what_fails_fails_for_whoever_collects_it(streams: HostStreams) -> None:
     assert second() == 7
 
 
-def test_one_thread_does_all_of_it_in_inference_mode(streams: HostStreams) -> None:
+def test_work_runs_on_one_thread_in_inference_mode(streams: HostStreams) -> None:
     def where() -> tuple[int, bool, int]:
         return threading.get_ident(), torch.is_inference_mode_enabled(), torch.get_num_threads()
 
@@ -53,7 +52,7 @@ def test_one_thread_does_all_of_it_in_inference_mode(streams: HostStreams) -> No
     assert found.pop()[1:] == (True, 1)
 
 
-def test_what_was_launched_is_done_before_it_closes() -> None:
+def test_close_waits_for_launched_work() -> None:
     streams, done = HostStreams(1), list[int]()
     for number in range(100):
         streams.launch(lambda number=number: done.append(number))  # type: ignore[misc]
@@ -61,19 +60,19 @@ def test_what_was_launched_is_done_before_it_closes() -> None:
     assert done == list(range(100))
 
 
-def test_host_and_device_share_their_memory(streams: HostStreams) -> None:
+def test_staging_and_to_host_share_memory(streams: HostStreams) -> None:
     host, device = streams.staging(8)
     source = torch.arange(3)
     assert host is device and streams.to_host(source) is source
 
 
-def test_only_work_on_the_streams_can_wait_for_all_of_it(streams: HostStreams) -> None:
+def test_synchronize_is_refused_outside_of_work(streams: HostStreams) -> None:
     assert streams.collect(streams.synchronize)() is None
     with pytest.raises(AssertionError, match="only work on the streams"):
         streams.synchronize()
 
 
-def test_nobody_waits_for_work_behind_the_end() -> None:
+def test_collect_is_refused_after_close() -> None:
     streams = HostStreams(1)
     streams.close()
     with pytest.raises(RuntimeError, match="the streams are closed"):
@@ -81,7 +80,7 @@ def test_nobody_waits_for_work_behind_the_end() -> None:
     streams.close()
 
 
-def test_streams_beside_the_steps_are_lent_again_and_few() -> None:
+def test_spare_streams_are_reused_and_shared_beyond_the_limit() -> None:
     made: list[int] = []
 
     def make(priority: int) -> int:

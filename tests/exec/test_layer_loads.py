@@ -1,4 +1,4 @@
-"""Loads layer by layer: told of before the last bytes are there, by whoever may use them waited for, and by nobody else."""
+"""Layer-wise loads: the early fact, and the steps and operations that wait for them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from services.worker.exec.tiers.pool_reader import PoolReader
 PAGES, HOST_PAGES, LAYERS, DEADLINE_S = 6, 4, 3, 20.0
 KEYS = tuple(bytes([number]) * KEY_BYTES for number in range(HOST_PAGES))
 ONE, OTHER = np.array([2], dtype=np.int32), np.array([3], dtype=np.int32)
-SOON = 1e18  # bytes a second, as if the load before had been so fast: what is told of is told of at once
+SOON = 1e18  # bytes per second of the last load; the next fact is then reported at once
 
 
 class Gated(PageCopier):
-    """Brings a group once it may."""
+    """A copier that loads a group when the test permits it."""
 
     def __init__(self, pools: list[KVPool]) -> None:
         super().__init__(pools, copies("auto", torch.device("cpu")))
@@ -53,7 +53,7 @@ class Gated(PageCopier):
 
 
 class Loading:
-    """A pool of three layers; the host's rows are ones, the pool's pages zeros."""
+    """A pool of three layers and its mover. The host's rows have ones, the pool's pages zeros."""
 
     def __init__(self) -> None:
         self.arrivals = Arrivals()
@@ -77,7 +77,7 @@ class Loading:
         return self._facts.pop(0)
 
     def moved_beside(self) -> Fact:
-        """What comes of another page's copy to the host."""
+        """Backs up another page and returns its fact."""
         self.begin(OperationKind.BACK_UP, OTHER, np.array([1], dtype=np.int32))
         return self.fact()
 
@@ -85,7 +85,11 @@ class Loading:
         self.copier.may.release(groups)
 
     def step(self, pages: Any) -> tuple[list[int], threading.Thread]:
-        """One that is the first with these pages in its tables: layers that it has found there so far."""
+        """Starts a thread that reads the layers as a step does that has these pages first in its tables.
+
+        Returns:
+            The values that it has read so far, and the thread.
+        """
         found: list[int] = []
 
         def layers() -> None:
@@ -114,13 +118,13 @@ def loading() -> Iterator[Loading]:
 
 
 def raised(work: Callable[[], object]) -> Exception | None:
-    """On a thread of its own, which may be left behind."""
+    """Runs work on a thread of its own, which may hang. Returns the exception, or None."""
     errors: list[Exception | None] = []
 
     def run() -> None:
         try:
             work()
-        except Exception as error:  # whatever it is
+        except Exception as error:  # the test checks its type
             errors.append(error)
         else:
             errors.append(None)
@@ -141,7 +145,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_step_computes_a_layer_once_that_is_there_and_not_later(loading: Loading) -> None:
+def test_step_reads_each_layer_directly_after_the_load_of_the_layer(loading: Loading) -> None:
     loading.begin()
     assert loading.fact() == Fact(7, 1, early=True), "nothing is there, and what it takes is told later"
     found, step = loading.step(ONE)
@@ -156,7 +160,7 @@ def test_a_step_computes_a_layer_once_that_is_there_and_not_later(loading: Loadi
     assert told.op_id == UNASKED and told.loaded is not None and told.loaded[0] == 1 and told.loaded[1] > 0.05
 
 
-def test_whoever_uses_other_pages_waits_for_nothing(loading: Loading) -> None:
+def test_step_with_other_pages_does_not_wait(loading: Loading) -> None:
     loading.begin()
     loading.fact()
     found, step = loading.step(OTHER)
@@ -168,12 +172,12 @@ def test_whoever_uses_other_pages_waits_for_nothing(loading: Loading) -> None:
     loading.bring(LAYERS)
 
 
-def test_every_step_that_is_the_first_to_name_some_of_its_pages_waits(loading: Loading) -> None:
-    """One after the other, before anything is there; a step that failed in between changes nothing."""
+def test_each_step_that_is_the_first_with_a_page_waits(loading: Loading) -> None:
+    """The steps run one after another, before anything is loaded. A failed step in between changes nothing."""
     two = np.array([2, 4], dtype=np.int32)
     loading.begin(pages=two, host_pages=np.array([0, 1], dtype=np.int32))
     loading.fact()
-    loading.arrivals.expect(ONE)  # of a step that is not launched after all
+    loading.arrivals.expect(ONE)  # this step fails before its launch
     loading.bring(LAYERS - 1)
     found, step = loading.step(np.array([4], dtype=np.int32))
     until(lambda: len(found) == LAYERS - 1)
@@ -186,7 +190,7 @@ def test_every_step_that_is_the_first_to_name_some_of_its_pages_waits(loading: L
     assert found == [1] * LAYERS
 
 
-def test_for_one_that_nobody_has_heard_of_nobody_waits(loading: Loading) -> None:
+def test_backup_does_not_wait_for_an_unreported_load(loading: Loading) -> None:
     loading.mover._loads._bytes_s = 0.0
     loading.begin()
     assert loading.moved_beside() == Fact(7, 1, seconds=ANY)
@@ -194,8 +198,8 @@ def test_for_one_that_nobody_has_heard_of_nobody_waits(loading: Loading) -> None
 
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])
-def test_what_else_is_moved_waits_for_what_is_on_its_way(loading: Loading, kind: OperationKind) -> None:
-    """A row of the host that is still read would be overwritten, a page that is still written copied or filled too early."""
+def test_operation_waits_for_a_reported_load(loading: Loading, kind: OperationKind) -> None:
+    """Without the wait, a backup could overwrite a row that is still read, or copy a page that is still written."""
     loading.begin(host_pages=np.array([0], dtype=np.int32))
     loading.fact()
     loading.begin(kind, ONE, np.array([1], dtype=np.int32))
@@ -211,7 +215,7 @@ def test_what_else_is_moved_waits_for_what_is_on_its_way(loading: Loading, kind:
         until(lambda: bool(loading.pool.values[LAYERS - 1][2].view(torch.uint8).eq(5).all()))
 
 
-def test_others_read_a_page_once_it_is_there(loading: Loading) -> None:
+def test_pool_reader_waits_for_a_reported_load(loading: Loading) -> None:
     loading.begin()
     loading.fact()
     out = bytearray(loading.copier.page_bytes)
@@ -225,10 +229,8 @@ def test_others_read_a_page_once_it_is_there(loading: Loading) -> None:
     assert set(out) == {1}
 
 
-def test_a_load_that_takes_long_is_told_of_when_what_is_left_is_there_soon(
-    loading: Loading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By what the one before has taken; before the first, nobody knows."""
+def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of the last large load predicts the rest. Without a rate, the fact comes after the last group."""
     monkeypatch.setattr(layer_loads, "EARLY_S", 1.0)
     loading.mover._loads._bytes_s = 0.0
     loading.begin()
@@ -250,7 +252,7 @@ def test_a_load_that_takes_long_is_told_of_when_what_is_left_is_there_soon(
 
 
 class TestFailures:
-    def test_one_that_nobody_has_heard_of_is_computed(self, loading: Loading) -> None:
+    def test_failed_load_moves_nothing_when_unreported(self, loading: Loading) -> None:
         loading.mover._loads._bytes_s = 0.0
         loading.copier.error = MemoryError("made to fail")
         loading.begin()
@@ -260,7 +262,7 @@ class TestFailures:
         step.join(DEADLINE_S)
         assert found == [0] * LAYERS, "nobody waits for it"
 
-    def test_where_steps_wait_for_it_the_device_is_lost(self, loading: Loading) -> None:
+    def test_failed_load_loses_the_device_when_reported(self, loading: Loading) -> None:
         loading.begin()
         assert loading.fact().count == 1
         loading.copier.error = MemoryError("made to fail")
@@ -273,7 +275,7 @@ class TestFailures:
 
 
 class TestOnADevice:
-    """Where all of a load is put on a stream at once."""
+    """A device, on whose stream all groups of a load are queued at once."""
 
     class Streams(HostStreams):
         on_host = False
@@ -281,7 +283,7 @@ class TestOnADevice:
         def arrival(self, groups: int) -> HostArrival:
             return Recorded(groups)
 
-    def test_all_is_on_its_way_before_anybody_may_wait_for_it(self) -> None:
+    def test_all_groups_are_queued_before_the_load_is_reported(self) -> None:
         streams, arrivals, brought = self.Streams(1), Arrivals(), list[int]()
         loads = LayerLoads(streams, arrivals)
         loads._bytes_s = SOON
@@ -299,7 +301,7 @@ class TestOnADevice:
 
 
 class Recorded(HostArrival):
-    """Of a device: whoever waits for what was not put on the stream waits for nothing."""
+    """An arrival of a device: a wait for a group that was not queued would not block."""
 
     def wait(self, group: int) -> None:
         assert self._came > group, "an event that was never recorded"
@@ -307,7 +309,7 @@ class Recorded(HostArrival):
 
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("layers", [(1, 0), (3, 2), (80, 0), (28, 1)], ids=str)
-def test_every_layer_is_of_one_group_and_what_drafts_of_the_first(layers: tuple[int, int]) -> None:
+def test_for_pools_puts_each_layer_into_one_group_and_the_draft_model_first(layers: tuple[int, int]) -> None:
     groups = LayerGroups.for_pools(layers)
     assert sorted(layer for group in groups.layers for layer in group) == list(range(sum(layers)))
     assert len(groups.layers) == min(MOST_GROUPS, sum(layers)) and all(groups.layers)

@@ -1,5 +1,7 @@
-"""Two real executors of which one reads the other's KV over TCP: what comes is what was computed, to the last bit, and never what
-was written into a page later, however late it is read and whoever has left by then."""
+"""Two real executors: the second one reads the first one's KV over TCP.
+
+Received pages have the computed bits. A page that was overwritten during a read is never published.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,20 @@ def prompt(number: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Apart:
-    """first computes prompts, second reads them, also ahead where the first says what it has so far. options: of DeviceOptions.
-    before, after: are called around each copy of pages, on the server's threads. heard: whether the second hears what is said."""
+    """The first executor computes prompts. The second one reads their pages, also ahead of the prompt's end, and continues."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.before: Callable[[], None] = lambda: None
-        self.after: Callable[[], None] = lambda: None
-        self.heard: Callable[[], bool] = lambda: True
-        self._prompts: dict[int, list[int]] = {}  # by the first one's handle, as is:
-        self._ahead: dict[int, int] = {}  # the second one's, of what it reads ahead
+        """Builds both executors.
+
+        Args:
+            folder: folder of the model.
+            options: fields of DeviceOptions.
+        """
+        self.before: Callable[[], None] = lambda: None  # called before each copy of pages, on the server's threads
+        self.after: Callable[[], None] = lambda: None  # called after each copy
+        self.heard: Callable[[], bool] = lambda: True  # whether the second executor gets a message of the first one
+        self._prompts: dict[int, list[int]] = {}  # by the first executor's handle
+        self._ahead: dict[int, int] = {}  # handles of the second executor's prefetches, by the first executor's handle
         self._left: queue.SimpleQueue[ReservationReleased] = queue.SimpleQueue()
         self._rooms = 0
         self.first = Served(
@@ -107,13 +114,16 @@ class Apart:
         return handle in self._ahead
 
     def abort(self, handle: int) -> None:
-        """At the first one, and the second one hears of it."""
+        """Aborts a request at both executors."""
         self.first.abort(handle)
         if handle in self._ahead:
             self.second.abort(self._ahead.pop(handle))
 
     def go_on(self, handle: int, ids: list[int], seed: int) -> int | None:
-        """The handle at the second one; None if it has ended, or been aborted, at the first."""
+        """Submits the rest at the second executor and returns its handle.
+
+        None if the request ended or was aborted at the first.
+        """
         answer = self.first.answers[handle]
         assert answer.finish is not None
         if answer.finish.reason is not FinishReason.HANDED_OVER:
@@ -147,7 +157,7 @@ def plain(folder: Path) -> Iterator[Served]:
 
 
 def ended(apart: Apart, handle: int, ids: list[int], seed: int) -> Answer:
-    """By both, whole."""
+    """Runs a request at both executors and returns the whole answer."""
     until(apart, lambda: apart.first.answers[handle].finish is not None)
     second = apart.go_on(handle, ids, seed)
     assert second is not None
@@ -162,7 +172,7 @@ def until(turning: Apart | Served, holds: Callable[[], bool], seconds: float = 6
         turning.turn()
 
 
-def test_it_goes_on_with_the_same_bits(apart: Apart, plain: Served) -> None:
+def test_handover_continues_with_equal_bits(apart: Apart, plain: Served) -> None:
     for number in range(4):
         answer = ended(apart, apart.compute(prompt(number), number), prompt(number), number)
         assert answer.bits == plain.ask(prompt(number), seed=number, **SAMPLED).bits
@@ -176,8 +186,8 @@ def test_it_goes_on_with_the_same_bits(apart: Apart, plain: Served) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_chunks_of_a_prompt_that_is_given_up_meanwhile_are_never_published(apart: Apart, plain: Served, when: str) -> None:
-    """The first chunk is being read, and its pages are another prompt's by the time that it has been."""
+def test_pages_of_an_aborted_prompt_are_not_published(apart: Apart, plain: Served, when: str) -> None:
+    """The pages belong to another prompt before the read of the first chunk ends."""
     ids, begun = prompt(0), threading.Event()
 
     def wait() -> None:
@@ -187,7 +197,7 @@ def test_chunks_of_a_prompt_that_is_given_up_meanwhile_are_never_published(apart
     setattr(apart, when, wait)
     handle = apart.compute(ids, 0)
     until(apart, lambda: apart.reads_ahead(handle))
-    until(apart.second, begun.is_set)  # the first one stands still meanwhile
+    until(apart.second, begun.is_set)  # the first executor does not run during this loop
     assert apart.first.answers[handle].finish is None, "it is computed still"
     apart.first.abort(handle)
     SchedulerControl(apart.first.core).flush_cache()
@@ -199,14 +209,14 @@ def test_chunks_of_a_prompt_that_is_given_up_meanwhile_are_never_published(apart
     assert apart.second.ask(ids, seed=0, **SAMPLED).bits == plain.ask(ids, seed=0, **SAMPLED).bits
 
 
-def test_where_the_first_worker_dies_between_chunks_the_second_computes_what_has_not_come(apart: Apart, plain: Served) -> None:
+def test_second_worker_computes_missing_pages_when_the_first_dies_between_chunks(apart: Apart, plain: Served) -> None:
     ids = prompt(0)
     handle = apart.compute(ids, 0)
     until(apart, lambda: handle in apart._ahead)
     deadline = time.monotonic() + 60.0
     while not apart.second.core.stats().pulled_pages_total:
         assert time.monotonic() < deadline, "the first chunk does not come"
-        apart.second.turn()  # and the first one computes nothing more
+        apart.second.turn()  # the first executor computes no further chunk
     assert apart.first.answers[handle].finish is None, "it is computed still"
     server = apart.first.executor.room_server
     assert server is not None
@@ -218,11 +228,9 @@ def test_where_the_first_worker_dies_between_chunks_the_second_computes_what_has
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("late_s", [pytest.param(0.3, id="late"), *([pytest.param(5.0, id="very late")] if NIGHTLY else [])])
-def test_a_page_that_is_written_while_it_is_read_is_never_published(
-    apart: Apart, plain: Served, when: str, late_s: float
-) -> None:
-    """The room ends, and its pages are another prompt's, while a read of them is under way."""
-    apart.heard = lambda: False  # all of them are read when the prompt is whole
+def test_page_written_during_a_read_is_not_published(apart: Apart, plain: Served, when: str, late_s: float) -> None:
+    """The reservation ends during the read, and its pages belong to another prompt."""
+    apart.heard = lambda: False  # the second executor reads all pages after the prompt's end
     ids = prompt(0)
     handle = apart.compute(ids, 0)
     until(apart, lambda: apart.first.answers[handle].finish is not None)
@@ -245,9 +253,10 @@ def test_a_page_that_is_written_while_it_is_read_is_never_published(
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_whatever_happens_no_answer_has_a_poisoned_token(apart: Apart, plain: Served, seed: int) -> None:
-    """Late reads, also of prompts that are computed still, aborts on either side, flushes, prompts that share beginnings, pools
-    of one prompt and a half."""
+def test_answers_have_equal_bits_after_random_steps(apart: Apart, plain: Served, seed: int) -> None:
+    """The steps include late reads, prefetches, aborts on both sides, flushes and shared prefixes, with pools for one and a half
+    prompts.
+    """
     rng = random.Random(seed)
     apart.heard = lambda: rng.random() < 0.7
     apart.before = apart.after = lambda: time.sleep(rng.choice(LATE_S))

@@ -1,4 +1,4 @@
-"""Memory accounting."""
+"""The sizes of KV pools, and the measurement of free host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
     [(1000, 0.5, 100, 5), (1000, 1.0, 300, 3), (99, 1.0, 100, 0), (-5, 0.9, 10, 0)],
     ids=["half", "rounds-down", "nothing-fits", "overdrawn"],
 )
-def test_kv_pool_tokens(free: int, fraction: float, per_token: int, expected: int) -> None:
+def test_kv_pool_tokens_rounds_down_to_whole_tokens(free: int, fraction: float, per_token: int, expected: int) -> None:
     assert kv_pool_tokens(free, fraction, per_token) == expected
 
 
@@ -49,6 +49,6 @@ V1 = {"proc/self/cgroup": "5:cpu,memory:/box\n4:cpuset:/\n"}
     ],
     ids=["no-cgroup", "no-limits", "v2-max", "v2", "v2-parent-with-cache", "v2-root", "v2-overdrawn", "v1", "v1-unlimited"],
 )  # fmt: skip
-def test_free_memory(tmp_path: Path, files: dict[str, str], gib: int) -> None:
+def test_free_memory_returns_the_smallest_limit(tmp_path: Path, files: dict[str, str], gib: int) -> None:
     write(tmp_path, {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {8 * GIB // 1024} kB\n", **files})
     assert free_memory(tmp_path / "proc", tmp_path / "cg") == gib * GIB
