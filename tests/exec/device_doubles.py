@@ -1,5 +1,7 @@
-"""What stands for a GPU on a machine without one: graphs that notice what a real one would replay wrongly, and a guard against
-calls that make the host wait."""
+"""Doubles of a GPU for machines without one.
+
+A graph double detects launches that a real graph would repeat wrongly, and a guard detects calls that make the host wait.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,24 @@ Launch = tuple[Any, ...]
 
 
 class HostWaits(AssertionError):
-    """A call on the step's way reads a value of the device on the host, or copies from memory that is not pinned."""
+    """Raised for a call during a step that reads a device value on the host, or copies from unpinned memory."""
 
 
 class Watch:
-    """What is known of calls now: those inside a kernel are the kernel's own business."""
+    """The launches that are being recorded. Calls inside a kernel are not recorded."""
 
     def __init__(self) -> None:
         self.inside_kernel = 0
         self.launches: list[Launch] | None = None
         self.made: set[int] = set()
-        self.outside: list[StorageWeakRef] = []  # memory that launches name and that was there before their run
+        self.outside: list[StorageWeakRef] = []  # memory that launches use and that existed before the run
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.launches is not None:
             self.launches.append((name, *map(self._seen, args), *sorted((key, self._seen(v)) for key, v in kwargs.items())))
 
     def _seen(self, value: Any) -> Any:
-        """A tensor by its shape and, unless it was made in this run, by its address."""
+        """Returns a comparable form of a value: a tensor's shape, and its address unless it was made in this run."""
         if isinstance(value, Tensor):
             made = value.untyped_storage().data_ptr() in self.made
             if not made and value.numel():
@@ -90,7 +92,7 @@ def _aliases(out: Tensor, args: Any) -> bool:
 
 
 class WatchedKernels:
-    """An object's methods as kernels: launched by name and arguments, whatever they do inside."""
+    """Wraps an object whose methods count as kernels: a launch has the method's name and arguments, whatever runs inside."""
 
     def __init__(self, kernels: Any, watch: Watch) -> None:
         self._kernels, self._watch = kernels, watch
@@ -117,11 +119,11 @@ class WatchedKernels:
 
 
 class ReplayedOtherwise(AssertionError):
-    """A real graph would launch what it captured, not what the code does at this time."""
+    """Raised if a real graph would launch something else than the code launches now."""
 
 
 class GraphDouble:
-    """Runs the work again at each replay, and compares its launches with those that were captured."""
+    """Runs the work again at each replay and compares its launches with the captured ones."""
 
     def __init__(self, work: Callable[[], None], watch: Watch) -> None:
         self._work, self._watch = work, watch
@@ -168,7 +170,7 @@ class ForgetfulGraph:
 
 
 class ForgetfulMemory:
-    """Keeps of a capture what a real graph keeps: addresses, and nothing that holds the memory there."""
+    """Keeps of a capture only the addresses, as a real graph does, and no reference to the memory."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -180,13 +182,15 @@ class ForgetfulMemory:
         return ForgetfulGraph()
 
     def freed(self) -> int:
-        """How many captured addresses no tensor holds any more."""
+        """Returns the number of captured addresses whose memory has been freed."""
         return sum(ref.expired() for ref in self.named)
 
 
 class InlineStreams(HostStreams):
-    """Work runs where it is launched, and what is collected where it is asked for, as with a GPU. Memory of host and device is
-    apart, so that nobody reads what was not copied."""
+    """Streams that run work when it is launched, and collected work when its value is requested, as those of a GPU.
+
+    Host and device memory are separate, so that values that were not copied cannot be read.
+    """
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Device executors over tiny checkpoints, alike on a CPU and on a GPU."""
+"""Executors over tiny checkpoints, built in the same way for a CPU and a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRAPH_ROWS, STEP_TOKENS = 16, 512
 
 
 def options_for(device: str, **changes: Any) -> DeviceOptions:
-    """What has no GPU runs in torch, kernel by kernel."""
+    """Returns options for the device. Without a GPU, torch computes kernel by kernel."""
     on_gpu = device.startswith("cuda")
     plain = DeviceOptions(
         device=device,
@@ -37,7 +37,19 @@ def executor_of(
     check_relay: bool = True,
     **options: Any,
 ) -> Executor:
-    """options: of DeviceOptions. check_relay: a decode of what was never sampled raises."""
+    """Builds an executor.
+
+    Args:
+        folder: folder of the model.
+        device: torch's name of the device.
+        page_size: tokens of a page.
+        max_slots: slots.
+        num_pages: pages of the pool.
+        context_len: context in tokens.
+        dtype: dtype of weights and KV.
+        check_relay: a decode of a slot without a sampled token raises.
+        options: further fields of DeviceOptions.
+    """
     executor, _ = build_device_executor(
         model_path=str(folder),
         dtype=dtype,

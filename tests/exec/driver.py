@@ -1,4 +1,4 @@
-"""Drives an executor with hand-made plans, as a scheduler would, without one."""
+"""Drives an executor with hand-made plans in place of a scheduler."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from services.worker.exec.contracts.protocol import Executor, Masks
 
 @dataclass
 class Sequence:
-    """One request: its slot, the pages it holds in order, and the tokens it got. num_prompt_tokens: -1 for the whole prompt,
-    fewer where the rest of it is output kept from before."""
+    """A request with slot, pages (in order) and results."""
 
     prompt: list[int]
     slot: int
@@ -29,7 +28,7 @@ class Sequence:
     label_logprobs: np.ndarray | None = None
     stop_token_ids: tuple[int, ...] = ()
     admitted: bool = False
-    num_prompt_tokens: int = -1
+    num_prompt_tokens: int = -1  # -1: the whole prompt; fewer if the rest of the prompt is earlier output
 
     @property
     def tokens(self) -> list[int]:
@@ -45,7 +44,7 @@ def i32(values: list[int]) -> np.ndarray:
 
 
 def _prompt_scores(row: int, sequence: Sequence, count: int) -> tuple[int, int, int] | None:
-    """(row, offset, next) as a plan has them, None where the row predicts no wanted prompt token."""
+    """Returns (row, offset, next) as in a plan, None if the row predicts no wanted prompt token."""
     first, start, size = sequence.params.prompt_logprobs_from, sequence.computed, len(sequence.prompt)
     offset = max(0, first - 1 - start)
     if first < 0 or offset >= count or start + offset + 1 >= size:
@@ -61,7 +60,11 @@ class Driver:
         self.step_id = 0
 
     def plan(self, rows: list[tuple[Sequence, int]]) -> BatchPlan:
-        """rows: (sequence, tokens to compute); sequences past their prompt decode. Extend rows must come first."""
+        """Returns a plan.
+
+        Args:
+            rows: (sequence, tokens to compute), extend rows first. A sequence after its prompt decodes.
+        """
         extends = [sequence.computed < len(sequence.prompt) for sequence, _ in rows]
         assert extends == sorted(extends, reverse=True)
         updates = [update for sequence, count in rows if (update := self._new_pages(sequence, count))]
@@ -107,7 +110,12 @@ class Driver:
         return SlotParams(sequence.slot, size, params, stops, i32(sequence.prompt), drafted_for=params.speculative)
 
     def step(self, rows: list[tuple[Sequence, int]], masks: Masks | None = None) -> None:
-        """Plans, runs, and hands out one step's tokens. masks: by row."""
+        """Runs one step and distributes its results.
+
+        Args:
+            rows: as in plan().
+            masks: token masks by row.
+        """
         run = self.executor.forward(self.plan(rows))
         self.executor.sample(run, masks or {})
         result = self.executor.wait(run)
@@ -125,11 +133,11 @@ class Driver:
                 sequence.label_logprobs = result.label_logprobs[row]
 
     def prefill(self, sequences: list[Sequence], chunk: int = 1 << 30) -> None:
-        """Extends all sequences together, at most chunk tokens of each in a step, until every prompt is computed."""
+        """Extends all sequences together, at most `chunk` tokens of each per step, until all prompts are computed."""
         while pending := [s for s in sequences if s.computed < len(s.prompt)]:
             self.step([(s, min(chunk, len(s.prompt) - s.computed)) for s in pending])
 
     def decode(self, sequences: list[Sequence], num_tokens: int) -> None:
-        """Decodes until each sequence has num_tokens outputs."""
+        """Decodes until each sequence has `num_tokens` output tokens."""
         while pending := [s for s in sequences if len(s.output) < num_tokens]:
             self.step([(s, 1) for s in pending])

@@ -1,4 +1,4 @@
-"""A drafter for tests and benchmarks that knows the text to come."""
+"""A drafter for tests and benchmarks that knows the future text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ from services.worker.exec.contracts.drafter import Computed
 
 
 class Guesses:
-    """A Drafter that knows the text to come, if it is `told` there, and says it with errors. accepted, drafted: tokens."""
+    """A Drafter that knows complete texts and proposes their tokens with errors.
+
+    `accepted` and `drafted` count tokens.
+    """
 
     def __init__(self, told: Sequence[Sequence[int]], errors: float, vocab_size: int, seed: int = 3) -> None:
+        """Starts without slots.
+
+        Args:
+            told: complete texts; the drafter looks up the text of a slot by its beginning.
+            errors: share of wrong draft tokens.
+            vocab_size: tokens of the vocabulary.
+            seed: draws the errors.
+        """
         self._told, self._errors, self._rng = [list(text) for text in told], errors, random.Random(seed)
         self._vocab_size = vocab_size
         self._texts: dict[int, list[int]] = {}
         self.accepted = self.drafted = 0
 
     def begin(self) -> None:
-        """Nothing is kept of a token."""
+        """Does nothing, because the drafter has no entries."""
 
     def admit(self, slot: SlotParams) -> None:
         self._texts[slot.slot] = slot.history.tolist()
@@ -40,7 +51,7 @@ class Guesses:
         return [(token + 1) % self._vocab_size if self._rng.random() < self._errors else token for token in guess]
 
     def predicted(self, slot: int) -> bool:
-        """Nobody has told it so."""
+        """Returns False, because the drafter uses no prediction."""
         return False
 
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
@@ -48,7 +59,7 @@ class Guesses:
         self.accepted += len(tokens) - 1
 
     def computed(self, rows: Sequence[Computed]) -> None:
-        """Nothing is kept of it: KV counts up to the last token that was known before, and of nothing that was guessed wrong."""
+        """Checks the reported positions: they end within the known text and include no rejected draft token."""
         for row in rows:
             known = len(self._texts[row.slot])
             assert known - 1 <= row.start + row.count <= (known if row.given else known - 1), "what counts is of the text"

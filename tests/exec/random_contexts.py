@@ -1,4 +1,4 @@
-"""One request among what may be done to it: mates, chunks, cached prefixes, retraction, other pages, another worker before."""
+"""Runs a request in random contexts: other requests, chunks, cached prefixes, retraction, other pages, and an earlier worker."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class World:
-    """Of a worker, and what it may have to do. few_pages: fewer than all mates want. mates, turns: bounds of their number and of
-    when they come. mate_prompts: numbers of tokens. chunks: 0 for none."""
+    """The sizes of a worker, and the ranges of random contexts."""
 
     page_size: int = 4
     vocab_size: int = 257
     context_len: int = 256
     max_slots: int = 16
     num_pages: int = 512
-    few_pages: int = 160
-    mates: int = 14
-    turns: int = 40
-    mate_prompts: tuple[int, ...] = (1, 3, 17, 40, 100)
+    few_pages: int = 160  # fewer pages than all requests need
+    mates: int = 14  # largest number of other requests
+    turns: int = 40  # turns in which requests arrive
+    mate_prompts: tuple[int, ...] = (1, 3, 17, 40, 100)  # prompt tokens of other requests
     mate_tokens: int = 40
-    chunks: tuple[int, ...] = (0, 0, 4, 8, 20, 64, 128)
+    chunks: tuple[int, ...] = (0, 0, 4, 8, 20, 64, 128)  # chunk sizes, 0 for no chunks
     max_drafts: int = 0
     adapts_drafts: bool = True
     drafts_by_model: bool = False
@@ -79,26 +78,26 @@ class NoText:
 
 @dataclass(frozen=True)
 class Asked:
-    """prompt: ids. kept: output of a worker before this one. prediction: ids that its client takes for its output."""
+    """A request."""
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids
     params: SamplingParams
-    kept: tuple[int, ...] = ()
-    prediction: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()  # output of an earlier worker
+    prediction: tuple[int, ...] = ()  # token ids that the client expects as output
 
 
 @dataclass
 class Answer:
-    """tokens: those sampled here. logprobs: of each of them. scored: of the prompt, from where they are wanted."""
+    """The result of a request."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[RowLogprobs] = field(default_factory=list)
-    scored: list[PromptLogprobs] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # tokens sampled by this worker
+    logprobs: list[RowLogprobs] = field(default_factory=list)  # log probabilities of the tokens
+    scored: list[PromptLogprobs] = field(default_factory=list)  # requested log probabilities of the prompt
     verified: Verified = NOTHING_VERIFIED
     ended: bool = False
 
     def bits(self) -> tuple[object, ...]:
-        """Equal where ids and log probabilities are, to the last bit."""
+        """Returns a value that is equal if ids and log probabilities have equal bits."""
         return tuple(
             (token, row.sampled.hex(), row.top_ids, tuple(value.hex() for value in row.top))
             for token, row in zip(self.tokens, self.logprobs, strict=True)
@@ -107,20 +106,21 @@ class Answer:
 
 @dataclass(frozen=True)
 class Context:
-    """before: run to their ends first. arrivals: (turn, request), the one that it is about being `target` and coming at turn
-    `at`."""
+    """The configuration and the other requests of a run."""
 
     config: SchedulerConfig
     overlap: bool
-    before: tuple[Asked, ...]
-    arrivals: tuple[tuple[int, Asked], ...]
-    target: Asked
-    at: int
+    before: tuple[Asked, ...]  # requests that end before the others arrive
+    arrivals: tuple[tuple[int, Asked], ...]  # (turn, request) of the other requests
+    target: Asked  # the tested request
+    at: int  # turn in which the target arrives
 
 
 class Turned:
-    """A scheduler over an executor, turned by hand; the executor may have served others before. Masks behind guesses are filled
-    as far as their step has time: not always as far as a grammar allows."""
+    """A scheduler and an executor whose turns the test runs. The executor may have served other schedulers before.
+
+    Masks after draft tokens are filled for a random number of positions, as in a step with limited time.
+    """
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
         self._core = Scheduler(config, NoText(), ReadyBook(config.vocab_size))
@@ -154,7 +154,7 @@ class Turned:
             self._executor.sample(run, {row: matcher.mask() for row, matcher in matchers}, filled)
 
     def wait(self) -> None:
-        """For the step in flight."""
+        """Waits for the step in flight."""
         self._commit(None)
 
     def finish(self) -> None:
@@ -183,7 +183,7 @@ class Turned:
 
 
 def targets(world: World, rng: random.Random, prompt_tokens: int, new_tokens: int) -> Iterator[Asked]:
-    """One prompt, in each way of sampling."""
+    """Yields requests with one prompt, one per kind of sampling."""
     prompt = world.ids(rng, prompt_tokens)
     for kind in KINDS:
         yield Asked(prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, top_logprobs=3, **kind))
@@ -197,7 +197,14 @@ def alone(world: World, executor: Executor, asked: Asked) -> Answer:
 
 
 def random_context(world: World, seed: int, target: Asked, output: Sequence[int]) -> Context:
-    """output: what the target says alone; another worker has said part of it, perhaps."""
+    """Returns a random context.
+
+    Args:
+        world: the ranges.
+        seed: draws the context.
+        target: the tested request.
+        output: the target's output without other requests. An earlier worker may have sampled a part of it.
+    """
     rng = random.Random(seed)
     config = world.config(
         num_pages=rng.choice((world.few_pages, world.num_pages)),
@@ -220,7 +227,7 @@ def random_context(world: World, seed: int, target: Asked, output: Sequence[int]
 
 
 def strings(world: World, executor: Executor, target: Asked, seeds: range) -> set[tuple[object, ...]]:
-    """All that the target says in these contexts, ids and bits, each from its first token on."""
+    """Returns the distinct answers (ids and bits, from the first token on) that the target gets in these contexts."""
     reference = alone(world, executor, target)
     said = {reference.bits()}
     for seed in seeds:
@@ -232,7 +239,7 @@ def strings(world: World, executor: Executor, target: Asked, seeds: range) -> se
 
 
 def answer_in(context: Context, executor: Executor) -> Answer:
-    """Of the target. All others run to their ends too."""
+    """Runs all requests of a context. Returns the target's answer."""
     turned = Turned(context.config, executor, context.overlap)
     for asked in context.before:
         turned.submit(asked)

@@ -1,4 +1,4 @@
-"""A sampler by itself: slots are admitted and rows of logits sampled, without a model."""
+"""A sampler without a model: tests admit slots and sample rows of logits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ def sample_kernels(name: str) -> SampleKernels:
 
 
 class Sampling:
-    """The sampler's calls in the order in which a runner makes them. kernels: cpp or torch."""
+    """A sampler that gets the calls of a runner, in their order."""
 
     def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels) -> None:
+        """Creates a sampler.
+
+        Args:
+            max_slots: slots.
+            vocab_size: tokens of the vocabulary.
+            kernels: kernels from sample_kernels().
+        """
         streams = InlineStreams()
         self.relay = torch.full((max_slots,), -1, dtype=torch.int64)
         self.sampler = DeviceSampler(max_slots, vocab_size, kernels, streams, self.relay)
@@ -42,13 +49,20 @@ class Sampling:
         self.sampler.ring.release(self._mark)
 
     def sample(self, logits: Tensor, slots: I32, positions: I32, masks: Mapping[int, Words] | None = None) -> Outcome:
-        """logits: float32[n, V]; positions: of the tokens sampled; masks: row -> uint32[ceil(V / 32)]."""
+        """Samples rows.
+
+        Args:
+            logits: float32[n, V].
+            slots: int32[n].
+            positions: int32[n], positions of the sampled tokens.
+            masks: uint32[ceil(V / 32)] by row.
+        """
         space = self.sampler.passing_space(torch.from_numpy(slots), torch.from_numpy(positions))
         launched = self.sampler.launch(Batch(slots, np.arange(len(slots)), logits, space, fixed=False), masks or {})
         return self.sampler.outcome(launched)
 
     def edited(self, logits: Tensor, slot: int, position: int) -> list[float]:
-        """float32[V] as the slot's row is drawn from."""
+        """Returns float32[V], the edited logits of the slot's row."""
         self.sample(logits[None], np.array([slot], np.int32), np.array([position], np.int32))
         found: list[float] = self.sampler._edited[0].tolist()
         return found

@@ -1,5 +1,8 @@
-"""The device executor with decode graphs, on a CPU: what real graphs would replay is what the code launches, nothing on the
-step's way waits, and the tokens are those of the executor on host streams."""
+"""The device executor with decode graphs, on a CPU.
+
+A double of graphs detects launches that a real replay would repeat wrongly. A guard detects host waits during a step. The tokens
+equal those of the executor on host streams.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
 
 
 class CapturableTorch(KernelAttention):
-    """As if it were a kernel: its launches are watched by whoever wraps it."""
+    """Attention in torch that counts as one kernel, so that its wrapper can watch the launches."""
 
     captures = True
 
@@ -94,7 +97,7 @@ class WatchedAttention(WatchedKernels):
     captures = True
 
 
-# For what has nothing to do with the model.
+# Marks tests that do not depend on the model.
 of_one_model = pytest.mark.parametrize("folder", ["qwen3"], indirect=True, scope="module")
 BOTH = ["qwen3", "mistral-window"]
 of_one_by_day = pytest.mark.parametrize("folder", BOTH if NIGHTLY else BOTH[:1], indirect=True, scope="module")
@@ -120,7 +123,7 @@ def cpu(folder: Path) -> Iterator[Executor]:
 
 
 class Guarded(Driver):
-    """Launches under a guard; waits outside of it."""
+    """A driver that launches steps under a guard and waits outside of it."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device.executor, PAGE_SIZE)
@@ -174,7 +177,7 @@ def sequences(count: int = len(ALL_KINDS)) -> list[Sequence]:
 
 
 def told(each: Sequence) -> tuple[list[object], list[float]]:
-    """What must be equal, and what may differ by rounding."""
+    """Returns the exact values and the values that may differ by rounding."""
     exact: list[object] = [each.output, *(p.top_ids for p in each.logprobs), *(p.top_ids.tolist() for p in each.prompt_logprobs)]
     close = [value for p in each.logprobs for value in (p.sampled, *p.top, *p.chosen)]
     close += [float(value) for p in each.prompt_logprobs for part in (p.values, p.top, p.chosen) for value in part.reshape(-1)]
@@ -192,7 +195,7 @@ def run_all(driver: Driver, each: list[Sequence], tokens: int) -> list[Sequence]
     return each
 
 
-def test_everything_at_once_is_what_the_cpu_executor_says(device: Device, cpu: Executor) -> None:
+def test_device_executor_equals_the_cpu_executor_for_all_features(device: Device, cpu: Executor) -> None:
     ours = run_all(Guarded(device), sequences(), 24)
     assert same(ours, run_all(Driver(cpu, PAGE_SIZE), sequences(), 24))
     assert all(len(each.output) == 24 for each in ours) and ours[2].logprobs and ours[7].prompt_logprobs
@@ -200,7 +203,7 @@ def test_everything_at_once_is_what_the_cpu_executor_says(device: Device, cpu: E
 
 
 @of_one_by_day
-def test_batches_beyond_the_largest_graph_and_between_sizes(device: Device, cpu: Executor) -> None:
+def test_graphs_serve_any_batch_up_to_the_largest_size(device: Device, cpu: Executor) -> None:
     for count in (1, 2, 3, 7, 8, 9, 12):
         mine, theirs = sequences(count), sequences(count)
         before = device.graphs.replays
@@ -209,7 +212,7 @@ def test_batches_beyond_the_largest_graph_and_between_sizes(device: Device, cpu:
 
 
 class Coming(HostArrival):
-    """With all groups on their way."""
+    """An arrival whose groups are all queued."""
 
     def __init__(self, device: Device, groups: int, waits: list[tuple[int, int]]) -> None:
         super().__init__(groups)
@@ -220,8 +223,8 @@ class Coming(HostArrival):
 
 
 @of_one_model
-def test_a_graph_waits_for_all_that_comes_into_a_page_that_it_is_the_first_to_name(device: Device) -> None:
-    """Its layers wait for nobody, and what comes may be for somebody who has left. A step without graph waits layer by layer."""
+def test_graph_waits_for_a_whole_load_into_a_new_page(device: Device) -> None:
+    """Layers of a graph cannot wait for groups. A step without a graph waits layer by layer."""
     driver, waits, sequence = Guarded(device), list[tuple[int, int]](), Sequence([1, 2, 3], 1, greedy())
     runner = device.executor.runner
     layers = len(runner.passes.pool.keys)
@@ -240,7 +243,7 @@ def test_a_graph_waits_for_all_that_comes_into_a_page_that_it_is_the_first_to_na
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_grammar_masks_in_a_graph_and_after_it(device: Device) -> None:
+def test_graph_forgets_grammar_masks_of_earlier_steps(device: Device) -> None:
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
     masked, plain = Sequence([1, 2, 3], 1, greedy()), Sequence([1, 2, 3], 2, greedy())
@@ -253,7 +256,7 @@ def test_grammar_masks_in_a_graph_and_after_it(device: Device) -> None:
 
 
 @of_one_model
-def test_a_mask_is_forgotten_where_losses_are_more_than_a_graph_holds(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_forgets_masks_when_losses_exceed_the_buffer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_sampler, "MAX_LOSSES", -1)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -268,14 +271,14 @@ def test_a_mask_is_forgotten_where_losses_are_more_than_a_graph_holds(device: De
 
 
 @of_one_model
-def test_captured_addresses_stay_in_use(folder: Path) -> None:
+def test_captured_addresses_stay_allocated(folder: Path) -> None:
     device = Device(folder, ForgetfulMemory)
     gc.collect()
     assert len(device.graphs.named) > 100 and device.graphs.freed() == 0
 
 
 @of_one_model
-def test_nothing_left_and_broken_parameters_fault_alone(device: Device) -> None:
+def test_row_faults_separately_without_allowed_tokens_or_with_broken_parameters(device: Device) -> None:
     driver = Driver(device.executor, PAGE_SIZE)
     too_many = SamplingParams(8, temperature=0.0, logit_bias=tuple((index % 250, 1.0) for index in range(2000)))
     rows = [Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy()), Sequence([1, 2], 2, too_many)]
@@ -287,7 +290,7 @@ def test_nothing_left_and_broken_parameters_fault_alone(device: Device) -> None:
 
 
 @of_one_model
-def test_two_steps_in_flight_relay_on_the_device(device: Device) -> None:
+def test_steps_in_flight_relay_tokens_on_the_device(device: Device) -> None:
     params = SamplingParams(64, temperature=0.0, frequency_penalty=0.6, dry=DryParams(0.5, allowed_length=1))
     sequence, twin = Sequence([1, 2, 3], 0, params), Sequence([1, 2, 3], 1, params)
     driver = Driver(device.executor, PAGE_SIZE)
@@ -305,8 +308,8 @@ def test_two_steps_in_flight_relay_on_the_device(device: Device) -> None:
 
 
 @of_one_by_day
-def test_forced_tokens_take_sampled_ones_back(device: Device, cpu: Executor) -> None:
-    """A slot with penalties that goes on with other tokens than it has sampled, as jump-forward has it."""
+def test_forced_tokens_replace_sampled_tokens_in_penalties(device: Device, cpu: Executor) -> None:
+    """A slot continues with other tokens than the sampled ones, as after a jump."""
     outputs = []
     for executor in (device.executor, cpu):
         driver = Driver(executor, PAGE_SIZE)
@@ -323,7 +326,7 @@ def test_forced_tokens_take_sampled_ones_back(device: Device, cpu: Executor) -> 
 
 
 def jumped(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]:
-    """Rows that decode, and one of all kinds of sampling that goes on with six tokens that nobody sampled, `chunks` at a time."""
+    """Decodes rows. One row with all kinds of sampling then continues with six forced tokens, `chunks` tokens at a time."""
     rows = sequences()[: beside + 1]
     driver.prefill(rows)
     driver.decode(rows, 3)
@@ -338,7 +341,7 @@ def jumped(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]
 
 
 @each_value(indirect=("folder",), chunks={"whole": [7], "many": [1, 3, 2, 1], "two": [4, 3]}, folder=BOTH)
-def test_known_tokens_join_the_graph(device: Device, cpu: Executor, chunks: list[int]) -> None:
+def test_known_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, chunks: list[int]) -> None:
     runner = device.executor.runner
     runner.graph_limits = GraphLimits(8, 1000)
     steps = runner.stats.eager_steps
@@ -350,8 +353,11 @@ def test_known_tokens_join_the_graph(device: Device, cpu: Executor, chunks: list
 
 
 @of_one_model
-def test_what_a_step_costs_without_its_graph_is_measured_at_the_start(folder: Path) -> None:
-    """As a share of a step: so many tokens of KV may be read again as take as long, by the bytes of KV and weights."""
+def test_start_measures_the_cost_of_a_step_without_a_graph(folder: Path) -> None:
+    """The cost is a share of a step.
+
+    Converted by the bytes of KV and weights, it limits the KV tokens that a graph may read again.
+    """
     runner = Device(folder, eager_cost=None, max_graph_rows=3).executor.runner
     found = runner.graph_limits
     assert found.rows == 3 and 0 <= found.eager_cost < 1000 and (found.rereads > 0) == (found.eager_cost > 0)
@@ -360,7 +366,7 @@ def test_what_a_step_costs_without_its_graph_is_measured_at_the_start(folder: Pa
 
 
 @of_one_by_day
-def test_known_tokens_stay_out_of_a_graph_that_would_read_too_much(device: Device) -> None:
+def test_known_tokens_use_no_graph_when_rereads_exceed_the_limit(device: Device) -> None:
     runner = device.executor.runner
     runner.graph_limits = GraphLimits(8, 20)
     steps = runner.stats.eager_steps
@@ -369,8 +375,8 @@ def test_known_tokens_stay_out_of_a_graph_that_would_read_too_much(device: Devic
 
 
 @of_one_by_day
-def test_a_graph_of_more_tokens_than_slots_samples_slots_alone(folder: Path, cpu: Executor) -> None:
-    """Masks of one such graph are none of another's."""
+def test_graph_samples_only_slots_when_rows_outnumber_slots(folder: Path, cpu: Executor) -> None:
+    """Two such graphs do not share their masks."""
     device = Device(folder, slots=2, max_graph_rows=16)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -388,7 +394,7 @@ def test_a_graph_of_more_tokens_than_slots_samples_slots_alone(folder: Path, cpu
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_vectors_come_beside_tokens(device: Device, cpu: Executor) -> None:
+def test_embeddings_share_steps_with_sampled_rows(device: Device, cpu: Executor) -> None:
     vectors = []
     for executor in (device.executor, cpu):
         driver = Driver(executor, PAGE_SIZE)
@@ -400,7 +406,7 @@ def test_vectors_come_beside_tokens(device: Device, cpu: Executor) -> None:
 
 
 @of_one_model
-def test_a_relay_that_nobody_wrote_fails_its_step_alone(device: Device) -> None:
+def test_unwritten_relay_fails_only_one_step(device: Device) -> None:
     driver, sequence = Driver(device.executor, PAGE_SIZE), Sequence([1, 2, 3], 0, greedy())
     unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
     bad = device.executor.forward(unwritten)
@@ -412,8 +418,8 @@ def test_a_relay_that_nobody_wrote_fails_its_step_alone(device: Device) -> None:
 
 
 @of_one_model
-def test_a_result_that_could_not_be_fetched_fails_its_step_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of slots with penalties are taken note of later, by steps after the one that sampled them."""
+def test_failed_readback_fails_only_one_step(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler records tokens of slots with penalties in later steps."""
     penalised = SamplingParams(64, temperature=0.0, frequency_penalty=0.5, dry=DryParams(0.5, allowed_length=1))
     driver, first, twin = Driver(device.executor, PAGE_SIZE), Sequence([1, 2, 3], 0, penalised), Sequence([1, 2, 3], 1, penalised)
 
@@ -432,7 +438,7 @@ def test_a_result_that_could_not_be_fetched_fails_its_step_alone(device: Device,
 
 
 @of_one_by_day
-def test_warm_up_launches_every_kernel_that_steps_bring(folder: Path) -> None:
+def test_warm_up_launches_every_kernel_of_a_step(folder: Path) -> None:
     launched = set[str]()
 
     class Noted:
@@ -451,7 +457,7 @@ def test_warm_up_launches_every_kernel_that_steps_bring(folder: Path) -> None:
 
 
 @of_one_model
-def test_log_probabilities_are_measured_in_few_numbers(device: Device) -> None:
+def test_measure_rounds_the_number_of_top_logprobs_up(device: Device) -> None:
     wishes, rows = device.executor.runner.sampler.wishes, torch.zeros(1, dtype=torch.int32)
     logits = torch.arange(257.0)[None]
     found = [wishes.measure(logits, rows, rows, number).top_ids[0].tolist() for number in (0, 1, 4, 5, 6, 20)]
@@ -460,14 +466,14 @@ def test_log_probabilities_are_measured_in_few_numbers(device: Device) -> None:
 
 
 @of_one_model
-def test_an_empty_plan_gives_an_empty_result(device: Device) -> None:
+def test_empty_plan_gives_an_empty_result(device: Device) -> None:
     run = device.executor.forward(Driver(device.executor, PAGE_SIZE).plan([]))
     device.executor.sample(run, {})
     assert len(device.executor.wait(run).tokens) == 0
 
 
 class FailsAtThird(GraphMemoryDouble):
-    """A driver that captures two graphs and then no more."""
+    """A driver that captures two graphs and fails at the third."""
 
     def capture(self, work: Callable[[], None]) -> GraphDouble:
         if len(self.graphs) == 2:
@@ -476,16 +482,16 @@ class FailsAtThird(GraphMemoryDouble):
 
 
 @of_one_by_day
-def test_what_cannot_be_captured_is_launched_step_by_step(folder: Path, cpu: Executor) -> None:
+def test_steps_are_launched_without_graphs_when_a_capture_fails(folder: Path, cpu: Executor) -> None:
     device = Device(folder, FailsAtThird)
     assert same(run_all(Guarded(device), sequences(3), 6), run_all(Driver(cpu, PAGE_SIZE), sequences(3), 6))
     assert device.graphs.replays == 0 and device.executor.runner.stats.eager_steps > 6
 
 
-# What the doubles notice
+# Tests of the doubles
 
 
-def test_the_guard_notices_a_wait() -> None:
+def test_guard_detects_host_waits() -> None:
     with StepGuard(Watch()), pytest.raises(HostWaits, match="item"):
         torch.ones(3).sum().item()
     with StepGuard(Watch()), pytest.raises(HostWaits, match="getitem"):
@@ -493,7 +499,7 @@ def test_the_guard_notices_a_wait() -> None:
 
 
 @pytest.mark.parametrize("change", ["scalar", "address", "number"])
-def test_the_double_notices_what_a_graph_would_replay_wrongly(change: str) -> None:
+def test_graph_double_detects_changed_launches(change: str) -> None:
     values, other, factor, times = torch.ones(4), torch.ones(4), [2.0], [1]
     chosen = [values]
 

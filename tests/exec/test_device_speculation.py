@@ -1,5 +1,7 @@
-"""Guesses on a device: the host waits for lengths and for nothing else, and ids and bits are those of plain decoding on a CPU,
-whoever guesses, by graphs and without. What stands for a device is late: see LateStreams."""
+"""Draft tokens on a device: the host waits only for lengths, and ids and bits equal those of plain decoding on a CPU.
+
+The tests cover all drafters, with and without graphs. LateStreams stands for the device.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ SIZES = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_l
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a layer for multi-token prediction, and heads beside it."""
+    """Returns a model with an MTP layer, and a folder with an EAGLE-3 head."""
     made = tmp_path_factory.mktemp("model")
     MODEL.build(made / "target")
     add_mtp(made / "target", deepseek=False)
@@ -57,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_of(folder: Path, algorithm: str = "none", **options: Any) -> DeviceExecutor:
-    """On late streams if somebody drafts."""
+    """Builds an executor; on late streams if it drafts."""
     drafts = 0 if algorithm == "none" else WORLD.max_drafts
     draft = {"draft": "target", "eagle3": "eagle3"}.get(algorithm)
     given = DeviceOptions(
@@ -97,7 +99,7 @@ def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, e
 
 
 @pytest.mark.parametrize("number", [pytest.param(2, id="penalties"), *([pytest.param(1, id="top-p")] if NIGHTLY else [])])
-def test_one_string_of_ids_and_bits_on_a_late_device(plain: DeviceExecutor, late: DeviceExecutor, number: int) -> None:
+def test_answers_have_equal_bits_on_a_late_device(plain: DeviceExecutor, late: DeviceExecutor, number: int) -> None:
     target = asked(number)
     guesses = guess_with(late, plain, target, 0.3)
     assert strings(WORLD, late, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
@@ -105,8 +107,10 @@ def test_one_string_of_ids_and_bits_on_a_late_device(plain: DeviceExecutor, late
 
 
 @pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"] if NIGHTLY else ["eagle3"])
-def test_whoever_guesses(folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft model that is the target itself is right wherever it guesses: it misses no token and no entry."""
+def test_answers_have_equal_bits_for_each_drafter(
+    folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the draft model is the target itself, all its draft tokens are accepted, so it misses no token and no entry."""
     target = asked(0)
     executor = made_of(folder, algorithm)
     assert strings(WORLD, executor, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
@@ -117,8 +121,8 @@ def test_whoever_guesses(folder: Path, plain: DeviceExecutor, algorithm: str, mo
     executor.close()
 
 
-def test_under_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
-    """Some of whose places leave no choice: a row in flight is void, and its text goes on otherwise."""
+def test_answers_have_equal_tokens_under_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
+    """The grammar forces some tokens. The row in flight is then void, and its text continues differently."""
     bound = asked(2)
     target = replace(bound, params=replace(bound.params, grammar=spec(1, NEW_TOKENS), top_logprobs=-1))
     expected = alone(World(), plain, target).tokens
@@ -129,7 +133,7 @@ def test_under_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
     assert guesses.accepted > 0
 
 
-def test_a_step_waits_for_one_that_verifies_and_for_no_other(
+def test_step_waits_only_for_a_step_that_verifies(
     plain: DeviceExecutor, late: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, streams = asked(1), late.runner.streams
@@ -155,7 +159,7 @@ def test_a_step_waits_for_one_that_verifies_and_for_no_other(
 
 
 class Sized(WatchedAttention):
-    """Has memory for steps of its shape."""
+    """Watched attention that checks rows and tokens against its shape."""
 
     def __init__(self, shape: AttentionShape, watch: Watch) -> None:
         super().__init__(CapturableTorch(reference), watch)
@@ -184,9 +188,11 @@ def with_graphs(folder: Path) -> DeviceExecutor:
     return executor
 
 
-def test_verification_is_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot may have several rows of a graph, whose kernels for sampling are then launched by themselves; more tokens than a
-    graph has logits for are computed without one."""
+def test_verification_uses_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a slot has several rows of a graph, the sampling kernels are launched separately.
+
+    A step with more rows than a graph has logits for uses no graph.
+    """
     monkeypatch.setattr(DraftController, "choose", always)
     target, executor = replace(asked(2), prompt=asked(2).prompt[:9]), with_graphs(folder)
     world = replace(WORLD, max_slots=6)
@@ -206,8 +212,8 @@ def test_verification_is_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch)
     torch_alone.close()
 
 
-def test_what_a_graph_has_reordered_is_kept_in_the_plans_order(late: DeviceExecutor) -> None:
-    """Of tokens that the plan gives, the last one of each row is sampled and stands first."""
+def test_kept_states_are_in_the_order_of_the_plan(late: DeviceExecutor) -> None:
+    """A graph puts the last token of each row first, because it is sampled."""
     plans = []
     forward = late.runner.forward
     turned = Turned(WORLD.config(), late, overlap=False)
@@ -227,7 +233,7 @@ def test_what_a_graph_has_reordered_is_kept_in_the_plans_order(late: DeviceExecu
         assert kept.tolist() == run.plan.input_ids[first : first + count].tolist()
 
 
-def test_without_room_for_guesses_a_step_is_computed_without_them(
+def test_step_is_computed_without_draft_tokens_when_memory_is_short(
     plain: DeviceExecutor, late: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, runner = asked(1), late.runner
@@ -241,8 +247,8 @@ def test_without_room_for_guesses_a_step_is_computed_without_them(
     assert narrow.refused > 0 and runner.stats.pieces > pieces and runner.stats.given_up == given_up
 
 
-def test_who_has_no_room_leaves_nothing_of_a_slots_last_holder_behind(folder: Path) -> None:
-    """A step that is planned already goes on behind what was to be computed, and not behind what was there before."""
+def test_row_without_memory_replaces_the_length_of_the_previous_request(folder: Path) -> None:
+    """A step that is planned already continues after the row's planned tokens."""
     executor = made_of(folder, "ngram")
     driver, runner = Driver(executor, WORLD.page_size), executor.runner
     driver.prefill([Sequence(list(range(6, 46)), 0, greedy())])
@@ -255,10 +261,10 @@ def test_who_has_no_room_leaves_nothing_of_a_slots_last_holder_behind(folder: Pa
     executor.close()
 
 
-def test_without_room_for_what_drafts_guesses_get_worse(
+def test_answers_have_equal_bits_when_the_drafter_has_no_memory(
     folder: Path, plain: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing else: neither its passes, nor copies of what it reads, end a step."""
+    """Failed passes of the draft model and failed copies of states end no step."""
     target, executor = asked(1), made_of(folder, "eagle3")
     refused = []
 
@@ -283,10 +289,10 @@ def test_without_room_for_what_drafts_guesses_get_worse(
     executor.close()
 
 
-def test_what_a_step_has_said_stays_where_the_next_one_fails_on_it(
+def test_committed_tokens_stay_when_the_next_step_fails(
     folder: Path, plain: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens are told, and the pages of the one that fails are in the table, for one behind it may be under way."""
+    """The failed step's pages are in the table all the same, because a later step may be in flight."""
     target, executor = asked(1), made_of(folder, "ngram")
     guesses = guess_with(executor, plain, target, 0.0)
     monkeypatch.setattr(DraftController, "choose", always)
@@ -318,8 +324,8 @@ def test_what_a_step_has_said_stays_where_the_next_one_fails_on_it(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes as far as to the first tensor."""
+def test_assembly_accepts_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The assembly fails at the first tensor, because the machine has no GPU."""
     monkeypatch.setattr(build, "device_of", lambda name: torch.device("cuda", 0))
     loaded = load_model(load_request(folder / "target", "float32", WORLD.page_size, WORLD.context_len))
     parts = DeviceParts(LateStreams(), KernelSet(reference, sampling_twin), lambda _: KernelAttention(reference))

@@ -1,4 +1,4 @@
-"""Tokens that come of verified guesses are drawn as all others: counted against exact probabilities."""
+"""Tokens from verified draft tokens follow the exact probabilities."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tests.night import NIGHTLY
 
 DRAWS = 100_000 if NIGHTLY else 12_500
 TOKENS, SLOTS, PAGE_SIZE, PAGES, DRAFTS = 125, 4, 16, 64, 3
-LOGITS = (1.5, 1.0, 0.0, -1.0, -2000.0)  # the last one's probability is 0
-MOST = {1: 23.93, 2: 27.63, 3: 30.66}  # chi-square by degrees of freedom that one right count in a million exceeds
+LOGITS = (1.5, 1.0, 0.0, -1.0, -2000.0)  # the probability of the last token is 0
+# Chi-square limits by degrees of freedom. A correct count exceeds them in one of a million tests.
+MOST = {1: 23.93, 2: 27.63, 3: 30.66}
 
 
 class MostlyLikely(NgramDrafter):
-    """Guesses the most likely token, or now and then one that cannot be. runs: tokens that its slots got at once."""
+    """Proposes the most likely token, and sometimes an impossible one. `runs` has the tokens per verification."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class MostlyLikely(NgramDrafter):
 
 
 def write_toy(folder: Path) -> None:
-    """Whose logits are the same after any text."""
+    """Writes a model whose logits are the same after any text."""
     config = LlamaConfig(
         vocab_size=5, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
@@ -58,7 +59,7 @@ def write_toy(folder: Path) -> None:
 
 
 def probabilities(top_p: float) -> np.ndarray:
-    """Those that are drawn by: of the fewest likely tokens that come to top_p together."""
+    """Returns the probabilities of the draws: of the smallest set of likely tokens whose sum reaches top_p."""
     chances = np.exp(np.array(LOGITS))
     chances /= chances.sum()
     kept = np.cumsum(chances) - chances < top_p
@@ -67,8 +68,13 @@ def probabilities(top_p: float) -> np.ndarray:
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("top_p", [1.0, 0.84, 0.841], ids=["all", "two tokens", "three tokens"])
-def test_counts_are_those_of_exact_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_p: float) -> None:
-    """Two tokens come to 0.8403. Each place of a run by itself: where it is accepted, and what stands there if it is not."""
+def test_draws_follow_the_exact_probabilities_with_draft_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_p: float
+) -> None:
+    """Two tokens have a sum of 0.8403.
+
+    Each index of a run is counted separately, both accepted draft tokens and their replacements.
+    """
     monkeypatch.setattr(DraftController, "choose", always)
     write_toy(tmp_path)
     options = DeviceOptions(device="cpu", num_threads=1, max_drafts=DRAFTS)

@@ -1,4 +1,4 @@
-"""Logprobs of outputs and prompts equal transformers' log_softmax, however prompts are cut and batches are mixed."""
+"""Log probabilities of outputs and prompts: equal to transformers' log_softmax, for any chunks and mixed batches."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ CHECKPOINTS = ["qwen3", "llama-untied"]
 
 @dataclass(frozen=True)
 class Scored:
-    """A checkpoint, and transformers' log_softmax over any tokens."""
+    """A checkpoint, and transformers' log_softmax for any tokens."""
 
     folder: Path
     model: Any
 
     def expected(self, tokens: list[int]) -> torch.Tensor:
-        """float32[n, V]; row i is about the token after tokens[i]."""
+        """Returns float32[n, V]; row i predicts the token after tokens[i]."""
         with torch.inference_mode():
             return self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
-# Each checkpoint with one of the kernels: in chunks each is with both.
+# Each checkpoint with one kernel set. The chunk test runs each checkpoint with both.
 by_turns = each_value(indirect=("scored", "kernel_name"), scored=CHECKPOINTS, kernel_name=KERNELS)
 
 
@@ -56,7 +56,7 @@ def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def driving(scored: Scored, monkeypatch: pytest.MonkeyPatch, kernel_name: str) -> Iterator[Driver]:
-    """Pieces of 7 tokens: most rows take several."""
+    """Yields a driver that measures pieces of 7 tokens, so that most rows need several."""
     monkeypatch.setattr(logprob_wishes, "PIECE_BYTES", 7 * 4 * VOCAB)
     executor, _ = build_host_executor(
         str(scored.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, True, kernel_name
@@ -70,7 +70,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def check_top(values: Any, ids: Any, expected: torch.Tensor, num: int) -> None:
-    """values, ids: one row of top logprobs. Ids may differ where transformers' values tie."""
+    """Compares one row of most likely tokens. The ids may differ from transformers' if values are equal."""
     assert len(values) == len(ids) == num
     assert list(values) == pytest.approx(expected.topk(num).values.tolist(), abs=CLOSE)
     assert [float(expected[i]) for i in ids] == pytest.approx(list(values), abs=CLOSE)
@@ -88,7 +88,7 @@ def check_outputs(sequence: Sequence, scored: Scored) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @by_turns
-def test_outputs_of_a_mixed_batch(scored: Scored, driving: Driver) -> None:
+def test_output_logprobs_equal_transformers_in_a_mixed_batch(scored: Scored, driving: Driver) -> None:
     wants = [
         replace(GREEDY, top_logprobs=0),
         GREEDY,
@@ -120,7 +120,7 @@ def joined(parts: list[PromptLogprobs]) -> PromptLogprobs:
     scored=CHECKPOINTS,
     kernel_name=KERNELS,
 )
-def test_prompt_in_chunks(scored: Scored, driving: Driver, chunk: int, first: int) -> None:
+def test_prompt_logprobs_equal_transformers_for_any_chunk_size(scored: Scored, driving: Driver, chunk: int, first: int) -> None:
     params = replace(GREEDY, top_logprobs=4, logprob_token_ids=(3, 77), prompt_logprobs_from=first)
     sequence = Sequence(prompt_of(45), 2, params)
     driving.prefill([sequence], chunk)
@@ -138,8 +138,8 @@ def test_prompt_in_chunks(scored: Scored, driving: Driver, chunk: int, first: in
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @by_turns
-def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> None:
-    """The logits of prompts are made in the buffer that those of sampled rows come from."""
+def test_prompt_and_output_logprobs_share_a_step(scored: Scored, driving: Driver) -> None:
+    """The model computes the logits of prompts in the same buffer as those of sampled rows."""
     early = Sequence(prompt_of(9, 1), 0, replace(GREEDY, top_logprobs=2))
     late = [Sequence(prompt_of(30 + n, n), n, replace(GREEDY, top_logprobs=n, prompt_logprobs_from=0)) for n in (1, 2)]
     plain = Sequence(prompt_of(20, 9), 3, replace(GREEDY, top_logprobs=1))
@@ -160,7 +160,7 @@ def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> Non
 
 @pytest.mark.by_day(one_in=2)
 @by_turns
-def test_prompt_logprobs_without_those_of_outputs(scored: Scored, driving: Driver) -> None:
+def test_prompt_logprobs_need_no_output_logprobs(scored: Scored, driving: Driver) -> None:
     sequence = Sequence(prompt_of(10), 0, replace(GREEDY, prompt_logprobs_from=0))
     driving.prefill([sequence])
     assert sequence.prompt_logprobs[0].values.shape == (9,)
@@ -173,7 +173,7 @@ def test_prompt_logprobs_without_those_of_outputs(scored: Scored, driving: Drive
 def scores_of(
     kernels: SampleKernels, params: SamplingParams, plan: BatchPlan, logits: Logits
 ) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
-    """Of the plan's prompt tokens, its slot 0 with the given parameters, over a vocabulary of 8."""
+    """Returns prompt log probabilities and faults of a plan, whose slot 0 has these parameters, over a vocabulary of 8."""
     streams = InlineStreams()
     made, readback = LogprobRequests(4, 8, kernels, streams.device), Readback(streams)
     made.admit(SlotParams(0, 0, params, (), i32([])))
@@ -183,7 +183,7 @@ def scores_of(
 
 
 def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
-    """One extend row of slot 0, its tokens 0, 1, 2, ..."""
+    """Returns a plan with one extend row of slot 0, whose tokens are 0, 1, 2, ..."""
     none = i32([])
     return BatchPlan(
         step_id=1, mode=ForwardMode.EXTEND, num_extend=1, slots=i32([0]), starts=i32([0]), num_tokens=i32([num_tokens]),
@@ -208,7 +208,7 @@ def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
         (100, 5, -1, []),
     ],
 )
-def test_no_request_for_logits_is_larger_than_a_piece(
+def test_measurement_requests_at_most_a_piece_of_logits(
     kernels: SampleKernels, monkeypatch: pytest.MonkeyPatch, piece: int, offset: int, after: int, targets: list[int]
 ) -> None:
     monkeypatch.setattr(logprob_wishes, "PIECE_BYTES", piece * 4 * 8)
@@ -216,7 +216,7 @@ def test_no_request_for_logits_is_larger_than_a_piece(
     buffer = torch.empty(piece, 8)
 
     def logits(wanted: torch.Tensor) -> torch.Tensor:
-        """One buffer for all, as a model has it."""
+        """Returns a view of one shared buffer, as a model does."""
         asked.extend(wanted.tolist())
         assert len(wanted) <= piece
         buffer[: len(wanted)] = table[wanted]
@@ -237,9 +237,7 @@ def test_no_request_for_logits_is_larger_than_a_piece(
 @pytest.mark.parametrize(
     ("poison", "faults"), [(torch.nan, {0: RowFault.NAN_LOGITS}), (torch.inf, {0: RowFault.NAN_LOGITS}), (-torch.inf, {})]
 )
-def test_a_prompt_whose_logits_are_not_sound_is_a_fault(
-    kernels: SampleKernels, poison: float, faults: dict[int, RowFault]
-) -> None:
+def test_prompt_faults_when_logits_are_not_finite(kernels: SampleKernels, poison: float, faults: dict[int, RowFault]) -> None:
     table = torch.zeros(6, 8)
     table[3, 2:5] = poison
     params = replace(GREEDY, top_logprobs=1)
@@ -248,7 +246,7 @@ def test_a_prompt_whose_logits_are_not_sound_is_a_fault(
 
 
 @on_both_by_night
-def test_more_top_logprobs_than_the_vocabulary_has(kernels: SampleKernels) -> None:
+def test_top_logprobs_are_limited_to_the_vocabulary(kernels: SampleKernels) -> None:
     sampler = Sampling(1, 8, kernels)
     sampler.admit(SlotParams(0, 0, replace(GREEDY, top_logprobs=20), (), i32([])))
     logits = torch.arange(8, dtype=torch.float32)[None]
@@ -256,7 +254,7 @@ def test_more_top_logprobs_than_the_vocabulary_has(kernels: SampleKernels) -> No
     assert found.top_ids == (7, 6, 5, 4, 3, 2, 1, 0)
 
 
-def test_admission_forgets_what_the_last_holder_wanted(kernels: SampleKernels) -> None:
+def test_admission_drops_the_logprob_options_of_the_previous_request(kernels: SampleKernels) -> None:
     sampler, found = Sampling(1, 8, kernels), []
     for params in (replace(GREEDY, top_logprobs=1, logprob_token_ids=(3,)), replace(GREEDY, top_logprobs=0), GREEDY):
         sampler.admit(SlotParams(0, 0, params, (), i32([])))

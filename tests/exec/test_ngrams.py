@@ -1,4 +1,4 @@
-"""What is guessed by n-grams, and by whose text: a request's own, what its client has predicted, an operator's."""
+"""N-gram drafts from a request's own text, the client's prediction and the operator's corpus."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ def i32(values: Sequence[int]) -> I32:
 
 
 def drafter_of(prediction: Sequence[int], output: Sequence[int] = (), corpus: Sequence[int] = ()) -> NgramDrafter:
-    """With a request on slot 0 whose prompt is computed. output: that it came back with."""
+    """Returns a drafter with a request in slot 0 whose prompt is computed.
+
+    Args:
+        prediction: the client's prediction.
+        output: output of the request before its admission.
+        corpus: texts of the operator.
+    """
     drafter = NgramDrafter(NgramIndex(i32(corpus)) if corpus else None)
     text = [*PROMPT, *output]
     drafter.admit(SlotParams(0, len(PROMPT), SamplingParams(max_new_tokens=99), (), i32(text), i32(prediction)))
@@ -38,7 +44,7 @@ def guess(drafter: NgramDrafter, most: int = 3) -> tuple[list[int], bool]:
 
 
 def standing(tokens: Sequence[int], tail: Sequence[int]) -> tuple[int, list[int]]:
-    """By looking at each place: the longest end of the tail that stands before a token of its own text."""
+    """Finds the longest end of the tail that precedes a token of the same text, by looking at every position."""
     for size in range(min(len(tail), LONGEST), SHORTEST - 1, -1):
         wanted = list(tail[-size:])
         places = [at for at in range(size, len(tokens)) if tokens[at] >= 0 and list(tokens[at - size : at]) == wanted]
@@ -47,7 +53,7 @@ def standing(tokens: Sequence[int], tail: Sequence[int]) -> tuple[int, list[int]
     return 0, []
 
 
-def test_an_index_finds_every_place_of_the_longest_end() -> None:
+def test_index_finds_all_positions_of_the_longest_match() -> None:
     rng, found = random.Random(4), set()
     for _ in range(60):
         tokens = [rng.choice((BETWEEN_TEXTS, 1, 2, 3, 4)) for _ in range(rng.randrange(40))]
@@ -60,7 +66,7 @@ def test_an_index_finds_every_place_of_the_longest_end() -> None:
     assert found == {0, 2, 3, 4}
 
 
-def test_what_most_places_go_on_with_and_no_text_runs_into_the_next_one() -> None:
+def test_index_follows_the_most_frequent_continuation_within_a_text() -> None:
     tokens = [1, 2, 3, 5, BETWEEN_TEXTS, 1, 2, 3, 7, 8, BETWEEN_TEXTS, 1, 2, 3, 7, 5, 6, BETWEEN_TEXTS, 1, 2, 3]
     index = NgramIndex(i32(tokens))
     size, places = index.places([1, 2, 3])
@@ -69,7 +75,7 @@ def test_what_most_places_go_on_with_and_no_text_runs_into_the_next_one() -> Non
 
 
 class TestPrediction:
-    def test_from_its_first_token_on_as_long_as_the_output_goes_along(self) -> None:
+    def test_prediction_is_drafted_while_the_output_follows(self) -> None:
         drafter = drafter_of(SAID)
         assert guess(drafter) == (SAID[:3], True)
         drafter.sampled(0, SAID[:4])
@@ -79,7 +85,7 @@ class TestPrediction:
         drafter.sampled(0, SAID[9:])
         assert guess(drafter) == ([], False)
 
-    def test_again_after_what_was_put_in_or_left_out(self) -> None:
+    def test_prediction_is_drafted_again_after_insertions_and_omissions(self) -> None:
         drafter = drafter_of(SAID)
         drafter.sampled(0, [10, 11, 50, 51])
         assert guess(drafter) == ([], False), "50 51 stands nowhere"
@@ -90,18 +96,18 @@ class TestPrediction:
         drafter.sampled(0, [14, 17, 18])
         assert guess(drafter) == ([19], True)
 
-    def test_of_equal_places_the_nearest(self) -> None:
-        """Where each line begins alike, the last of them is mostly the wrong one."""
+    def test_prediction_prefers_the_nearest_of_equal_matches(self) -> None:
+        """If all lines begin alike, the last match is mostly wrong."""
         lines = [token for number in range(5) for token in (7, 8, 100 + number)]
         drafter = drafter_of(lines)
         drafter.sampled(0, [7, 8, 100, 7, 8, 55, 7, 8])
         assert guess(drafter, 1) == ([102], True)
 
     @pytest.mark.parametrize(("output", "expected"), [(SAID[:5], SAID[5:8]), ([10, 11, 60, 14, 15], SAID[6:9])])
-    def test_who_comes_back_with_output_goes_on_where_it_was(self, output: list[int], expected: list[int]) -> None:
+    def test_prediction_continues_when_a_request_returns_with_output(self, output: list[int], expected: list[int]) -> None:
         assert guess(drafter_of(SAID, output)) == (expected, True)
 
-    def test_a_grammars_tokens_count_and_what_they_replace_does_not(self) -> None:
+    def test_prediction_counts_grammar_tokens_instead_of_replaced_tokens(self) -> None:
         drafter = drafter_of(SAID)
         drafter.sampled(0, [10, 11, 12])
         drafter.know(0, len(PROMPT) + 1, [11, 12, 13, 14])
@@ -113,9 +119,12 @@ class TestPrediction:
         lines.know(0, len(PROMPT) - 1, [PROMPT[-1], 7, 8, 1])
         assert guess(lines, 1) == ([9], True), "what was known before counts once"
 
-    def test_its_place_is_the_outputs_length_however_the_text_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By the whole text, of which the drafter has the last tokens alone: after chunks from anywhere on, after a grammar's
-        tokens, some of them in the place of others. Where some went or were replaced it is in doubt, until all are told again."""
+    def test_prediction_position_is_the_length_of_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The drafter has only the last tokens of the text.
+
+        It gets chunks from any position, and grammar tokens that may replace others. After a removal or replacement, the position
+        is in doubt until the whole text is reported again.
+        """
         monkeypatch.setattr(ngram, "MOST_TOKENS", 6)
         rng, seen = random.Random(7), set()
         for _ in range(300):
@@ -153,14 +162,14 @@ class TestPrediction:
                 seen.add((kind, doubt, bool(ahead), drafter._texts[0].first > len(PROMPT)))
         assert len(seen) >= 20, seen
 
-    def test_the_longer_end_goes_first_whosever_text_it_stands_in(self) -> None:
+    def test_longest_match_wins_across_texts(self) -> None:
         drafter = drafter_of([1, 2, 3, 40, 9, 8, 7, 6, 2, 3, 41])
         drafter.sampled(0, [0, 1, 2, 3, 77, 1, 2, 3])
         assert guess(drafter, 1) == ([40], True), "1 2 3 in both: the prediction's"
         drafter.sampled(0, [78, 0, 1, 2, 3])
         assert guess(drafter, 1) == ([77], False), "0 1 2 3 in the output alone"
 
-    def test_what_is_known_of_texts_that_nobody_asks_for_is_dropped_and_made_again(self) -> None:
+    def test_unused_indexes_are_dropped_and_rebuilt(self) -> None:
         drafter = NgramDrafter()
         for slot in range(MOST_INDEXES + 1):
             text = i32([*PROMPT, 5, 15, 16])
@@ -171,7 +180,7 @@ class TestPrediction:
         assert len(held) <= MOST_INDEXES
 
 
-def test_an_operators_texts_are_asked_last_and_by_three_tokens_at_least() -> None:
+def test_corpus_is_searched_last_and_for_three_tokens() -> None:
     corpus = [1, 2, 3, 4, 5, BETWEEN_TEXTS, 2, 3, 6]
     drafter = drafter_of((), corpus=corpus)
     drafter.sampled(0, [2, 3])

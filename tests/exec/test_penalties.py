@@ -1,4 +1,4 @@
-"""DRY against its definition, and penalties over tokens that the sampler has not sampled itself."""
+"""DRY compared with its definition, and penalties for tokens that the sampler did not sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRY = DryParams(multiplier=0.8)
 
 
 def lost(params: DryParams, tokens: list[int]) -> dict[int, float]:
-    """What each token loses after `tokens`, straight from the definition: every candidate, every earlier place, every length."""
+    """Returns each token's penalty after `tokens`, by the definition: all candidates, earlier positions and lengths."""
     seen = tokens[-params.window :] if params.window else tokens
     result = {}
     for place, candidate in enumerate(seen):
@@ -69,7 +69,7 @@ def found(repeats: Repeats) -> dict[int, float]:
         "breaker-next", "breaker-before", "outside-window", "just-inside-window", "copy-cut-by-window",
     ],
 )  # fmt: skip
-def test_dry_examples(params: DryParams, tokens: list[int], expected: dict[int, float]) -> None:
+def test_dry_gives_the_expected_penalties(params: DryParams, tokens: list[int], expected: dict[int, float]) -> None:
     assert found(Repeats(params, np.array(tokens, dtype=np.int64))) == pytest.approx(expected)
     assert lost(params, tokens) == pytest.approx(expected)
 
@@ -80,7 +80,7 @@ def test_dry_examples(params: DryParams, tokens: list[int], expected: dict[int, 
     breakers={"no-breaker": (), "one-breaker": (0,), "two-breakers": (0, 1)},
     alphabet=[2, 3, 6],
 )
-def test_dry_equals_its_definition_at_every_length(window: int, breakers: tuple[int, ...], alphabet: int) -> None:
+def test_dry_equals_the_definition_at_every_length(window: int, breakers: tuple[int, ...], alphabet: int) -> None:
     params = DryParams(0.5, 1.1, 2, window, breakers)
     rng = random.Random(f"{window} {breakers} {alphabet}")
     tokens = [rng.randrange(alphabet) for _ in range(120)]
@@ -92,12 +92,12 @@ def test_dry_equals_its_definition_at_every_length(window: int, breakers: tuple[
         grown.add(tokens[size])
 
 
-def test_dry_of_a_long_repeat_stays_finite() -> None:
+def test_dry_stays_finite_for_a_long_repeat() -> None:
     repeats = Repeats(DryParams(1.0, 10.0), np.zeros(2000, dtype=np.int64))
     assert found(repeats) == {0: pytest.approx(MAX_PENALTY)}
 
 
-def test_dry_grows_past_its_first_buffer() -> None:
+def test_dry_grows_beyond_the_first_buffer() -> None:
     params = replace(DRY, base=1.001)
     repeats, tokens = Repeats(params, np.empty(0, dtype=np.int64)), [index % 17 for index in range(700)]
     for token in tokens:
@@ -109,14 +109,14 @@ PENALISED = SamplingParams(8, frequency_penalty=0.5, presence_penalty=0.25, repe
 
 
 def penalised(kernels: SampleKernels, prompt: list[int], output: list[int], params: SamplingParams = PENALISED) -> Sampling:
-    """Slot 0 of a sampler, admitted with that history."""
+    """Returns a sampler whose slot 0 has this history."""
     sampler = Sampling(1, VOCAB, kernels)
     sampler.admit(SlotParams(0, len(prompt), params, (), np.array(prompt + output, dtype=np.int32)))
     return sampler
 
 
 def count(sampler: Sampling, token: int) -> None:
-    """Has the token sampled, whatever the penalties."""
+    """Makes the sampler draw this token, whatever the penalties."""
     logits = torch.zeros((1, VOCAB))
     logits[0, token] = 1e6
     found = sampler.sample(logits, np.zeros(1, np.int32), np.zeros(1, np.int32))
@@ -124,7 +124,7 @@ def count(sampler: Sampling, token: int) -> None:
 
 
 def follow(sampler: Sampling, start: int, row: list[int]) -> None:
-    """An extend row of slot 0."""
+    """Runs an extend row of slot 0."""
     none, one = np.empty(0, np.int32), np.zeros(1, np.int32)
     sampler.follow(BatchPlan(
         step_id=1, mode=ForwardMode.EXTEND, num_extend=1, slots=one, starts=one + start, num_tokens=one + len(row),
@@ -161,7 +161,7 @@ PROMPT = [1, 2, 3, 4, 1, 2]
         "other-and-stale", "stale-alone", "all-taken-back", "outside-the-vocabulary",
     ],
 )  # fmt: skip
-def test_extend_rows_of_a_running_slot(
+def test_extend_rows_of_a_running_slot_update_penalties(
     kernels: SampleKernels, sampled: list[int], start: int, row: list[int], sequence: list[int]
 ) -> None:
     sampler = penalised(kernels, PROMPT, [])
@@ -172,7 +172,7 @@ def test_extend_rows_of_a_running_slot(
 
 
 @on_both_by_night
-def test_a_chunked_prompt_counts_once(kernels: SampleKernels) -> None:
+def test_penalties_count_a_chunked_prompt_once(kernels: SampleKernels) -> None:
     sampler, output = penalised(kernels, PROMPT, [7, 7]), [7, 7]
     for start in range(0, len(PROMPT) + 2, 2):
         follow(sampler, start, (PROMPT + output)[start : start + 2])
@@ -181,6 +181,6 @@ def test_a_chunked_prompt_counts_once(kernels: SampleKernels) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @on_both_kernels
-def test_a_tiny_repetition_penalty_stays_finite(kernels: SampleKernels) -> None:
+def test_logits_stay_finite_when_the_repetition_penalty_is_tiny(kernels: SampleKernels) -> None:
     params = replace(PENALISED, repetition_penalty=1e-44)
     assert np.isfinite(edited(penalised(kernels, [0], [39], params))).all()

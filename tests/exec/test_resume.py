@@ -1,5 +1,7 @@
-"""A request cut anywhere and taken over by a second engine gets the rest of its answer: the demo model on the CPU in float32,
-with real tokenizer and grammars."""
+"""A request that continues on a second engine gets the rest of its answer, wherever it was cut.
+
+The engines run the demo model on the CPU in float32, with its tokenizer and grammars.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ PROMPT = f"<|im_start|>user\nRepeat: {TEXT}<|im_end|>\n<|im_start|>assistant\n"
 
 @dataclass(frozen=True)
 class Book:
-    """Grammars that are compiled when they are asked for."""
+    """Compiles grammars when they are requested."""
 
     jump: bool
 
@@ -39,14 +41,14 @@ class Book:
 
 @dataclass
 class Engine:
-    """One worker's core on an executor, turned by hand. rest, logprobs, finishes: by handle."""
+    """The core of a worker with an executor, whose turns the test runs."""
 
     executor: DeviceExecutor
     jump: bool = True
     prev: Run | None = None
-    rest: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[float]] = field(default_factory=dict)
-    finishes: dict[int, Finish] = field(default_factory=dict)
+    rest: dict[int, list[int]] = field(default_factory=dict)  # sampled tokens, by handle
+    logprobs: dict[int, list[float]] = field(default_factory=dict)  # by handle
+    finishes: dict[int, Finish] = field(default_factory=dict)  # by handle
 
     def __post_init__(self) -> None:
         config = deployed_config(
@@ -55,7 +57,11 @@ class Engine:
         self.core = Scheduler(config, ModelText(model.tokenizer()), Book(self.jump))
 
     def run(self, wishes: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
-        """wishes: output so far, and the request's parameters."""
+        """Runs requests with the same prompt to their ends.
+
+        Args:
+            wishes: (output so far, parameters) of each request.
+        """
         (prompt,) = model.tokenizer().encode_batch([PROMPT], True)
         ids = np.array(prompt, dtype=np.int32)
         for handle, (output, params) in enumerate(wishes):
@@ -126,7 +132,7 @@ def cuts_of(length: int) -> list[int]:
 
 
 def check_cuts(executors: list[DeviceExecutor], params: SamplingParams, jump: bool = True) -> list[int]:
-    """Returns the undisturbed output."""
+    """Compares the rest of the answer after each cut. Returns the uncut output."""
     whole = Engine(executors[0], jump)
     whole.run([((), params)])
     output, finish = whole.rest[0], whole.finishes[0]
@@ -150,25 +156,25 @@ def check_cuts(executors: list[DeviceExecutor], params: SamplingParams, jump: bo
 
 @pytest.mark.by_day(one_in=2, seed=70)
 @pytest.mark.parametrize("wish", WISHES)
-def test_the_rest_is_that_of_the_undisturbed_run(executors: list[DeviceExecutor], wish: str) -> None:
+def test_resumed_request_gets_the_rest_of_the_answer(executors: list[DeviceExecutor], wish: str) -> None:
     output = check_cuts(executors, WISHES[wish])
     assert len(set(output)) > 8, "the answer must vary to show anything"
 
 
-def test_with_a_grammar_and_no_jumps(executors: list[DeviceExecutor]) -> None:
+def test_resumed_request_follows_the_grammar_without_jumps(executors: list[DeviceExecutor]) -> None:
     text = model.tokenizer().decode(check_cuts(executors, WISHES["grammar"], jump=False), True)
     assert json.loads(text)["first_name"] == "naive world"
 
 
-def test_penalties_and_seed_matter_here(executors: list[DeviceExecutor]) -> None:
-    """What is compared above differs where a parameter does."""
+def test_parameters_change_the_answer(executors: list[DeviceExecutor]) -> None:
+    """The comparisons above would otherwise show nothing."""
     engine = Engine(executors[0])
     engine.run([((), WISHES[wish]) for wish in ("greedy", "drawn", "penalties", "dry")])
     assert len({tuple(engine.rest[handle]) for handle in range(4)}) == 4
 
 
 @pytest.mark.parametrize("rule", ["stop", "stop_regex"])
-def test_a_stop_string_that_spans_the_cut(executors: list[DeviceExecutor], rule: str) -> None:
+def test_stop_string_matches_across_the_cut(executors: list[DeviceExecutor], rule: str) -> None:
     whole = Engine(executors[0])
     whole.run([((), WISHES["drawn"])])
     tokens = whole.rest[0]

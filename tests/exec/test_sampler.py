@@ -1,4 +1,4 @@
-"""What the sampler may draw, from which distribution, and what edits the logits first; against plain numpy."""
+"""The sampler: its draws, their distribution, and the edits of the logits before, compared with plain numpy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def slot_params(
 def sampler_of(
     kernels: SampleKernels, params: SamplingParams, history: list[int] | None = None, num_prompt: int = 0, **rest: Any
 ) -> Sampling:
-    """A sampler whose slot 0 holds params, over a vocabulary of 8."""
+    """Returns a sampler over a vocabulary of 8 whose slot 0 has these parameters."""
     sampler = Sampling(4, len(LOGITS), kernels)
     sampler.admit(slot_params(0, params, history or [], num_prompt, **rest))
     return sampler
@@ -61,8 +61,8 @@ def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float,
          (4, 0.8, 0.0), (4, 0.99, 0.3), (100, 0.9, 0.05)],
     temperature=[0.3, 1.0, 2.0],
 )  # fmt: skip
-def test_support(cut: tuple[int, float, float], temperature: float) -> None:
-    """cut: top_k, top_p, min_p."""
+def test_support_equals_numpy(cut: tuple[int, float, float], temperature: float) -> None:
+    """A case has top_k, top_p and min_p."""
     top_k, top_p, min_p = cut
     logits = np.array(LOGITS) / temperature
     kept = support(torch.tensor(logits, dtype=torch.float32), top_k, top_p, min_p)
@@ -72,7 +72,7 @@ def test_support(cut: tuple[int, float, float], temperature: float) -> None:
 
 @pytest.mark.by_day(one_in=5, seed=1)
 @pytest.mark.parametrize(("spread", "top_p"), [(0.01, 0.1), (0.01, 0.999), (1.0, 0.7), (5.0, 0.1), (5.0, 0.999)])
-def test_nucleus_of_a_large_vocabulary(top_p: float, spread: float) -> None:
+def test_support_finds_the_nucleus_of_a_large_vocabulary(top_p: float, spread: float) -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * spread
     kept = support(logits, -1, top_p, 0.0)
     assert kept is not None
@@ -81,7 +81,7 @@ def test_nucleus_of_a_large_vocabulary(top_p: float, spread: float) -> None:
     assert kept.tolist() == sorted(kept.tolist())
 
 
-def test_top_k_takes_the_lowest_of_equals() -> None:
+def test_largest_takes_the_lowest_ids_among_equals() -> None:
     assert largest(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0]), 3).tolist() == [1, 2, 3]
 
 
@@ -102,7 +102,7 @@ def test_top_k_takes_the_lowest_of_equals() -> None:
 def test_draws_follow_the_distribution(kernels: SampleKernels, params: SamplingParams) -> None:
     sampler, draws = sampler_of(kernels, params), 4000
     counts: Counter[int] = Counter()
-    for first in range(0, draws, 4):  # as many rows as the sampler has slots
+    for first in range(0, draws, 4):  # the sampler has four slots
         positions = np.arange(first, first + 4, dtype=np.int32)
         counts.update(sampler.sample(torch.tensor([LOGITS] * 4), np.zeros(4, np.int32), positions).tokens.tolist())
     scaled = np.array(LOGITS) / params.temperature
@@ -113,7 +113,7 @@ def test_draws_follow_the_distribution(kernels: SampleKernels, params: SamplingP
     assert [counts[i] / draws for i in range(len(LOGITS))] == pytest.approx(chances.tolist(), abs=0.025)
 
 
-def test_uniforms_depend_on_seed_and_position_alone() -> None:
+def test_uniforms_depend_only_on_seed_and_position() -> None:
     seeds, positions = np.arange(500, dtype=np.uint64), np.arange(500, dtype=np.int32)
     together = uniforms(seeds, positions)
     assert [float(uniforms(seeds[i : i + 1], positions[i : i + 1])[0]) for i in range(500)] == together.tolist()
@@ -124,7 +124,7 @@ def test_uniforms_depend_on_seed_and_position_alone() -> None:
 
 
 @on_both_by_night
-def test_a_draw_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
+def test_draw_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
     params = SamplingParams(8, temperature=1.0, top_p=0.9, seed=11)
     sampler = Sampling(4, len(LOGITS), kernels)
     for slot, other in enumerate([params, GREEDY, replace(params, seed=5), replace(params, frequency_penalty=1.0)]):
@@ -153,7 +153,7 @@ def test_a_draw_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
     ids=["none", "frequency-counts-output", "frequency-not-prompt", "presence-output", "presence-not-prompt",
          "repetition-prompt", "repetition-output", "bias", "bias-outside-vocabulary"],
 )  # fmt: skip
-def test_edited_greedy(
+def test_greedy_token_follows_penalties_and_bias(
     kernels: SampleKernels, params: SamplingParams, history: list[int], num_prompt: int, expected: int
 ) -> None:
     assert sample_one(sampler_of(kernels, params, history, num_prompt), LOGITS) == expected
@@ -169,7 +169,7 @@ def test_sampled_tokens_count_for_penalties(kernels: SampleKernels) -> None:
     assert [sample_one(sampler, LOGITS) for _ in range(5)] == [3, 3, 1, 3, 1]
 
 
-def test_admission_forgets_the_last_holder(kernels: SampleKernels) -> None:
+def test_admission_drops_the_state_of_the_previous_request(kernels: SampleKernels) -> None:
     sampler = sampler_of(kernels, replace(GREEDY, frequency_penalty=5.0), [3, 1], 0)
     assert sample_one(sampler, LOGITS) == 5
     sampler.admit(slot_params(0, GREEDY, [], 0))
@@ -183,7 +183,7 @@ def test_stop_tokens_wait_for_min_new_tokens(kernels: SampleKernels, position: i
     assert sample_one(sampler, LOGITS, position) == expected
 
 
-def test_ties_go_to_the_lowest_id(kernels: SampleKernels) -> None:
+def test_greedy_token_is_the_lowest_id_among_equals(kernels: SampleKernels) -> None:
     assert sample_one(sampler_of(kernels, GREEDY), [0.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]) == 1
 
 
@@ -192,7 +192,7 @@ def test_ties_go_to_the_lowest_id(kernels: SampleKernels) -> None:
     params={"greedy": GREEDY, "drawn": SamplingParams(8), "edited": replace(GREEDY, logit_bias=((1, 1.0),))},
     poison=[torch.nan, torch.inf],
 )
-def test_nan_faults_its_row_alone(kernels: SampleKernels, params: SamplingParams, poison: float) -> None:
+def test_nan_faults_only_one_row(kernels: SampleKernels, params: SamplingParams, poison: float) -> None:
     sampler = sampler_of(kernels, params)
     sampler.admit(slot_params(1, GREEDY, [], 0))
     logits = torch.tensor([LOGITS, LOGITS, LOGITS])
@@ -203,12 +203,12 @@ def test_nan_faults_its_row_alone(kernels: SampleKernels, params: SamplingParams
 
 
 @on_both_by_night
-def test_tiny_temperature_is_greedy(kernels: SampleKernels) -> None:
+def test_draw_is_greedy_when_the_temperature_is_tiny(kernels: SampleKernels) -> None:
     assert sample_one(sampler_of(kernels, SamplingParams(8, temperature=1e-9)), [1e4, *[-1e4] * 6, 9999.0]) == 0
 
 
 @on_both_by_night
-def test_logprobs_are_of_the_raw_logits(kernels: SampleKernels) -> None:
+def test_logprobs_use_the_raw_logits(kernels: SampleKernels) -> None:
     sampler = sampler_of(kernels, SamplingParams(8, temperature=0.1, top_k=1, logit_bias=((6, 100.0),), top_logprobs=3))
     sampler.admit(slot_params(1, replace(GREEDY, top_logprobs=0), [], 0))
     result = sampler.sample(torch.tensor([LOGITS] * 3), np.array([0, 1, 2], np.int32), np.array([1, 1, 1], np.int32))
@@ -222,7 +222,7 @@ def test_logprobs_are_of_the_raw_logits(kernels: SampleKernels) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(8, temperature=1.0)])
-def test_allowed_tokens(kernels: SampleKernels, params: SamplingParams) -> None:
+def test_draws_stay_within_the_mask(kernels: SampleKernels, params: SamplingParams) -> None:
     mask = {0: np.array([1 << 2 | 1 << 4], dtype=np.uint32)}
     sampler = sampler_of(kernels, params)
     drawn = {
@@ -232,7 +232,7 @@ def test_allowed_tokens(kernels: SampleKernels, params: SamplingParams) -> None:
     assert drawn == ({2} if params is GREEDY else {2, 4})
 
 
-def test_the_input_logits_are_left_alone(kernels: SampleKernels) -> None:
+def test_sampling_does_not_change_the_input_logits(kernels: SampleKernels) -> None:
     logits = torch.tensor([LOGITS])
     sampler_of(kernels, SamplingParams(8, frequency_penalty=1.0), [1], 0).sample(
         logits, np.array([0], np.int32), np.array([2], np.int32)
@@ -241,7 +241,7 @@ def test_the_input_logits_are_left_alone(kernels: SampleKernels) -> None:
 
 
 @pytest.mark.parametrize("where", ["apply", "admit"])
-def test_a_row_whose_parameters_cannot_be_applied_fails_alone(
+def test_row_fails_separately_when_parameters_cannot_be_applied(
     kernels: SampleKernels, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = Sampling(4, len(LOGITS), kernels)
@@ -266,6 +266,6 @@ def raising(*args: object, **more: object) -> None:
     raise OverflowError("made to fail")
 
 
-def test_a_repeat_may_be_asked_to_be_as_long_as_an_int64_holds(kernels: SampleKernels) -> None:
+def test_dry_accepts_an_allowed_length_beyond_int32(kernels: SampleKernels) -> None:
     dry = DryParams(multiplier=1.0, allowed_length=1 << 40)
     assert sample_one(sampler_of(kernels, replace(GREEDY, dry=dry), [3, 3, 3, 3], 4), LOGITS) == 3

@@ -1,4 +1,4 @@
-"""Log probabilities of labels behind a prompt equal transformers' log_softmax, and no token is sampled for them."""
+"""Log probabilities of labels after a prompt: equal to transformers' log_softmax, without a sampled token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LABELS = (9, 250, 9, 0)
 
 @dataclass(frozen=True)
 class Scorer:
-    """A checkpoint with transformers' values for it."""
+    """A checkpoint, and transformers' values for it."""
 
     folder: Path
     model: Any
@@ -53,7 +53,7 @@ def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def driver(scorer: Scorer, monkeypatch: pytest.MonkeyPatch, kernel_name: str) -> Iterator[Driver]:
-    """Measures three rows at a time, so that a step with more has several pieces."""
+    """Yields a driver that measures three rows at a time, so that a step with more rows has several pieces."""
     monkeypatch.setattr(logprob_wishes, "PIECE_BYTES", 3 * 4 * VOCAB)
     executor, _ = build_host_executor(
         str(scorer.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, True, kernel_name
@@ -91,7 +91,7 @@ def test_score_equals_transformers_when_prompts_are_cut(scorer: Scorer, driver: 
 
 @each_value(indirect=("scorer", "kernel_name"), scorer=CHECKPOINTS, kernel_name=KERNELS)
 def test_scores_share_steps_with_sampled_rows_when_a_batch_is_mixed(scorer: Scorer, driver: Driver) -> None:
-    """Sampled rows get the same tokens beside eight scores as without them."""
+    """Sampled rows get equal tokens with and without eight scored rows in the batch."""
     alone = [Sequence(prompt_of(10 + slot, slot), slot, greedy(top_logprobs=2)) for slot in range(3)]
     for sequence in alone:
         driver.prefill([sequence])
@@ -125,7 +125,7 @@ def test_score_samples_no_token(scorer: Scorer, kernel_name: str) -> None:
 
 
 def scores_of(kernels: SampleKernels, logits: torch.Tensor, labels: list[tuple[int, ...]]) -> tuple[Any, Any]:
-    """Scores of one-token prompts, a row of logits and labels for each; over a vocabulary of 8."""
+    """Scores one-token prompts over a vocabulary of 8, with a row of logits and labels for each prompt."""
     count, streams = len(labels), InlineStreams()
     wishes, readback = LogprobRequests(8, 8, kernels, streams.device), Readback(streams)
     for slot, ids in enumerate(labels):
@@ -159,7 +159,7 @@ def test_score_is_minus_infinity_when_the_model_rules_a_label_out(kernels: Sampl
     assert values[0].tolist() == [-np.inf, pytest.approx(-np.log(7))] and faults == {}
 
 
-def test_admission_forgets_the_labels_of_the_last_holder(kernels: SampleKernels) -> None:
+def test_admission_drops_the_labels_of_the_previous_request(kernels: SampleKernels) -> None:
     wishes = LogprobRequests(2, 8, kernels, InlineStreams().device)
     wishes.admit(SlotParams(0, 1, SamplingParams(0, score=ScoreParams((3,))), (), i32([])))
     wishes.admit(SlotParams(0, 1, greedy(), (), i32([])))

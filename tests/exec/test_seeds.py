@@ -1,4 +1,4 @@
-"""A seed fixes a request's tokens, at temperature 1 in fp32: alone or in a batch, cold or cached, in any chunks and any slot."""
+"""A seed fixes a request's tokens at temperature 1 in float32, for any batch, chunk size, slot and cached prefix."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def alone(driving: Driver, params: SamplingParams, index: int) -> list[int]:
 
 @pytest.mark.by_day(one_in=8, seed=9)
 @on_both_kernels
-def test_alone_twice_in_a_batch_of_sixteen_in_chunks(driving: Driver, params: SamplingParams) -> None:
+def test_seed_gives_equal_tokens_in_a_batch_of_sixteen_with_chunks(driving: Driver, params: SamplingParams) -> None:
     lone = [alone(driving, params, index) for index in (0, 7, 15)]
     assert len(set(lone[0])) > 8, "temperature 1 must show"
     assert alone(driving, params, 7) == lone[1]
@@ -74,7 +74,7 @@ def test_alone_twice_in_a_batch_of_sixteen_in_chunks(driving: Driver, params: Sa
 
 
 @pytest.mark.by_day(one_in=4, seed=6)
-def test_over_a_cached_prefix_beside_others(driving: Driver, params: SamplingParams) -> None:
+def test_seed_gives_equal_tokens_with_a_cached_prefix(driving: Driver, params: SamplingParams) -> None:
     cold = alone(driving, params, 7)
     others = sequences(params, 15, first_slot=8, seed=900)
     first = Sequence(prompt_of(41, 7), 0, replace(params, seed=1))
@@ -88,7 +88,7 @@ def test_over_a_cached_prefix_beside_others(driving: Driver, params: SamplingPar
 
 
 @pytest.mark.by_day(one_in=4)
-def test_other_seeds_give_other_tokens(driving: Driver, params: SamplingParams) -> None:
+def test_different_seeds_give_different_tokens(driving: Driver, params: SamplingParams) -> None:
     prompt = prompt_of(30, 1)
     rows = [Sequence(prompt, slot, replace(params, seed=slot)) for slot in range(16)]
     driving.prefill(rows)
@@ -97,8 +97,8 @@ def test_other_seeds_give_other_tokens(driving: Driver, params: SamplingParams) 
 
 
 @pytest.mark.by_day(one_in=4, seed=4)
-def test_after_a_retraction(driving: Driver, params: SamplingParams) -> None:
-    """The request comes again as an extend of prompt and kept output, in another slot."""
+def test_seed_gives_equal_tokens_after_a_retraction(driving: Driver, params: SamplingParams) -> None:
+    """The request returns in another slot, as an extend of prompt and output so far."""
     whole = alone(driving, params, 7)
     kept = Sequence(prompt_of(41, 7) + whole[:17], 5, replace(params, seed=107), num_prompt_tokens=41)
     driving.prefill([kept], chunk=16)
@@ -107,8 +107,8 @@ def test_after_a_retraction(driving: Driver, params: SamplingParams) -> None:
 
 
 @pytest.mark.by_day(one_in=4)
-def test_tokens_given_to_a_running_slot_count_as_if_sampled(driving: Driver, params: SamplingParams) -> None:
-    """Of a slot that goes on, output tokens come as input: some that it has sampled, some that were decided elsewhere."""
+def test_seed_gives_equal_tokens_when_output_comes_as_input(driving: Driver, params: SamplingParams) -> None:
+    """Part of the output was sampled in this slot, and part was decided elsewhere."""
     whole = alone(driving, params, 7)
     row = Sequence(prompt_of(41, 7), 5, replace(params, seed=107))
     driving.prefill([row])

@@ -1,4 +1,4 @@
-"""Guesses save steps and change nothing else: ids and log probabilities are the same bits, whatever guesses, in any context."""
+"""Draft tokens save steps and change nothing else: token ids and log probabilities have equal bits in any context."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.exec.tiny_models import TinyModel
 from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
-CONTEXTS = 300 if NIGHTLY else 4  # of each way of sampling
+CONTEXTS = 300 if NIGHTLY else 4  # contexts per kind of sampling
 WORLD = World(max_drafts=4)
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 
@@ -48,14 +48,14 @@ def made_of(folder: Path, max_drafts: int, dtype: str = "bfloat16", corpus: I32 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def executors(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[DeviceExecutor, DeviceExecutor]]:
-    """Without guesses, and with."""
+    """Yields executors without and with draft tokens."""
     plain, drafting = made_of(folder, 0, request.param), made_of(folder, 4, request.param)
     yield plain, drafting
     plain.close()
     drafting.close()
 
 
-# For what has nothing to do with the type.
+# Marks tests that do not depend on the dtype.
 of_one_dtype_by_day = pytest.mark.parametrize(
     "executors", ["bfloat16", "float32"] if NIGHTLY else ["float32"], indirect=True, scope="module"
 )
@@ -72,7 +72,7 @@ def whole(plain: DeviceExecutor, target: Asked) -> list[int]:
 @pytest.mark.by_day(one_in=3, seed=48)
 @pytest.mark.parametrize("errors", [0.0, 0.4, 1.0], ids=["all right", "half right", "all wrong"])
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_one_string_of_ids_and_logprob_bits_whatever_is_guessed(
+def test_answers_have_equal_bits_for_any_draft_tokens(
     executors: tuple[DeviceExecutor, DeviceExecutor], number: int, errors: float
 ) -> None:
     plain, drafting = executors
@@ -86,8 +86,11 @@ def test_one_string_of_ids_and_logprob_bits_whatever_is_guessed(
 
 
 @pytest.mark.parametrize("number", [0, 2], ids=["greedy", "penalties"])
-def test_under_a_grammar_the_same_ids_and_bits(folder: Path, number: int) -> None:
-    """Some of whose places leave no choice; without log probabilities these are not sampled, and what was guessed is dropped."""
+def test_answers_have_equal_bits_under_a_grammar(folder: Path, number: int) -> None:
+    """The grammar forces some tokens.
+
+    Without log probabilities, forced tokens are not sampled, and draft tokens at their positions are dropped.
+    """
     plain, drafting = made_of(folder, 0), made_of(folder, 4)
     bound = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     sampled = replace(bound.params, grammar=spec(1, NEW_TOKENS))
@@ -108,8 +111,8 @@ def test_under_a_grammar_the_same_ids_and_bits(folder: Path, number: int) -> Non
 
 
 @of_one_dtype_by_day
-def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
-    """A prompt that ends as it has begun, with the answer in between; greedily the model goes round."""
+def test_ngram_drafts_change_no_bit(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+    """The prompt ends as it begins, with the answer in between, so the model repeats itself."""
     plain, drafting = executors
     guess_with(drafting, NgramDrafter())
     (first, *_) = targets(WORLD, random.Random(8), 20, NEW_TOKENS)
@@ -119,10 +122,10 @@ def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecu
 
 
 @of_one_dtype_by_day
-def test_a_prediction_saves_steps_and_changes_nothing(
+def test_prediction_saves_steps_and_changes_no_bit(
     executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is right, and one that is right but for some tokens here and there, in any context."""
+    """The test uses a right prediction and a prediction with some wrong tokens."""
     plain, drafting = executors
     guess_with(drafting, NgramDrafter())
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[1]
@@ -140,8 +143,8 @@ def test_a_prediction_saves_steps_and_changes_nothing(
     assert alone(WORLD, drafting, target).verified.predicted == 0
 
 
-def test_an_operators_texts_save_steps_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose tokenizer knows tokens that the model does not."""
+def test_corpus_saves_steps_and_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The corpus has token ids that the model does not have."""
     monkeypatch.setattr(DraftController, "choose", always)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     plain = made_of(folder, 0, "float32")
@@ -158,10 +161,10 @@ def test_an_operators_texts_save_steps_too(folder: Path, monkeypatch: pytest.Mon
 
 
 @of_one_dtype_by_day
-def test_who_wants_no_guesses_is_nobodys_text(
+def test_opted_out_request_is_not_drafted_for(
     executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside one who does: no token is guessed for it, and what drafts never hears of it."""
+    """Another request in the batch is drafted for. The drafter gets no calls for the opted-out request."""
     monkeypatch.setattr(DraftController, "choose", always)
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
@@ -177,9 +180,7 @@ def test_who_wants_no_guesses_is_nobodys_text(
 
 
 @of_one_dtype_by_day
-def test_fewer_steps_where_guesses_are_right(
-    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_draft_tokens_save_steps(executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftController, "choose", always)
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
@@ -195,8 +196,8 @@ def test_fewer_steps_where_guesses_are_right(
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3-moe"])
-def test_models_that_transformers_computes(name: str, tmp_path: Path) -> None:
-    """Token for token, greedily in float32: their sums may come out otherwise with more rows."""
+def test_transformers_models_give_equal_tokens_with_drafts(name: str, tmp_path: Path) -> None:
+    """Only greedy tokens in float32 are compared, because sums may be rounded differently with more rows."""
     SERVED[name].build(tmp_path)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     said, text = [], list(target.prompt)
@@ -212,8 +213,8 @@ def test_models_that_transformers_computes(name: str, tmp_path: Path) -> None:
     assert said[0] == said[1] and guesses.accepted > 0
 
 
-def test_steps_that_are_computed_in_pieces(folder: Path) -> None:
-    """Prompts that one pass has no room for, beside rows that decode."""
+def test_answers_have_equal_bits_when_steps_are_computed_in_pieces(folder: Path) -> None:
+    """The prompts exceed one pass, and share steps with decode rows."""
     said = []
     for max_drafts, max_tokens in ((0, 512), (4, 16)):
         options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=max_drafts, max_tokens=max_tokens)
@@ -235,10 +236,8 @@ def test_steps_that_are_computed_in_pieces(folder: Path) -> None:
 
 
 @of_one_dtype_by_day
-def test_a_step_that_fails_in_the_middle_is_forgotten(
-    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its requests end; the next one's tokens are what they always are."""
+def test_failed_step_leaves_no_state(executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of the failed step end, and the next request gets the usual tokens."""
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     guess_with(drafting, Guesses([whole(plain, target)], 0.0, WORLD.vocab_size))
@@ -259,7 +258,7 @@ def slot_of(history: Sequence[int]) -> SlotParams:
     return SlotParams(0, len(history), SamplingParams(max_new_tokens=9), (), np.array(history, dtype=np.int32))
 
 
-def test_ngrams_say_what_followed_last() -> None:
+def test_ngram_drafter_proposes_the_last_continuation() -> None:
     drafter = NgramDrafter()
     drafter.admit(slot_of([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 9, 2, 3]))
     assert drafter.propose({0: 3})[0] == [7, 8, 9], "after 9 2 3 the last time"
@@ -272,7 +271,7 @@ def test_ngrams_say_what_followed_last() -> None:
 
 
 @of_one_dtype_by_day
-def test_guesses_rest_where_they_are_wrong_and_come_back(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+def test_drafting_pauses_while_drafts_are_wrong_and_resumes(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), 5, 200))
     text = whole(plain, target)

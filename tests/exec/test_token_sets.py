@@ -1,4 +1,4 @@
-"""Grammar masks, allowed and banned tokens: what may be sampled, together and over a mixed batch."""
+"""Grammar masks, allowed and banned tokens: their intersection, and batches with different rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAWING = SamplingParams(8, temperature=1.0)
 
 
 def rising() -> torch.Tensor:
-    """The higher an id, the likelier."""
+    """Returns logits that rise with the token id."""
     return torch.arange(VOCAB, dtype=torch.float32) / 20
 
 
@@ -36,7 +36,7 @@ def mask(*tokens: int) -> np.ndarray:
 def sample(
     kernels: SampleKernels, rows: list[SamplingParams], masks: dict[int, np.ndarray] | None = None, **slot: Any
 ) -> Outcome:
-    """One token for each of the given parameters, all over the same logits."""
+    """Samples one token per element of `rows`, all with the same logits."""
     sampler = Sampling(len(rows), VOCAB, kernels)
     stops = slot.get("stops", ())
     for index, params in enumerate(rows):
@@ -67,7 +67,7 @@ def sample(
         "allowed-less-banned", "mask-and-allowed", "mask-less-banned", "bias-cannot-lift", "bias-within",
     ],
 )  # fmt: skip
-def test_the_best_of_what_is_allowed(
+def test_greedy_token_is_the_best_allowed_one(
     kernels: SampleKernels, params: SamplingParams, allowed: np.ndarray | None, expected: int
 ) -> None:
     result = sample(kernels, [params], {} if allowed is None else {0: allowed})
@@ -83,14 +83,14 @@ def test_the_best_of_what_is_allowed(
     ],
     ids=["plain", "top-p"],
 )
-def test_draws_stay_inside_and_reach_everything(kernels: SampleKernels, params: SamplingParams) -> None:
+def test_draws_reach_exactly_the_allowed_tokens(kernels: SampleKernels, params: SamplingParams) -> None:
     rows = [replace(params, seed=seed) for seed in range(300)]
     result = sample(kernels, rows, dict.fromkeys(range(len(rows)), mask(31, 50, 51)))
     assert set(result.tokens.tolist()) == {31, 50, 51} and not result.faults
 
 
 @on_both_by_night
-def test_a_mixed_batch_masks_its_own_rows_alone(kernels: SampleKernels) -> None:
+def test_mask_limits_only_one_row_of_a_mixed_batch(kernels: SampleKernels) -> None:
     rows = [GREEDY, GREEDY, replace(GREEDY, banned_token_ids=(99,)), GREEDY, replace(GREEDY, presence_penalty=1.0)]
     result = sample(kernels, rows, {3: mask(12), 1: mask(70, 8)})
     assert result.tokens.tolist() == [99, 70, 98, 12, 99]
@@ -109,7 +109,7 @@ def test_a_mixed_batch_masks_its_own_rows_alone(kernels: SampleKernels) -> None:
     ],
     ids=["empty-mask", "empty-mask-drawing", "allowed-outside", "all-banned", "disjoint", "stop-alone-before-its-time"],
 )
-def test_nothing_left_faults_its_row_alone(
+def test_row_faults_when_no_token_is_allowed(
     kernels: SampleKernels, params: SamplingParams, allowed: np.ndarray | None, stops: tuple[int, ...]
 ) -> None:
     params = replace(params, top_logprobs=0)
@@ -120,7 +120,7 @@ def test_nothing_left_faults_its_row_alone(
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @on_both_kernels
-def test_logits_that_are_not_finite_are_no_matter_of_masks(kernels: SampleKernels) -> None:
+def test_infinite_logits_fault_under_any_mask(kernels: SampleKernels) -> None:
     sampler = Sampling(3, VOCAB, kernels)
     logits = rising().repeat(3, 1)
     logits[0, 7], logits[1, 7], logits[2, 8:] = torch.nan, torch.inf, -torch.inf
@@ -129,7 +129,7 @@ def test_logits_that_are_not_finite_are_no_matter_of_masks(kernels: SampleKernel
     assert result.faults == {0: RowFault.NAN_LOGITS, 1: RowFault.NAN_LOGITS, 2: RowFault.NO_TOKEN_ALLOWED}
 
 
-def test_admission_forgets_the_last_holders_bans(kernels: SampleKernels) -> None:
+def test_admission_drops_the_bans_of_the_previous_request(kernels: SampleKernels) -> None:
     sampler = Sampling(1, VOCAB, kernels)
     for params, expected in ((replace(GREEDY, banned_token_ids=(99,)), 98), (GREEDY, 99)):
         sampler.admit(SlotParams(0, 0, params, (), np.empty(0, np.int32)))
