@@ -1,7 +1,7 @@
-"""What the executor's tests run on: our C++ kernels, and where a test asks for it (`on_both_kernels`) torch's twins too.
+"""Selects the kernels of the executor tests: our C++ kernels, and with the mark `on_both_kernels` torch's reference kernels, too.
 
-tests/kernels has the twins do what the C++ kernels do, operation by operation. So what an executor makes of them is asked of
-one; on both are the suites that compare with transformers, and of each other suite the cases that bear on most of it.
+tests/kernels compares both kernel sets operation by operation, so most executor tests need only one. Both are used by the suites
+that compare with transformers, and by the most important cases of each other suite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.exec.sampling import sample_kernels
 
 @pytest.fixture(scope="module")
 def kernel_name(request: pytest.FixtureRequest) -> str:
-    """Of build_host_executor."""
+    """Returns the value of build_host_executor's parameter `kernels`."""
     name: str = getattr(request, "param", "cpp")
     return name
 

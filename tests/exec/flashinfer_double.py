@@ -1,8 +1,10 @@
-"""FlashInfer without a GPU: its wrappers' signatures (0.6.4), what they check, where they would hold up the host, and attention
-in plain torch computed from nothing but what a kernel would read: the device's buffers.
+"""A double of FlashInfer 0.6.4 for machines without a GPU.
 
-On a CPU, memory made with a device argument stands for the device's and memory made with pin_memory for pinned host memory; the
-rest is pageable.
+It has the signatures and checks of the library's wrappers, detects waits of the host, and computes attention in plain torch from
+the device buffers that a kernel would read.
+
+On a CPU, memory that is allocated with a device argument stands for device memory, and memory that is allocated with pin_memory
+for pinned host memory. All other memory is pageable.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ DEVICE_FUNCTIONS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.tens
 
 
 class HostWaits(Exception):
-    """The library would copy from the device to the host."""
+    """Raised if the library would copy from the device to the host."""
 
 
 class Ledger(TorchFunctionMode):
-    """Which memory stands for what. Holds on to all of it, so that no address is given out twice."""
+    """Records which memory stands for device memory and for pinned memory.
+
+    It references all of it, so that no address is reused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +49,7 @@ class Ledger(TorchFunctionMode):
         return made
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Counts it as the device's."""
+        """Registers a tensor as device memory."""
         self._device[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
@@ -56,12 +61,12 @@ class Ledger(TorchFunctionMode):
 
 
 class Library:
-    """The module as a back end sees it. pageable: what was copied from pageable memory; planned: one line per plan."""
+    """The module that a back end imports."""
 
     def __init__(self, device: torch.device) -> None:
         self.ledger, self.device = Ledger(), device
-        self.pageable: list[str] = []
-        self.planned: list[str] = []
+        self.pageable: list[str] = []  # names of columns that were copied from pageable memory
+        self.planned: list[str] = []  # one line per plan
         self.plans = 0
         made = {"library": self}
         self.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (PrefillWrapper,), made)
@@ -94,7 +99,7 @@ def lengths(kv_indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
 
 
 class Wrapper:
-    """What both kinds share."""
+    """The common part of both wrappers."""
 
     library: Library
 
@@ -108,7 +113,7 @@ class Wrapper:
         self._plan: SimpleNamespace | None = None
 
     def _schedule(self, needed: tuple[int, int]) -> None:
-        """Copies a schedule that is but a number from the host's buffer to the device's."""
+        """Copies a schedule, which is only a number, from the host buffer to the device buffer."""
         library, host, device = self.library, self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
         assert library.ledger.pinned(host) and library.ledger.on_device(device) and len(host) >= len(device)
         for size, buffer in zip(needed, (self._float_workspace_buffer, device), strict=True):
@@ -134,7 +139,7 @@ class Wrapper:
             columns.append(self._qo_indptr_buf)
         assert all(self.library.ledger.on_device(column) for column in columns)
         kv, last, indices, *ragged = (column.tolist() for column in columns)
-        qo = ragged[0] if ragged else list(range(len(kv)))  # the kernel for CUDA cores has a row for each query
+        qo = ragged[0] if ragged else list(range(len(kv)))  # the kernel for CUDA cores has one row per query
         assert kv == plan.kv_indptr, "the device's columns are not the planned ones"
         assert len(q) == qo[-1], "not the planned queries"
         for row in range(len(last)):
@@ -144,7 +149,16 @@ class Wrapper:
 
 
 def one_row(q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float, plan: SimpleNamespace) -> Tensor:
-    """q: [t, H, D]; keys, values: [pages, G, S, D] of one sequence of `length` tokens, whose last t the queries are."""
+    """Computes attention of one row.
+
+    Args:
+        q: [t, H, D], the last t tokens of the sequence.
+        keys: [pages, G, S, D] of the sequence.
+        values: [pages, G, S, D] of the sequence.
+        length: tokens of the sequence.
+        scale: factor of the scores.
+        plan: sizes and mask.
+    """
     count, group = len(q), plan.heads // plan.kv_heads
     flat = [pool.transpose(0, 1).flatten(1, 2)[:, :length].float().repeat_interleave(group, 0) for pool in (keys, values)]
     scores = torch.einsum("thd,hsd->hts", q.float(), flat[0]) * scale

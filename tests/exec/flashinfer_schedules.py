@@ -1,6 +1,6 @@
-"""Bytes of scratch memory, (float, int), that a FlashInfer plan takes: as its scheduler computes them (scheduler.cuh, 0.6.4).
+"""Computes the scratch memory of a FlashInfer plan as (float bytes, int bytes), as its scheduler does (scheduler.cuh, 0.6.4).
 
-shape: (query heads, key/value heads, head size, page size). qo, kv: indptr of tokens and of pages.
+A shape has query heads, key/value heads, head size and page size. `qo` and `kv` are the indptr columns of tokens and of pages.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def fa3_bytes(qo: list[int], shape: Shape, sms: int) -> tuple[int, int]:
 
 
 def decode_bytes(kv: list[int], shape: Shape, graph: bool, sms: int, blocks_per_sm: int = 16) -> tuple[int, int]:
-    """blocks_per_sm: the most that fit, which the library asks the device for."""
+    """Returns the bytes of a decode plan.
+
+    The library asks the device for blocks_per_sm, the largest number of blocks that fit.
+    """
     heads, kv_heads, dim, page_size = shape
     most, rows = blocks_per_sm * sms, len(kv) - 1
     pages = [end - start for start, end in pairwise(kv)]

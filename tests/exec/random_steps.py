@@ -1,5 +1,8 @@
-"""Random traffic through the scheduler: first over an executor that computes, which is recorded, then over the fake one, which
-is made to say the same tokens. Whatever the plans, both must ask for the same things and get answers of the same shape."""
+"""Random traffic through the scheduler, with a real executor and then with the fake one.
+
+The results of the real executor are recorded, and the fake executor repeats its tokens. Both runs must have equal plans and
+results of equal shapes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ MAX_SLOTS, POOL_TOKENS = 9, 640
 
 @dataclass
 class Recorder:
-    """Passes all on to the executor, and keeps what comes back, by step."""
+    """Passes all calls to the executor and records the results by step."""
 
     executor: Executor
     results: dict[int, StepResult] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class Recorder:
 
 
 class Repeater(FakeExecutor):
-    """Says what was recorded, after seeing that it has the shape of what the fake model would have said."""
+    """Repeats recorded results, and checks that they have the shapes of the fake model's results."""
 
     def __init__(self, config: SchedulerConfig, recorded: dict[int, StepResult]) -> None:
         slots, pages = config.max_running_requests, config.max_pages_per_request
@@ -87,7 +90,7 @@ class Repeater(FakeExecutor):
 
 
 class Turned(Engine):
-    """The harness's engine over any executor, with the state of the core noted after each turn."""
+    """The harness's engine with any executor. It records the core's statistics after each turn."""
 
     def __init__(self, config: SchedulerConfig, overlap: bool, executor: Any) -> None:
         super().__init__(config, overlap)
@@ -96,7 +99,7 @@ class Turned(Engine):
 
     def _check_cached_pages(self, nodes: Sequence[TreeNode]) -> None:
         if isinstance(self.executor, Repeater):
-            super()._check_cached_pages(nodes)  # reads the fake's memory
+            super()._check_cached_pages(nodes)  # reads the memory of the fake executor
 
     def turn(self) -> bool:
         busy = super().turn()
@@ -105,7 +108,7 @@ class Turned(Engine):
 
 
 def random_config(rng: random.Random, page_size: int) -> SchedulerConfig:
-    """Within what an executor of MAX_SLOTS slots and POOL_TOKENS tokens can do."""
+    """Returns a configuration for an executor of MAX_SLOTS slots and POOL_TOKENS tokens."""
     return pinned_config(
         num_pages=rng.choice((96, 160, 320, POOL_TOKENS)) // page_size,
         page_size=page_size,
@@ -127,7 +130,7 @@ def random_config(rng: random.Random, page_size: int) -> SchedulerConfig:
 
 
 def random_prompt(rng: random.Random) -> list[int]:
-    """Few distinct beginnings, so that prefixes are shared."""
+    """Returns a prompt with one of few beginnings, so that prompts share prefixes."""
     stem = [rng.randrange(6, 9)] * rng.randrange(1, 40)
     return stem + [rng.randrange(6, VOCAB) for _ in range(rng.randrange(0, 24))]
 
@@ -159,7 +162,7 @@ def random_params(rng: random.Random, prompt_len: int) -> dict[str, Any]:
 
 
 def drive(engine: Turned, seed: int, turns: int) -> Turned:
-    """Requests come, are aborted in every phase, and drain now and then. The same seed asks the same of any engine."""
+    """Submits and aborts requests in every phase, and drains at random. One seed gives the same requests to any engine."""
     rng = random.Random(seed)
     handle = 0
     for _ in range(turns):

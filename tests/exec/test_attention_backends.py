@@ -1,4 +1,4 @@
-"""The attention back ends that are ours give what the reference gives, step after step of mixed batches and of graphs."""
+"""Our attention back ends give the results of the reference, for mixed batches and graphs, step after step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BACKENDS = {"triton": TritonAttention, "torch": lambda *_: KernelAttention(refer
 
 
 class Model:
-    """One layer's pools, filled, and the page table of all slots."""
+    """The filled pools of one layer, and the page table of all slots."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         made = torch.Generator().manual_seed(0)
@@ -98,8 +98,8 @@ STEPS = {
     ids=["float32", "bfloat16"],
 )
 @pytest.mark.parametrize("name", list(BACKENDS))
-def test_steps_of_every_kind(name: str, dtype: torch.dtype, steps: list[str]) -> None:
-    """One back end through all of them, with and without a window: nothing of a step is left for the next."""
+def test_back_end_equals_the_reference_for_every_kind_of_step(name: str, dtype: torch.dtype, steps: list[str]) -> None:
+    """The same back end runs all steps, with and without a window, so state of an earlier step would show."""
     model, backend = Model(DEVICE, dtype), BACKENDS[name](SHAPE, DEVICE)
     for step in (STEPS[step] for step in steps):
         batch = model.batch(*step)
@@ -111,8 +111,8 @@ def test_steps_of_every_kind(name: str, dtype: torch.dtype, steps: list[str]) ->
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("window", SHAPE.windows)
-def test_a_graph_reads_its_lengths_on_the_device(window: int) -> None:
-    """What was launched for one step's columns serves all later ones in the same addresses; padding rows do no harm."""
+def test_graph_reads_lengths_on_the_device(window: int) -> None:
+    """The launches for one step's columns serve later steps with the same addresses. Padding rows change nothing."""
     model, backend = Model(DEVICE), TritonAttention(SHAPE, DEVICE)
     batch = model.batch([0, -1, -1, -1], [0] * 4, [1] * 4, 0, graph=4)
     qkv = model.queries(batch)
@@ -143,7 +143,7 @@ def _captured(work):  # type: ignore[no-untyped-def]
     return graph.replay
 
 
-def test_a_graph_takes_the_longest_context_there_may_be() -> None:
+def test_graph_is_planned_for_the_longest_context() -> None:
     model, backend = Model(DEVICE), TritonAttention(SHAPE, DEVICE)
     batch = model.batch([0], [0], [1], 0, graph=1)
     backend.plan(batch)
@@ -154,7 +154,7 @@ def test_a_graph_takes_the_longest_context_there_may_be() -> None:
     assert windowed.splits == 1
 
 
-def test_which_back_ends_can_be_captured() -> None:
+def test_only_triton_can_be_captured() -> None:
     assert TritonAttention.captures and not KernelAttention.captures
     batch = Model(DEVICE).batch([0], [0], [1], 0, graph=1)
     with pytest.raises(ValueError, match="captured"):
@@ -163,8 +163,8 @@ def test_which_back_ends_can_be_captured() -> None:
 
 @pytest.mark.by_day(one_in=5, seed=35)
 @each_pair(shape=[(8, 4, 128), (8, 2, 128), (1, 71, 64), (1, 128, 576), (40, 1, 256)], itemsize=[2, 4], multiprocessors=[16, 132])
-def test_scratch_holds_every_plan(shape: tuple[int, int, int], itemsize: int, multiprocessors: int) -> None:
-    """shape: KV heads, heads of each, numbers of a head."""
+def test_scratch_bounds_hold_for_every_plan(shape: tuple[int, int, int], itemsize: int, multiprocessors: int) -> None:
+    """A shape has KV heads, query heads per KV head, and the head size."""
     kv_heads, group, head_dim = shape
     heads = HeadShape(kv_heads, group, head_dim, head_dim, itemsize)
     lanes, counters = scratch_bounds(heads, multiprocessors)
@@ -175,7 +175,7 @@ def test_scratch_holds_every_plan(shape: tuple[int, int, int], itemsize: int, mu
         assert plan.scratch_lanes <= lanes and plan.counters <= counters
 
 
-def test_every_tile_fits_shared_memory() -> None:
-    """Keys and values of the stages, in a Hopper multiprocessor's 227 KiB."""
+def test_every_tile_fits_into_shared_memory() -> None:
+    """A Hopper multiprocessor has 227 KiB for the keys and values of all stages."""
     for (size, itemsize), blocks in DECODE_BLOCKS.items():
         assert blocks.num_stages * blocks.n * size * 2 * itemsize <= 227 * 1024

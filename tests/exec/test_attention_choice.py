@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Named:
-    """Stands for a back end."""
+    """A stand-in for a back end."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,7 +43,7 @@ def chosen(
 
 
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
-    """A back end that needs no device; prepare() raises the failure."""
+    """Installs a FlashInfer back end that needs no device. Its prepare() raises the failure."""
 
     def prepare(_: Any, log: Any) -> None:
         if failure is not None:
@@ -59,18 +59,18 @@ def with_flashinfer(monkeypatch: pytest.MonkeyPatch, failure: Exception | None =
     monkeypatch.setattr(choose.FlashInferAttention, "prepare", prepare)
 
 
-def test_without_cuda_it_is_the_kernels_of_the_layers() -> None:
+def test_auto_chooses_our_kernels_without_cuda() -> None:
     name, told = chosen("auto", CPU)
     assert name == "kernels" and told == ["attention: our kernels, because the device is cpu and the other back ends need CUDA"]
 
 
-def test_flashinfer_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_flashinfer_when_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     with_flashinfer(monkeypatch)
     assert chosen("auto", CUDA) == ("flashinfer", ["attention: flashinfer, because it is installed and serves this model"])
     assert chosen("flashinfer", CUDA) == ("flashinfer", ["attention: flashinfer, as asked for"])
 
 
-def test_deterministic_is_ours_wherever_flashinfer_could_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_chooses_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with_flashinfer(monkeypatch)
     told = ["attention: our kernels, with sums in a fixed order"]
     assert chosen("auto", CUDA, deterministic=True) == ("triton in order", told)
@@ -79,7 +79,7 @@ def test_deterministic_is_ours_wherever_flashinfer_could_be_had(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("name", "device"), [("flashinfer", CUDA), ("torch", CUDA), ("torch", CPU), ("triton", CPU)])
-def test_deterministic_refuses_the_others(monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device) -> None:
+def test_deterministic_mode_refuses_other_back_ends(monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device) -> None:
     with_flashinfer(monkeypatch)
     with pytest.raises(ValueError, match=f"attention back end {name} is not deterministic"):
         chosen(name, device, deterministic=True)
@@ -93,7 +93,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize(("shape", "dtype", "failure", "reason"), REASONS.values(), ids=REASONS.keys())
-def test_triton_where_flashinfer_does_not_serve(
+def test_auto_chooses_triton_when_flashinfer_is_unsupported(
     shape: AttentionShape, dtype: torch.dtype, failure: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_flashinfer(monkeypatch, failure)
@@ -103,7 +103,7 @@ def test_triton_where_flashinfer_does_not_serve(
         chosen("flashinfer", CUDA, shape, dtype)
 
 
-def test_a_failed_import_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_logs_a_failed_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     name, told = chosen("auto", CUDA)
     assert name == "triton" and "flashinfer cannot be had: ModuleNotFoundError: " in told[0]
@@ -111,14 +111,14 @@ def test_a_failed_import_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen("flashinfer", CUDA)
 
 
-def test_lack_of_memory_is_no_reason_to_choose_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_raises_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     with_flashinfer(monkeypatch, torch.cuda.OutOfMemoryError("full"))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         chosen("auto", CUDA)
 
 
 @pytest.mark.parametrize(("name", "device"), [("triton", CUDA), ("torch", CUDA), ("torch", CPU)])
-def test_names(name: str, device: torch.device) -> None:
+def test_named_back_end_is_chosen(name: str, device: torch.device) -> None:
     assert chosen(name, device) == (name, [f"attention: {name}, as asked for"])
 
 
@@ -126,6 +126,6 @@ def test_names(name: str, device: torch.device) -> None:
     ("name", "message"),
     [("flashinfer", "needs a CUDA device, not cpu"), ("triton", "needs a CUDA"), ("fast", "is none of auto, ")],
 )
-def test_names_that_cannot_be_had(name: str, message: str) -> None:
+def test_unavailable_back_ends_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chosen(name, CPU)

@@ -1,4 +1,4 @@
-"""Deterministic mode through executor and scheduler: what a request gets is a function of that request alone, to the last bit."""
+"""Deterministic mode through executor and scheduler: the bits of a result depend only on the request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
 WORLD = World()
-CONTEXTS = 1000 if NIGHTLY else 24  # of each way of sampling, a third
+CONTEXTS = 1000 if NIGHTLY else 24  # a third of them per kind of sampling
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 64 numbers, for which bfloat16 has tiles of its own where the CPU has dot products."""
+    """Returns a model with heads of 64 numbers, for which bfloat16 has separate tiles on CPUs with dot products."""
     made = tmp_path_factory.mktemp("model")
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made)
     return made
@@ -53,13 +53,13 @@ def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[Executor]
 
 @pytest.mark.by_day(one_in=3, seed=9)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_one_prompt_says_one_string_of_ids_and_logprob_bits_in_any_context(executor: Executor, number: int) -> None:
+def test_answer_has_equal_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     assert len(strings(WORLD, executor, target, range(number, CONTEXTS, 3))) == 1
 
 
-def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path) -> None:
-    """With torch's linear layers: their sums depend on the number of rows on every CPU, those of our kernels on some."""
+def test_answer_has_different_bits_without_the_mode(folder: Path) -> None:
+    """Sums of torch's linear layers depend on the number of rows on every CPU, those of our kernels only on some CPUs."""
     executor = made_of(folder, "float32", deterministic=False, kernels="torch")
     *_, target = targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
     assert any(len(strings(WORLD, executor, target, range(seed, seed + 1))) > 1 for seed in range(40))
@@ -67,7 +67,7 @@ def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path) -> 
 
 
 @pytest.mark.by_day(one_in=2)
-def test_a_text_scored_as_a_prompt_has_the_logprobs_that_it_was_written_with(executor: Executor) -> None:
+def test_prompt_logprobs_equal_the_output_logprobs_of_the_same_text(executor: Executor) -> None:
     for target in targets(WORLD, random.Random(6), PROMPT_TOKENS, NEW_TOKENS):
         written = alone(WORLD, executor, target)
         scoring = replace(target.params, max_new_tokens=1, prompt_logprobs_from=PROMPT_TOKENS)
@@ -76,7 +76,7 @@ def test_a_text_scored_as_a_prompt_has_the_logprobs_that_it_was_written_with(exe
         assert [float(value).hex() for value in values] == [row.sampled.hex() for row in written.logprobs]
 
 
-def test_a_mean_over_a_prompt_wherever_it_is_cut(tmp_path: Path) -> None:
+def test_mean_embedding_has_equal_bits_for_any_chunk_size(tmp_path: Path) -> None:
     TinyModel("Qwen3", {}).build(tmp_path)
     kinds = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
     (tmp_path / "modules.json").write_text(json.dumps(kinds))
@@ -95,8 +95,8 @@ def test_a_mean_over_a_prompt_wherever_it_is_cut(tmp_path: Path) -> None:
     executor.close()
 
 
-def test_fingerprints_tell_dtypes_apart_and_nothing_else(folder: Path) -> None:
-    """Of what one machine has. A worker that promises nothing has none."""
+def test_fingerprint_depends_on_the_dtype(folder: Path) -> None:
+    """The machine is the same. Without deterministic mode, the fingerprint is empty."""
     fingerprints = {}
     for dtype, deterministic in (("float32", True), ("bfloat16", True), ("float32", False)):
         options = DeviceOptions(device="cpu", num_threads=1, deterministic=deterministic)
@@ -110,8 +110,8 @@ def test_fingerprints_tell_dtypes_apart_and_nothing_else(folder: Path) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_a_request_without_a_seed_is_drawn_by_the_seed_it_was_given(executor: Executor) -> None:
-    """The worker's front draws one for a request that names none: another seed, another text."""
+def test_seed_decides_the_text(executor: Executor) -> None:
+    """The worker's gRPC server draws a seed for a request without one."""
     prompt = next(targets(WORLD, random.Random(7), 9, 1)).prompt
     texts = {
         tuple(
@@ -125,12 +125,12 @@ def test_a_request_without_a_seed_is_drawn_by_the_seed_it_was_given(executor: Ex
 
 
 @pytest.mark.parametrize(("dtype", "kernels"), [("float16", "auto"), ("float32", "torch")])
-def test_what_has_no_such_kernels_is_refused(folder: Path, dtype: str, kernels: str) -> None:
+def test_build_refuses_dtypes_and_kernels_without_deterministic_kernels(folder: Path, dtype: str, kernels: str) -> None:
     with pytest.raises(ValueError, match="deterministic"):
         made_of(folder, dtype, kernels=kernels)
 
 
-def test_a_model_that_transformers_computes_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_build_refuses_models_of_transformers_in_deterministic_mode(tmp_path: Path) -> None:
     SERVED["gpt2"].build(tmp_path)
     with pytest.raises(UnsupportedModel, match="no deterministic mode: transformers' code computes it"):
         made_of(tmp_path, "float32")

@@ -1,4 +1,4 @@
-"""A device without room: steps are computed in pieces, the largest request ends last; memory given back and taken again."""
+"""A device without enough memory: steps in pieces, requests that end, and memory that is released and resumed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cpu(folder: Path) -> Iterator[Executor]:
 
 
 class Narrow:
-    """A model on a device that has room for so many tokens, and for none of a slot that is too much by itself."""
+    """A model that has memory for `room` tokens per pass, and none for the slots in `too_large`."""
 
     def __init__(self, model: Any, room: int, too_large: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self._model, self._room, self._too_large = model, room, too_large
@@ -77,7 +77,7 @@ def narrowed(executor: DeviceExecutor, room: int, too_large: set[int] | None = N
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("room", [1, 3, 10])
-def test_a_step_without_room_is_computed_in_pieces(folder: Path, cpu: Executor, room: int) -> None:
+def test_step_is_computed_in_pieces_when_memory_is_short(folder: Path, cpu: Executor, room: int) -> None:
     executor = built(folder)
     narrow = narrowed(executor, room)
     ours = run_all(Driver(executor, PAGE_SIZE), sequences(), 8)
@@ -85,7 +85,7 @@ def test_a_step_without_room_is_computed_in_pieces(folder: Path, cpu: Executor, 
     assert narrow.refused >= 10 and executor.runner.stats.pieces > 10
 
 
-def test_a_step_larger_than_was_reserved_is_computed_in_pieces(folder: Path, cpu: Executor) -> None:
+def test_step_is_computed_in_pieces_when_larger_than_max_tokens(folder: Path, cpu: Executor) -> None:
     executor = built(folder, max_tokens=16)
     assert same(run_all(Driver(executor, PAGE_SIZE), sequences(), 4), run_all(Driver(cpu, PAGE_SIZE), sequences(), 4))
     assert executor.runner.stats.pieces > 0
@@ -93,7 +93,7 @@ def test_a_step_larger_than_was_reserved_is_computed_in_pieces(folder: Path, cpu
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("dimensions", [0, 8])
-def test_vectors_are_summed_once_whatever_is_tried(folder: Path, cpu: Executor, dimensions: int) -> None:
+def test_embedding_counts_each_token_once_when_a_pass_is_repeated(folder: Path, cpu: Executor, dimensions: int) -> None:
     vectors = []
     for executor in (built(folder), cpu):
         if isinstance(executor, DeviceExecutor):
@@ -105,7 +105,7 @@ def test_vectors_are_summed_once_whatever_is_tried(folder: Path, cpu: Executor, 
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-5)
 
 
-def test_where_nothing_helps_the_largest_request_ends_and_the_others_go_on(folder: Path, cpu: Executor) -> None:
+def test_largest_request_ends_when_pieces_do_not_fit(folder: Path, cpu: Executor) -> None:
     executor = built(folder)
     narrowed(executor, 100, {1})
     driver, twin = Driver(executor, PAGE_SIZE), Sequence([4, 5, 6], 7, greedy())
@@ -118,7 +118,7 @@ def test_where_nothing_helps_the_largest_request_ends_and_the_others_go_on(folde
     assert [int(result.tokens[0])] == twin.output
 
 
-def test_another_error_fails_its_step_alone(folder: Path) -> None:
+def test_kernel_error_fails_only_one_step(folder: Path) -> None:
     executor, lost = built(folder), list[str]()
     executor.on_lost = lost.append
     driver, model = Driver(executor, PAGE_SIZE), executor.runner.passes.model
@@ -131,15 +131,15 @@ def test_another_error_fails_its_step_alone(folder: Path) -> None:
     with pytest.raises(ExecutorError, match=r"step 1 failed.*a kernel failed"):
         driver.prefill([Sequence([1, 2, 3], 0, greedy())])
     executor.runner.passes.model = model
-    for slot in range(8):  # more than there are buffers in the ring
+    for slot in range(8):  # more steps than the ring has buffers
         sequence = Sequence([1, 2, 3], slot, greedy())
         driver.prefill([sequence])
         assert len(sequence.output) == 1
     assert lost == []
 
 
-def test_sampling_that_fails_costs_its_own_steps_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More steps in a row than the rings have buffers, then the next one is sound."""
+def test_sampling_error_fails_only_the_affected_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps fail than the rings have buffers, and the next step succeeds."""
     executor = built(folder)
     driver = Driver(executor, PAGE_SIZE)
 
@@ -157,7 +157,7 @@ def test_sampling_that_fails_costs_its_own_steps_alone(folder: Path, monkeypatch
     assert len(sequence.output) == 4
 
 
-def test_a_device_that_does_not_answer_is_told_of_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_is_reported_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, lost = built(folder), list[str]()
     executor.on_lost = lost.append
 
@@ -173,7 +173,7 @@ def test_a_device_that_does_not_answer_is_told_of_once(folder: Path, monkeypatch
     executor.close()
 
 
-def test_memory_is_given_back_and_taken_again(folder: Path) -> None:
+def test_memory_can_be_released_and_resumed(folder: Path) -> None:
     executor, both = built(folder), {"kv": True, "weights": True}
     before, after = Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy())
     driver = Driver(executor, PAGE_SIZE)
@@ -192,8 +192,8 @@ def test_memory_is_given_back_and_taken_again(folder: Path) -> None:
     assert after.output == before.output
 
 
-def test_memory_is_taken_again_where_steps_find_it_done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing orders the forward stream after another one: a pool might be filled with zeros under a step's keys."""
+def test_resume_waits_on_the_forward_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another stream, the pool might be filled with zeros after a step has written keys."""
     executor, both = built(folder), {"kv": True, "weights": True}
     runner, calls = executor.runner, list[str]()
 
@@ -215,8 +215,8 @@ def test_memory_is_taken_again_where_steps_find_it_done(folder: Path, monkeypatc
     assert dropped == [ReleaseMemory(**both)]
 
 
-def test_what_cannot_be_resumed_to_its_end_is_released_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and pool fit, and what start-up does then does not."""
+def test_failed_resume_releases_all_memory_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and pool fit into the memory, but the graphs do not."""
     executor, both = built(folder), {"kv": True, "weights": True}
     operator = executor._operator
     executor.apply(ReleaseMemory(**both))
@@ -241,8 +241,8 @@ def test_what_cannot_be_resumed_to_its_end_is_released_again(folder: Path, monke
     executor.close()
 
 
-def test_pages_are_mapped_where_a_step_fails_before_it_begins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later step may be planned with them."""
+def test_page_table_is_updated_when_a_step_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later step may be planned with these pages."""
     executor = built(folder)
     driver, ring, send = Driver(executor, PAGE_SIZE), executor.runner._ring, executor.runner._ring.send
 
@@ -267,8 +267,8 @@ def test_pages_are_mapped_where_a_step_fails_before_it_begins(folder: Path, monk
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("room", [64, 16])
-def test_an_encoder_sees_each_prompt_whole(tmp_path: Path, room: int) -> None:
-    """A prompt that is longer than a step's tokens; and on a device without room for it."""
+def test_encoder_computes_each_prompt_in_one_pass(tmp_path: Path, room: int) -> None:
+    """The first prompt exceeds max_tokens, and in one case the memory of the device."""
     FOLDERS["bert-mean"].build(tmp_path)
     cpu, _ = build_host_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
     params, results = SamplingParams(1, embedding=EmbeddingParams()), []
@@ -286,7 +286,7 @@ def test_an_encoder_sees_each_prompt_whole(tmp_path: Path, room: int) -> None:
     assert all(vector == pytest.approx(theirs.embeddings[row], abs=1e-5) for row, vector in ours.embeddings.items())
 
 
-def test_a_mean_over_more_tokens_than_there_are_buffers_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_embedding_accepts_more_tokens_than_the_buffers_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FOLDERS["llama-mean"].build(tmp_path)
     monkeypatch.setattr(build, "PIECE_BYTES", 1)
     vectors = []
@@ -299,7 +299,7 @@ def test_a_mean_over_more_tokens_than_there_are_buffers_for(tmp_path: Path, monk
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-5)
 
 
-def test_closing_a_device_that_is_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_reports_a_lost_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, lost = built(folder), list[str]()
     executor.on_lost = lost.append
 
@@ -311,7 +311,7 @@ def test_closing_a_device_that_is_gone(folder: Path, monkeypatch: pytest.MonkeyP
     assert len(lost) == 1
 
 
-def test_another_model_in_the_folder_is_refused(tmp_path: Path) -> None:
+def test_resume_refuses_another_model_in_the_folder(tmp_path: Path) -> None:
     MODELS["qwen3"].build(tmp_path)
     executor = built(tmp_path)
     executor.apply(ReleaseMemory(kv=False, weights=True))
@@ -323,7 +323,7 @@ def test_another_model_in_the_folder_is_refused(tmp_path: Path) -> None:
         executor.apply(ResumeMemory(kv=False, weights=True))
 
 
-def test_a_profile_of_steps(folder: Path, tmp_path: Path) -> None:
+def test_profile_names_the_steps(folder: Path, tmp_path: Path) -> None:
     executor = built(folder)
     executor.apply(StartProfile(tmp_path / "trace.json"))
     Driver(executor, PAGE_SIZE).prefill([Sequence([1, 2, 3], 0, greedy())])
@@ -332,7 +332,7 @@ def test_a_profile_of_steps(folder: Path, tmp_path: Path) -> None:
     assert '"forward 1"' in text and '"sample 1"' in text
 
 
-def test_devices_that_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_refuses_unusable_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device, message in (("meta", "no device that steps can run on"), ("cuda:0", "no GPU for cuda:0")):
         options = DeviceOptions(device=device)
@@ -340,8 +340,8 @@ def test_devices_that_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             build_device_executor(str(folder), "auto", PAGE_SIZE, SLOTS, PAGES, 0.5, None, options, lambda _: None)
 
 
-def test_a_device_without_an_index_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's set_device takes none without one."""
+def test_device_of_adds_the_index_of_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's set_device() requires an index."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -349,6 +349,6 @@ def test_a_device_without_an_index_is_the_first_one(monkeypatch: pytest.MonkeyPa
     assert [device_of("cuda"), device_of("cuda:1")] == chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
+def test_build_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         built(tmp_path)

@@ -1,5 +1,7 @@
-"""The executor under random traffic: lengths, pages and finishes are those of the fake executor, tokens those of a model
-that computes each request by itself. On a CPU with few steps, on a GPU with 2,000."""
+"""The executor under random traffic: lengths, pages and finishes equal those of the fake executor.
+
+Tokens equal those of a model that computes each request separately. A CPU runs few steps, a GPU 2,000.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from tests.night import NIGHTLY
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 STEPS = 2000 if DEVICE != "cpu" else 300
-TURNS = 60  # between two drains of everything
+TURNS = 60  # turns between two complete drains
 KERNELS = ["auto"] if DEVICE != "cpu" else ["cpp", "torch"] if NIGHTLY else ["cpp"]
 PAGE_SIZES = (4, 1, 16)
-NEAR = 2e-3  # of a logit: two tokens so near may change places by rounding
+NEAR = 2e-3  # distance of two logits below which rounding may swap the tokens
 COLUMNS = (
     *("mode", "num_extend", "slots", "starts", "num_tokens", "input_ids", "sample", "mask_rows"),
     *("prompt_logprob_rows", "prompt_logprob_offsets", "prompt_logprob_nexts"),
@@ -40,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    """What transformers makes of the same checkpoint."""
+    """Returns transformers' model of the same checkpoint."""
     return MODELS["qwen3"].build(folder).to(DEVICE)
 
 
@@ -60,7 +62,7 @@ def executors(request: pytest.FixtureRequest, folder: Path, model: Any) -> Any:
         executor.close()
 
 
-def test_lengths_pages_finishes_and_tokens_under_random_traffic(executors: Callable[[int], Executor], model: Any) -> None:
+def test_executor_equals_the_fake_executor_under_random_traffic(executors: Callable[[int], Executor], model: Any) -> None:
     seen: Counter[str] = Counter()
     seed = 0
     while seen["steps"] < STEPS:
@@ -92,7 +94,7 @@ COVERED = (
 
 
 def count(engine: Turned, seen: Counter[str]) -> None:
-    """What the traffic has had."""
+    """Counts the features that occurred in the traffic."""
     stats = engine.core.stats()
     seen["retractions"] += stats.retractions_total
     seen["evictions"] += stats.evicted_pages_total
@@ -118,7 +120,7 @@ def assert_alike(ours: Turned, fake: Turned, seed: int) -> None:
 
 
 def plain_requests(engine: Turned) -> list[int]:
-    """Greedy ones whose logits nothing edits."""
+    """Returns the greedy requests whose logits are not edited."""
     found = []
     for handle, message in engine.submitted.items():
         params = message.params
@@ -130,7 +132,7 @@ def plain_requests(engine: Turned) -> list[int]:
 
 
 def check_tokens(engine: Turned, handle: int, model: Any, seed: int) -> int:
-    """Each token is the likeliest, of a model that has seen the whole request and nothing else. Returns how many there were."""
+    """Checks that each token is the most likely one of a model that computes only this request. Returns the number of tokens."""
     output = engine.outputs.get(handle, [])
     if not output:
         return 0

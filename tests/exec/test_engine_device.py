@@ -1,4 +1,4 @@
-"""What the engine asks of a GPU's executor where settings leave rows and chunks to the device's memory."""
+"""The options that the engine gives to a GPU's executor if the settings leave rows and chunks to the device's memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ H200_BYTES = 143_771 << 20
 
 
 class Asked(Exception):
-    """The executor would be built now."""
+    """Raised in place of building the executor."""
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Of build_device_executor, on a machine that seems to have an H200."""
+    """Yields the arguments of build_device_executor on a machine that seems to have an H200."""
     found: dict[str, Any] = {}
 
     def note(**arguments: Any) -> None:
@@ -43,7 +43,7 @@ def build_engine(**given: Any) -> None:
         engine.build_engine(WorkerSettings(**given), Inbox(), lambda sentence: None)
 
 
-def test_activations_of_one_chunk_are_reserved(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_reserves_activations_of_one_chunk(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         build_engine()
     assert (asked["max_slots"], asked["options"].max_tokens) == (256, 8192)
@@ -54,7 +54,7 @@ def test_activations_of_one_chunk_are_reserved(asked: dict[str, Any], caplog: py
     assert (asked["max_slots"], asked["options"].max_tokens) == (4000, 4016)
 
 
-def test_an_encoders_step_is_not_cut_where_a_chunk_ends(asked: dict[str, Any]) -> None:
+def test_step_tokens_of_an_encoder_exceed_a_chunk(asked: dict[str, Any]) -> None:
     build_engine()
     loaded = SimpleNamespace(is_encoder=True, context_len=512)
     assert build._step_tokens(asked["options"], loaded) == 16384  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Every feature at once in a pool too small for them, on the real executor: each gets what transformers gives it alone."""
+"""All features at once on the real executor, in a pool that is too small: each answer equals that of transformers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ GRAMMAR_LENGTH = 20
 
 
 class Reference:
-    """transformers, one request at a time, in fp32."""
+    """Computes requests with transformers, one at a time, in float32."""
 
     def __init__(self, folder: Path) -> None:
         self.model = MODELS["qwen3"].build(folder).eval()
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """float32[n, V]: row i is what follows ids[: i + 1]."""
+        """Returns float32[n, V]; row i predicts the token after ids[: i + 1]."""
         return self.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
     def answer(self, prompt: list[int], count: int, grammar_seed: int | None = None) -> list[int]:
@@ -82,7 +82,7 @@ class Served:
         self.core.submit(message, 0.0)
 
     def drain(self, turns: int = 1_000_000) -> None:
-        """Turns until all has ended, or so often."""
+        """Runs turns until all requests have ended, or for `turns` turns."""
         prev: Run | None = None
         while turns > 0 and not self.core.idle:
             turns -= 1
@@ -170,7 +170,7 @@ def serve(folder: Path, overlap: bool, **changes: Any) -> Served:
     policy=[SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT, SchedulePolicy.RANDOM],
     overlap={"overlap": True, "no-overlap": False},
 )
-def test_greedy_answers_are_those_of_transformers(
+def test_answers_equal_transformers_with_all_features(
     folder: Path, reference: Reference, policy: SchedulePolicy, overlap: bool
 ) -> None:
     rng = random.Random(5)
@@ -186,7 +186,7 @@ def test_greedy_answers_are_those_of_transformers(
         ]
         served.submit(handle, prompt, priority=handle // 7, **wishes[handle % 4])
         if handle % 7 == 6:
-            served.drain(turns=8)  # the next ones are more urgent
+            served.drain(turns=8)  # the next requests are more urgent
     served.drain()
     for handle, prompt in enumerate(prompts):
         check(served, reference, handle, prompt)
@@ -218,7 +218,7 @@ def check(served: Served, reference: Reference, handle: int, prompt: list[int]) 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_turns_of_a_session_go_on_where_the_turn_before_ended(folder: Path, reference: Reference, overlap: bool) -> None:
+def test_session_turn_continues_the_turn_before(folder: Path, reference: Reference, overlap: bool) -> None:
     served = serve(folder, overlap, num_pages=200)
     assert not served.core.open_session("s", 0, 0.0, 0.0)
     context: list[int] = []
@@ -237,7 +237,7 @@ def test_turns_of_a_session_go_on_where_the_turn_before_ended(folder: Path, refe
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch_of_sixteen_cold_and_cached(folder: Path, overlap: bool) -> None:
+def test_seed_gives_equal_tokens_in_a_batch_of_sixteen_cold_and_cached(folder: Path, overlap: bool) -> None:
     rng = random.Random(3)
     prompt = [rng.randrange(6, VOCAB) for _ in range(37)]
     drawn = {"temperature": 1.0, "seed": 1234, "max_new_tokens": 40}

@@ -1,4 +1,4 @@
-"""The executor's contract beyond numbers: failures, stale rows, loading errors, what it says of the model."""
+"""The executor's contract beyond numbers: failures, stale rows, loading errors, and the model's description."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def edit_tensors(folder: Path, drop: str = "", reshape: str = "") -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_model_info(folder: Path) -> None:
+def test_info_describes_the_model(folder: Path) -> None:
     executor, info = build(folder)
     executor.close()
     assert (info.architecture, info.vocab_size, info.context_len, info.dtype) == ("LlamaForCausalLM", 257, 64, "float32")
@@ -90,7 +90,7 @@ def test_loading_warns_when_the_pool_is_below_the_models_context(
     assert vars(warning)[FIELDS] == {"context_len": 40, "model_context": 512}
 
 
-def test_worker_tells_the_size_of_a_host_tier_beside_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_logs_the_host_tier_and_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for module in (build_module, make_tiers):
         monkeypatch.setattr(module, "free_memory", lambda: 1 << 30)
@@ -104,7 +104,7 @@ def test_worker_tells_the_size_of_a_host_tier_beside_the_free_memory(folder: Pat
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_close(folder: Path, dtype: str) -> None:
+def test_half_precision_is_close_to_float32(folder: Path, dtype: str) -> None:
     outputs = []
     for name in ("float32", dtype):
         executor, info = build(folder, name)
@@ -128,7 +128,7 @@ def test_half_precision_stays_close(folder: Path, dtype: str) -> None:
     ],
     ids=["architecture", "quantised", "one-missing", "head-missing", "many-missing", "shape"],
 )
-def test_loading_errors(
+def test_load_refuses_a_wrong_checkpoint(
     folder: Path, config: dict[str, object], tensors: dict[str, str], error: type[Exception], message: str
 ) -> None:
     if config:
@@ -139,23 +139,23 @@ def test_loading_errors(
         build(folder)
 
 
-def test_folder_without_a_model(tmp_path: Path) -> None:
+def test_load_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         build(tmp_path)
 
 
-def test_folder_without_safetensors(folder: Path) -> None:
+def test_load_refuses_a_folder_without_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="only safetensors"):
         build(folder)
 
 
-def test_unknown_dtype(folder: Path) -> None:
+def test_load_refuses_an_unknown_dtype(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="int8 is not supported"):
         build(folder, "int8")
 
 
-def test_two_steps_in_flight_relay_on_the_device(executor: DeviceExecutor) -> None:
+def test_steps_in_flight_relay_tokens_on_the_device(executor: DeviceExecutor) -> None:
     sequence, twin = Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy())
     driver = Driver(executor, 4)
     driver.prefill([twin])
@@ -171,7 +171,7 @@ def test_two_steps_in_flight_relay_on_the_device(executor: DeviceExecutor) -> No
     assert [int(executor.wait(run).tokens[0]) for run in runs] == twin.output
 
 
-def test_a_failed_step_fails_its_waiter_and_no_other(executor: DeviceExecutor) -> None:
+def test_failed_step_fails_only_one_waiter(executor: DeviceExecutor) -> None:
     driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
     unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
     bad = executor.forward(unwritten)
@@ -182,8 +182,8 @@ def test_a_failed_step_fails_its_waiter_and_no_other(executor: DeviceExecutor) -
     assert len(sequence.output) == 1
 
 
-def test_masks_go_to_their_rows(executor: DeviceExecutor) -> None:
-    """Rows are the plan's, those that do not sample among them; a row without its mask is sampled without one."""
+def test_mask_limits_the_row_of_the_plan(executor: DeviceExecutor) -> None:
+    """Masks are addressed by rows of the plan, including rows that do not sample. A row without a mask is sampled unmasked."""
     driver, words = Driver(executor, 4), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
     chunked = Sequence([1, 2, 3, 4, 5, 6, 7, 8], 0, greedy())
@@ -194,7 +194,7 @@ def test_masks_go_to_their_rows(executor: DeviceExecutor) -> None:
     assert masked.output == [250, 250] and plain.output[1] != 250 and chunked.output != [250]
 
 
-def test_a_row_with_nothing_left_faults_alone(executor: DeviceExecutor) -> None:
+def test_row_without_an_allowed_token_faults_separately(executor: DeviceExecutor) -> None:
     driver = Driver(executor, 4)
     rows = [(Sequence([1, 2, 3], 0, greedy()), 3), (Sequence([1, 2, 3], 1, greedy()), 3)]
     run = executor.forward(driver.plan(rows))
@@ -203,7 +203,7 @@ def test_a_row_with_nothing_left_faults_alone(executor: DeviceExecutor) -> None:
     assert result.faults == {0: RowFault.NO_TOKEN_ALLOWED} and result.tokens[0] == 0 and result.tokens[1] != 0
 
 
-def test_an_empty_plan_gives_an_empty_result(executor: DeviceExecutor) -> None:
+def test_empty_plan_gives_an_empty_result(executor: DeviceExecutor) -> None:
     run = executor.forward(Driver(executor, 4).plan([]))
     executor.sample(run, {})
     assert len(executor.wait(run).tokens) == 0
@@ -211,11 +211,12 @@ def test_an_empty_plan_gives_an_empty_result(executor: DeviceExecutor) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=31)
 @pytest.mark.parametrize("start", [0, 3, 63, 64, 67, 1000], ids=lambda start: f"at-{start}")
-def test_stale_rows_hurt_nobody(folder: Path, start: int) -> None:
+def test_stale_rows_change_no_page(folder: Path, start: int) -> None:
     executor, _ = build(folder, check=False)
     driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
     driver.prefill([sequence])
-    before = [pool.view(torch.int32).clone() for pool in executor.runner.passes.pool.keys]  # as bits: unwritten memory may be NaN
+    # Compared by bits, because unwritten memory may have NaN.
+    before = [pool.view(torch.int32).clone() for pool in executor.runner.passes.pool.keys]
     row = {"slots": i32([6]), "starts": i32([start]), "num_tokens": i32([1]), "sample": np.array([True])}
     run = executor.forward(replace(driver.plan([]), num_extend=0, **row))
     executor.sample(run, {})

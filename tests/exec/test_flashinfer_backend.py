@@ -1,4 +1,4 @@
-"""The FlashInfer back end against the reference, through the library's double, and through the library where there is a GPU."""
+"""The FlashInfer back end compared with the reference, through the library's double, and on a GPU through the library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
 
 REAL = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
-# On a GPU what a first measurement carries compiled; the rest only where the library may compile.
+# On a GPU, these are the modules that a first measurement brings compiled. Other modules need a library that may compile.
 HEAD_DIM, DTYPE = (128, torch.bfloat16) if REAL else (64, torch.float16)
 SHAPE = AttentionShape(8, 2, HEAD_DIM, 16, (0,), max_rows=12, max_tokens=96, max_context=200, max_pages=400)
 PAIRED = replace(SHAPE, num_heads=4)  # two query heads per key/value head: decode on CUDA cores
@@ -41,7 +41,7 @@ DECODE: Lengths = [(0, 1), (15, 1), (16, 1), (97, 1), (150, 1)]
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The library itself runs on a GPU; its double computes on the host, wherever that is."""
+    """Returns a GPU for the library, and the CPU for its double."""
     is_real = hasattr(request.node, "callspec") and request.node.callspec.params.get("module") == "flashinfer"
     return torch.device("cuda", 0) if is_real else torch.device("cpu")
 
@@ -60,7 +60,7 @@ def module(request: pytest.FixtureRequest) -> Any:
 
 @dataclass
 class Bench:
-    """Pools full of noise and a page table whose rows share no page, in no order."""
+    """Pools with noise, and a page table whose rows share no page and have no order."""
 
     shape: AttentionShape
     device: torch.device
@@ -118,7 +118,7 @@ def backend_of(bench: Bench, module: Any, **options: Any) -> FlashInferAttention
 
 
 def uncompiled(library: Any, head_dim: int, dtype: torch.dtype, arch: str, windows: Sequence[int] = (0, 1)) -> int:
-    """Modules that a back end of these sizes would ask for in vain; 0 where the library may compile."""
+    """Returns the number of missing modules that a back end of these sizes needs; 0 if the library may compile."""
     if os.environ.get("FLASHINFER_DISABLE_JIT") != "1":
         return 0
     kinds = {window > 0 for window in windows}
@@ -167,7 +167,7 @@ def test_steps_equal_the_reference(shape: AttentionShape, split_mixed: bool, dev
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_both_dtypes(dtype: torch.dtype, device: torch.device, module: Any) -> None:
+def test_steps_equal_the_reference_for_both_dtypes(dtype: torch.dtype, device: torch.device, module: Any) -> None:
     bench = Bench(SHAPE, device, dtype)
     backend = backend_of(bench, module)
     batch = bench.batch(MIXED, 3)
@@ -180,7 +180,7 @@ def test_both_dtypes(dtype: torch.dtype, device: torch.device, module: Any) -> N
     "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24)), replace(SHAPE, windows=(0, 24), page_size=1, max_pages=1200)]
 )
 def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: torch.device, module: Any) -> None:
-    """What a captured graph does is what run() did on the same addresses: on the double each replay is run() again."""
+    """A captured graph repeats the work of run() on the same addresses. With the double, each replay is a call of run()."""
     bench = Bench(shape, device)
     backend = backend_of(bench, module)
     for lengths in (DECODE[:3], DECODE[1:], DECODE[3:], [(199, 1)] * 4, [(0, 1)]):
@@ -191,13 +191,13 @@ def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: 
                 for window in shape.windows:
                     given = bench.given(backend, batch, 0.125, window)
                     assert_near(given[: len(lengths)], bench.wanted(lengths, 0.125, window))
-        mixed = bench.batch(MIXED, 3)  # between replays, over the same buffers
+        mixed = bench.batch(MIXED, 3)  # runs between replays, with the same buffers
         backend.plan(mixed)
         assert_near(bench.given(backend, mixed, 0.125, 0), bench.wanted(MIXED, 0.125, 0))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, PAIRED], ids=["tensor cores", "CUDA cores"])
-def test_a_graphs_addresses_stay(shape: AttentionShape, device: torch.device, double: Library) -> None:
+def test_graph_keeps_the_addresses(shape: AttentionShape, device: torch.device, double: Library) -> None:
     bench = Bench(shape, device)
     backend = backend_of(bench, double)
     seen = set()
@@ -214,7 +214,7 @@ def test_a_graphs_addresses_stay(shape: AttentionShape, device: torch.device, do
 
 @pytest.mark.skipif(not REAL, reason="no GPU with flashinfer")
 @pytest.mark.parametrize("shape", [SHAPE, PAIRED], ids=["tensor cores", "CUDA cores"])
-def test_captured_graphs_replay(shape: AttentionShape) -> None:
+def test_captured_graph_follows_the_plan(shape: AttentionShape) -> None:
     bench = Bench(shape, torch.device("cuda", 0))
     backend = backend_of(bench, importlib.import_module("flashinfer"))
     backend.prepare(lambda line: None)
@@ -241,10 +241,8 @@ def test_captured_graphs_replay(shape: AttentionShape) -> None:
 @pytest.mark.parametrize(
     "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24))], ids=["tensor cores", "CUDA cores", "windows"]
 )
-def test_no_step_after_the_first_copies_from_pageable_memory(
-    shape: AttentionShape, device: torch.device, double: Library
-) -> None:
-    """Reading the device on the host raises HostWaits in the double, first step or not."""
+def test_later_steps_copy_nothing_from_pageable_memory(shape: AttentionShape, device: torch.device, double: Library) -> None:
+    """The double raises HostWaits if the host reads the device, in any step."""
     bench = Bench(shape, device)
     backend = backend_of(bench, double, split_mixed=True)
     told: list[str] = []
@@ -263,7 +261,7 @@ def test_no_step_after_the_first_copies_from_pageable_memory(
     assert double.pageable == []
 
 
-def test_steps_in_flight_share_no_host_memory(device: torch.device, double: Library) -> None:
+def test_steps_in_flight_use_separate_host_memory(device: torch.device, double: Library) -> None:
     bench = Bench(replace(PAIRED, windows=(0, 24)), device)
     backend = backend_of(bench, double)
     written: list[int] = []
@@ -274,7 +272,7 @@ def test_steps_in_flight_share_no_host_memory(device: torch.device, double: Libr
     assert len(set(written)) == 2 * SLOTS
 
 
-def test_which_kernels_serve_which_step(device: torch.device, double: Library) -> None:
+def test_step_uses_the_kernels_for_the_rows(device: torch.device, double: Library) -> None:
     steps = ((MIXED[:3], 3), (MIXED, 3), (DECODE, 0), (DECODE, 0))
     wanted = {
         (8, False): ["prefill fa3 3", "prefill fa2 6", "prefill fa2 5", "prefill fa2 5"],
@@ -291,7 +289,7 @@ def test_which_kernels_serve_which_step(device: torch.device, double: Library) -
         assert double.planned == kinds
 
 
-def test_attending_wants_a_plan(device: torch.device, double: Library) -> None:
+def test_attend_requires_a_plan_for_the_pass(device: torch.device, double: Library) -> None:
     bench = Bench(SHAPE, device)
     backend = backend_of(bench, double)
     batch = bench.batch(MIXED, 3)
@@ -308,7 +306,7 @@ def test_attending_wants_a_plan(device: torch.device, double: Library) -> None:
         bench.given(backend, batch, 0.1, 0)
 
 
-def test_released_graphs_are_made_anew(device: torch.device, double: Library) -> None:
+def test_released_graphs_are_created_again(device: torch.device, double: Library) -> None:
     bench = Bench(PAIRED, device)
     backend = backend_of(bench, double)
     for _ in range(2):
@@ -317,8 +315,8 @@ def test_released_graphs_are_made_anew(device: torch.device, double: Library) ->
     assert double.planned == ["plan graph 4", "plan graph 4"]
 
 
-def test_the_double_tells_misuse(device: torch.device, double: Library) -> None:
-    """The tests above prove little if the double lets everything pass."""
+def test_double_detects_misuse(device: torch.device, double: Library) -> None:
+    """The other tests would prove little with a double that accepts everything."""
     bench = Bench(SHAPE, device)
     backend = backend_of(bench, double)
     batch = bench.batch(MIXED, 3)
@@ -351,7 +349,7 @@ class Passing:
         return self.passed
 
 
-def test_staging_never_reuses_what_is_in_flight_and_never_waits() -> None:
+def test_staging_ring_reuses_no_slot_in_flight_and_does_not_wait() -> None:
     ring = StagingRing(lambda: StagingSlot(torch.empty(1), (), Passing()))
     for slot in ring._slots:
         slot.copied.passed = True
@@ -368,7 +366,7 @@ def test_staging_never_reuses_what_is_in_flight_and_never_waits() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("page_size", [1, 5, 16])
-def test_columns(page_size: int) -> None:
+def test_fill_computes_the_columns(page_size: int) -> None:
     starts, counts = np.array([0, 15, 31, 4], np.int32), np.array([1, 1, 3, 1], np.int32)
     columns = fill(torch.empty(40, dtype=torch.int32), starts, counts, page_size)
     lengths = [1, 16, 34, 5]
@@ -390,7 +388,9 @@ def test_columns(page_size: int) -> None:
         (replace(SHAPE, max_rows=40000), torch.float16, "not 40000"),
     ],
 )
-def test_refusals(shape: AttentionShape, dtype: torch.dtype, reason: str, device: torch.device, double: Library) -> None:
+def test_back_end_refuses_unsupported_shapes(
+    shape: AttentionShape, dtype: torch.dtype, reason: str, device: torch.device, double: Library
+) -> None:
     with pytest.raises(limits.Unsupported, match=reason):
         FlashInferAttention(shape, device, dtype, reference, double)
 
@@ -407,7 +407,7 @@ LARGE = {
 
 @pytest.mark.by_day(one_in=2, seed=45)
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
-def test_scratch_memory_is_enough(shape: AttentionShape) -> None:
+def test_scratch_memory_holds_every_plan(shape: AttentionShape) -> None:
     generator, sizes = np.random.default_rng(5), (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
     used_float = used_int = 0
     for rows in (1, 3, 60, 512):
@@ -432,7 +432,7 @@ def test_scratch_memory_is_enough(shape: AttentionShape) -> None:
         assert used_float > 0.9 * limits.float_bytes(shape, 132, 512), "far more than is ever used"
 
 
-def test_a_larger_graph_takes_more_scratch_memory(device: torch.device, double: Library) -> None:
+def test_larger_graph_allocates_more_scratch_memory(device: torch.device, double: Library) -> None:
     shape = replace(BIG, max_rows=300, max_tokens=300, head_dim=256, max_pages=600)
     backend = FlashInferAttention(shape, device, torch.float16, reference, double)
     table = torch.zeros((1, 1), dtype=torch.int32, device=device)
@@ -446,8 +446,8 @@ def test_a_larger_graph_takes_more_scratch_memory(device: torch.device, double: 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
-def test_a_decoders_logits_are_those_of_its_own_attention(name: str, tmp_path: Path) -> None:
-    """Two steps of a real model: prompts, then one token of each row behind them and a new prompt."""
+def test_decoder_logits_equal_the_reference_attention(name: str, tmp_path: Path) -> None:
+    """A real model runs two steps: prompts, then one more token of each row and a new prompt."""
     tiny = MODELS[name]
     replace(tiny, options={**tiny.options, "head_dim": 64, "hidden_size": 128}).build(tmp_path, torch.float16)
     request = load_request(tmp_path, "float16", 16, None)

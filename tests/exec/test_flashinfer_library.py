@@ -1,5 +1,6 @@
-"""The library's own Python, planning and running, with its compiled modules replaced by plain torch: what the back end gives it
-arrives at the kernels as it should. Needs flashinfer installed, and runs where there is no GPU.
+"""The back end through FlashInfer's own Python code, with compiled modules that are replaced by plain torch.
+
+The tests need flashinfer and run on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PLAN_ARGUMENTS = {"fa2": (19, 20), "fa3": (16,)}  # in 0.6 and in 0.7
 
 
 class Unpinned(TorchFunctionMode):
-    """Pinning memory takes a driver."""
+    """Ignores pin_memory, because pinning needs a driver."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
@@ -40,7 +41,17 @@ class Unpinned(TorchFunctionMode):
 def attend(
     q: Tensor, pools: tuple[Tensor, Tensor], columns: list[Tensor], out: Tensor, causal: bool, window: int, scale: float
 ) -> None:
-    """columns: qo_indptr, kv_indptr, indices, last_page_len."""
+    """Computes attention of all rows.
+
+    Args:
+        q: queries.
+        pools: keys and values.
+        columns: qo_indptr, kv_indptr, indices and last_page_len.
+        out: results.
+        causal: apply a causal mask.
+        window: largest distance of a key; below 0 for no window.
+        scale: factor of the scores.
+    """
     keys, values = pools
     plan = SimpleNamespace(heads=q.shape[1], kv_heads=keys.shape[1], causal=causal, window_left=window)
     qo, kv, indices, last = (column.tolist() for column in columns)
@@ -80,7 +91,7 @@ def decode_module(ran: set[str]) -> Any:
 
 @pytest.fixture
 def ran() -> set[str]:
-    """The kernels that the library has started."""
+    """Returns a set of the kernels that the library starts."""
     return set()
 
 
@@ -97,8 +108,10 @@ def library(monkeypatch: pytest.MonkeyPatch, ran: set[str]) -> Iterator[Any]:
 
 
 @pytest.mark.by_day(one_in=2, seed=52)
-@each_value(shape=steps.CASES, split_mixed={"two plans": True, "one plan": False})  # where the double has the other
-def test_steps(shape: AttentionShape, split_mixed: bool, library: Any, ran: set[str]) -> None:
+@each_value(shape=steps.CASES, split_mixed={"two plans": True, "one plan": False})  # the double runs the other value
+def test_steps_equal_the_reference_through_the_library(
+    shape: AttentionShape, split_mixed: bool, library: Any, ran: set[str]
+) -> None:
     steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
     decode = "fa2" if limits.tensor_cores(shape) else "decode"
     assert ran == {"fa3", decode, decode if split_mixed else "fa2"}
@@ -106,6 +119,6 @@ def test_steps(shape: AttentionShape, split_mixed: bool, library: Any, ran: set[
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("shape", [steps.SHAPE, steps.PAIRED, replace(steps.PAIRED, windows=(0, 24))])
-def test_graphs(shape: AttentionShape, library: Any, ran: set[str]) -> None:
+def test_graphs_follow_the_plan_through_the_library(shape: AttentionShape, library: Any, ran: set[str]) -> None:
     steps.test_graphs_of_fixed_buffers_follow_the_plan(shape, CPU, library)
     assert ran == {"fa2"} | (set() if limits.tensor_cores(shape) else {"decode"})

@@ -1,4 +1,4 @@
-"""What is compiled into an image is what the back end has the library load, and the library takes it from there."""
+"""Checks that the prebuilt modules are the modules of the back end, and that the library finds them."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ NO_GPU = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="
 CPU, HALF = torch.device("cpu"), torch.float16
 
 
-def test_every_kind_of_step_has_its_module_with_a_window_and_without() -> None:
+def test_asked_for_covers_every_kind_of_step_with_and_without_a_window() -> None:
     found = {(each.kernels, each.windowed) for each in asked_for([128], [torch.bfloat16], ["8.0", "9.0a"])}
     assert found == {(kernels, windowed) for kernels in (DECODE, "fa2", "fa3") for windowed in (False, True)}
 
 
-def test_hoppers_kernels_are_for_hopper_alone() -> None:
+def test_asked_for_limits_hopper_kernels_to_hopper() -> None:
     assert {each.kernels for each in asked_for([64], [HALF], ["8.0", "10.0f"])} == {DECODE, "fa2"}
 
 
-def test_every_head_size_and_dtype_that_the_back_end_serves() -> None:
+def test_asked_for_covers_every_head_size_and_dtype() -> None:
     found = asked_for(HEAD_DIMS, DTYPES, ["9.0a"])
     assert {(each.head_dim, each.dtype) for each in found} == {(size, dtype) for size in HEAD_DIMS for dtype in DTYPES}
     assert {each.index for each in found} == {torch.int32} and len(found) == len(HEAD_DIMS) * len(DTYPES) * 6
 
 
-def test_what_the_back_end_refuses_is_not_compiled() -> None:
+def test_asked_for_refuses_unsupported_head_sizes() -> None:
     with pytest.raises(Unsupported):
         asked_for([96], [HALF], ["9.0a"])
 
 
 class MissingJITCacheError(RuntimeError):
-    """The library's: has the spec of what it would have compiled."""
+    """The library's error, with the spec of the missing module."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__("JIT compilation is disabled")
@@ -53,7 +53,7 @@ class MissingJITCacheError(RuntimeError):
 
 
 class Compiler:
-    """The library's part in it: modules it has, and those it compiles into a folder of its own."""
+    """A double of the library. It has some modules and compiles others into its folder."""
 
     def __init__(self, folder: Path, has: set[str]) -> None:
         self._folder, self._has = folder, has
@@ -72,7 +72,7 @@ class Compiler:
             spec.jit_library_path.write_bytes(spec.name.encode())
 
 
-def test_only_what_is_missing_is_compiled_and_it_lies_where_the_library_looks(tmp_path: Path) -> None:
+def test_build_compiles_only_missing_modules_into_the_folder_of_the_library(tmp_path: Path) -> None:
     library, lines = Compiler(tmp_path, {"fa2_64_False"}), []
     specs = missing(library, asked_for([64], [HALF], ["8.0"]))
     build(library, specs, tmp_path / "out", lines.append)
@@ -82,7 +82,7 @@ def test_only_what_is_missing_is_compiled_and_it_lies_where_the_library_looks(tm
     assert len(lines) == 3 and all("bytes" in line for line in lines)
 
 
-def test_the_command_names_what_is_missing(
+def test_command_lists_missing_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library = Compiler(tmp_path, set())
@@ -98,10 +98,10 @@ def test_the_command_names_what_is_missing(
     assert len(list(library.env.FLASHINFER_AOT_DIR.glob("*/*.so"))) == 6
 
 
-def test_the_command_names_what_wheels_lack_for_each_architecture(
+def test_command_lists_modules_that_wheels_lack_per_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """fa3 is Hopper's alone; a module that a wheel has is not loaded to find that out."""
+    """fa3 is for Hopper only. The check loads no module of a wheel."""
     library = Compiler(tmp_path, set())
     wheels = {"8.0": {"decode_64_False", "decode_64_True", "fa2_64_False"}, "9.0a": {f"fa3_64_{each}" for each in (False, True)}}
     library.env.FLASHINFER_AOT_PROVIDERS = ("both",)
@@ -123,10 +123,8 @@ def test_the_command_names_what_wheels_lack_for_each_architecture(
     assert main([*arguments, "8.0"]) == 0 and library.env.FLASHINFER_AOT_PROVIDERS == ("both",)
 
 
-def test_what_is_not_compiled_is_only_missed_where_it_must_not_be_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that the back end's tests run with the modules that were carried to a machine, and say what they leave out."""
+def test_uncompiled_counts_missing_modules_only_without_jit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The back end's tests then run with the modules that the machine has, and skip the others."""
     library = Compiler(
         tmp_path, {f"{kernels}_128_{windowed}" for kernels in (DECODE, "fa2", "fa3") for windowed in (False, True)}
     )
@@ -144,7 +142,7 @@ def test_what_is_not_compiled_is_only_missed_where_it_must_not_be_compiled(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Module]]:
-    """What the library's own Python asks of its compiled modules while a test runs."""
+    """Yields the set of compiled modules that the library's Python code requests during the test."""
     module, found = importlib.import_module("flashinfer"), set()
     for part, name, place in (
         (module.prefill, "get_batch_prefill_module", 1),
@@ -168,8 +166,8 @@ library, ran = through_library.library, through_library.ran  # fixtures
 
 
 @NO_GPU
-def test_the_library_is_asked_for_no_other_modules(library: Any, asked: set[Module]) -> None:
-    """Real steps and graphs, with one window and another, in groups on either side of tensor cores."""
+def test_library_requests_only_known_modules(library: Any, asked: set[Module]) -> None:
+    """The steps and graphs are real, with different windows, and with groups for tensor cores and for CUDA cores."""
     for shape in steps.CASES.values():
         for split_mixed in (False, True):
             steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
@@ -181,8 +179,8 @@ def test_the_library_is_asked_for_no_other_modules(library: Any, asked: set[Modu
 
 
 @NO_GPU
-def test_a_compiled_module_in_its_folder_is_loaded_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the library's own code, from a file that is there in name; loading it is all that is left out."""
+def test_library_loads_a_prebuilt_module_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own code finds the file, which is empty. Only the loading is replaced."""
     module = importlib.import_module("flashinfer")
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     monkeypatch.setattr(module.jit.env, "FLASHINFER_AOT_DIR", tmp_path)

@@ -1,4 +1,4 @@
-"""The double has the signatures of an installed FlashInfer, read from its source: nothing of it is imported."""
+"""The double has the signatures of an installed FlashInfer. They are read from its source, without an import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.exec.flashinfer_double import DecodeWrapper, PrefillWrapper, fast_dec
 
 SPEC = importlib.util.find_spec("flashinfer")
 PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
-REPLACED = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")  # attributes the back end sets
+REPLACED = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")  # attributes that the back end sets
 pytestmark = pytest.mark.skipif(SPEC is None, reason="flashinfer is not installed")
 
 CASES: dict[str, tuple[str, str, str, Callable[..., Any]]] = {
@@ -36,7 +36,7 @@ def parsed(file: str) -> tuple[ast.Module, str]:
 
 
 def functions(tree: ast.Module, owner: str, name: str) -> list[ast.FunctionDef]:
-    """All of the name, overloads first."""
+    """Returns all functions of this name, overloads first."""
     body: list[ast.stmt] = tree.body
     if owner:
         (made,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
@@ -45,7 +45,10 @@ def functions(tree: ast.Module, owner: str, name: str) -> list[ast.FunctionDef]:
 
 
 def taken(tree: ast.Module, owner: str, name: str) -> tuple[list[str], set[str]]:
-    """Names by place, and all names; those of _plan_impl too where the rest is passed on to it."""
+    """Returns the names of positional parameters in order, and all parameter names.
+
+    If the function passes further arguments to _plan_impl, the names of the latter are included.
+    """
     arguments = functions(tree, owner, name)[-1].args
     places = [argument.arg for argument in arguments.args]
     names = {*places, *(argument.arg for argument in arguments.kwonlyargs)}
@@ -56,7 +59,7 @@ def taken(tree: ast.Module, owner: str, name: str) -> tuple[list[str], set[str]]
 
 @pytest.mark.by_day(one_in=2, seed=29)
 @pytest.mark.parametrize(("file", "owner", "name", "ours"), CASES.values(), ids=CASES.keys())
-def test_signature(file: str, owner: str, name: str, ours: Callable[..., Any]) -> None:
+def test_double_has_the_signature_of_the_library(file: str, owner: str, name: str, ours: Callable[..., Any]) -> None:
     places, names = taken(parsed(file)[0], owner, name)
     parameters = inspect.signature(ours).parameters.values()
     own = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
@@ -65,6 +68,6 @@ def test_signature(file: str, owner: str, name: str, ours: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("file", ["prefill.py", "decode.py"])
-def test_the_library_still_calls_its_schedule_memory_so(file: str) -> None:
+def test_library_has_the_attributes_that_the_back_end_replaces(file: str) -> None:
     text = parsed(file)[1]
     assert all(f"self.{name} =" in text and f"self.{name}," in text for name in REPLACED)

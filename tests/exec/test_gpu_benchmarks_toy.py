@@ -1,4 +1,4 @@
-"""Each GPU benchmark at toy size on a CPU: it runs, counts its tokens, and names the figures that targets ask for."""
+"""The GPU benchmarks at toy size on a CPU: each runs, counts its tokens, and reports the figures that targets need."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODULES = {
     part.name: part.command[1] for part in all_parts(ROOT) if part.kind == BENCHMARK and part.command[1].startswith("tests.")
 }
 BY_NIGHT = ("bench-versus-transformers", "bench-overlap", "bench-graphs")  # a few seconds each
-NOT_IN_TOYS = ("qwen3-8b", "prompts")  # shapes and workloads that a toy run leaves out; throughput has its own
+NOT_IN_TOYS = ("qwen3-8b", "prompts")  # shapes and workloads that a toy run omits; bench-throughput has its own
 
 
 def toy(name: str, out: Path) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def toy(name: str, out: Path) -> dict[str, Any]:
 
 @pytest.mark.by_day(one_in=4, seed=10)
 @pytest.mark.parametrize("name", [name for name in MODULES if NIGHTLY or name not in BY_NIGHT])
-def test_it_runs(name: str, tmp_path: Path) -> None:
+def test_benchmark_reports_figures_and_profiles(name: str, tmp_path: Path) -> None:
     outcome = toy(name, tmp_path / "out.json")
     assert outcome["how"] and outcome["figures"] and not outcome["failed"]
     for table in _tables(outcome):
@@ -77,8 +77,8 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert not targets or outcome["profiles"], "a target that is missed needs a profile"
 
 
-def test_prefill_and_decode_are_told_apart() -> None:
-    """Three requests; the last one's first token comes with the third step."""
+def test_timing_separates_prefill_and_decode() -> None:
+    """The first token of the last of three requests comes with the third step."""
     timing = Timing(
         seconds=10.0, last_first_s=4.0, marks=[(1.0, 1), (2.0, 2), (4.0, 3), (4.5, 6), (5.0, 9), (7.0, 12), (10.0, 15)]
     )
@@ -92,14 +92,14 @@ def test_prefill_and_decode_are_told_apart() -> None:
     assert 0 < taken.last_first_s < taken.seconds and 2 <= tokens_then < 8
 
 
-def test_what_is_soon_done_is_measured_against_transformers_first() -> None:
-    """Its time may end; what was measured by then is kept."""
+def test_workloads_against_transformers_are_sorted_by_length() -> None:
+    """If the time of the benchmark ends, the short workloads are measured."""
     tokens = [workload.output_tokens for workload in workloads(Setting("cpu", toy=False), 100, seed=0).values()]
     assert tokens == sorted(tokens) and len(tokens) == 3
 
 
-def test_attention_kernels_compute_the_same_step(tmp_path: Path) -> None:
-    """FlashInfer's by the double, which computes from what a kernel would read; Triton's under the interpreter."""
+def test_attention_kernels_give_equal_results(tmp_path: Path) -> None:
+    """The double computes FlashInfer's results from the buffers that a kernel would read. Triton runs in its interpreter."""
     library, setting = Library(torch.device("cpu")), Setting("cpu", toy=True)
     ours = (triton_work, partial(triton_work, splits=2))
     for heads, starts, count, kinds in (
@@ -123,7 +123,7 @@ def test_attention_kernels_compute_the_same_step(tmp_path: Path) -> None:
     assert list(journal.figures) == ["toy, page 4, right"] and "outputs differ" in journal.notes[0]
 
 
-def test_reduced_precision_is_as_it_was_afterwards() -> None:
+def test_reduced_precision_restores_the_setting() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     for allowed in (True, False):
@@ -132,8 +132,8 @@ def test_reduced_precision_is_as_it_was_afterwards() -> None:
         assert matmul.allow_bf16_reduced_precision_reduction == before
 
 
-def test_idle_time_is_told_apart() -> None:
-    """Two streams; the second launch has two kernels with a gap inside."""
+def test_profile_separates_idle_time_inside_and_between_launches() -> None:
+    """The events are from two streams. Launch 3 has two kernels with a gap between them."""
     events = [
         Event("a", 0.0, 10.0, 1),
         Event("copy", 4.0, 12.0, 2),
@@ -151,13 +151,13 @@ def test_idle_time_is_told_apart() -> None:
         profile_of([], steps=1)
 
 
-def test_kernel_names_are_cut() -> None:
+def test_short_name_shortens_kernel_names() -> None:
     assert short_name("void at::native::vectorized<4, Foo>(int, float)") == "at::native::vectorized"
     assert short_name("_decode_kernel") == "_decode_kernel"
     assert len(short_name("k" * 300)) == 80
 
 
-def test_workloads_are_what_they_say() -> None:
+def test_workloads_have_the_stated_lengths_and_prefixes() -> None:
     first, again = nano(256, 100, 1024, 151_000), nano(256, 100, 1024, 151_000)
     assert [p.tolist() for p in first.prompts] == [p.tolist() for p in again.prompts]
     lengths = [len(prompt) for prompt in first.prompts] + list(first.new_tokens)

@@ -1,4 +1,4 @@
-"""What is left for keys and values, and the sentences for when it is too little."""
+"""The memory that is left for the KV pool, and the messages if it is too small."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ CASES = {
 
 @pytest.mark.by_day(one_in=2, seed=3)
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_for_the_pool(name: str) -> None:
+def test_kv_pool_bytes_subtracts_all_other_parts(name: str) -> None:
     case = CASES[name]
     assert kv_pool_bytes(case.use, case.fraction, case.reserve) == case.left * MIB
 
 
 @pytest.mark.by_day(one_in=2, seed=7)
 @pytest.mark.parametrize(("page_mib", "context_len", "pages"), [(1, 100, 490), (489, 16, 1), (100, 64, 4), (490, 1, 1)])
-def test_pages_are_whole(page_mib: int, context_len: int, pages: int) -> None:
+def test_kv_pool_pages_rounds_down_to_whole_pages(page_mib: int, context_len: int, pages: int) -> None:
     assert kv_pool_pages(ALONE, 0.9, 0, page_mib * MIB, 16, context_len) == pages
 
 
-def test_not_one_page() -> None:
+def test_kv_pool_pages_raises_when_no_page_fits() -> None:
     with pytest.raises(PoolTooSmall) as caught:
         kv_pool_pages(ALONE, 0.9, 0, 491 * MIB, 16, 1)
     sentence = str(caught.value)
@@ -63,13 +63,13 @@ def test_not_one_page() -> None:
     assert "0.9 of the device's 1000 MiB" in sentence and "KV pool 490 MiB" in sentence
 
 
-def test_fewer_pages_than_one_request_needs() -> None:
+def test_kv_pool_pages_raises_when_the_context_does_not_fit() -> None:
     assert kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 64) == 4
     with pytest.raises(PoolTooSmall, match=r"holds 64 tokens, fewer than context_len 65: .*A context_len of 64 would fit"):
         kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 65)
 
 
-def test_the_log_line() -> None:
+def test_describe_lists_all_parts() -> None:
     assert describe(ALONE, 0.85, 40 * MIB, 5 * MIB) == (
         "0.85 of the device's 1000 MiB may be used, 40 MiB stay free; weights 300 MiB, activations 50 MiB, graphs 20 MiB,"
         " workspaces 30 MiB, held elsewhere 10 MiB, KV pool 5 MiB"
@@ -77,11 +77,11 @@ def test_the_log_line() -> None:
 
 
 class Counted:
-    """An allocator of numbers."""
+    """An allocator that only counts bytes."""
 
     def __init__(self) -> None:
         self.held = 100
-        self.most = 5000  # from before
+        self.most = 5000  # peak of earlier work
         self.calls: list[str] = []
 
     def take(self, num_bytes: int) -> None:
@@ -103,7 +103,7 @@ class Counted:
         self.calls.append("synchronize")
 
 
-def test_the_peak_is_above_what_was_there() -> None:
+def test_profile_peak_measures_the_peak_above_existing_memory() -> None:
     memory = Counted()
 
     def run() -> None:
@@ -116,7 +116,7 @@ def test_the_peak_is_above_what_was_there() -> None:
     assert memory.calls == ["synchronize", "reset", "run", "synchronize", "peak"]
 
 
-def test_a_run_that_takes_nothing_and_a_cpu() -> None:
+def test_profile_peak_is_zero_without_allocations_and_on_a_cpu() -> None:
     assert profile_peak(lambda: None, torch.device("cpu"), Counted()) == 0
     ran: list[int] = []
     assert profile_peak(lambda: ran.append(1), torch.device("cpu")) == 0
@@ -124,7 +124,7 @@ def test_a_run_that_takes_nothing_and_a_cpu() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="counts a GPU's memory")
-def test_the_peak_on_a_gpu() -> None:
+def test_profile_peak_measures_a_gpu() -> None:
     device = torch.device("cuda")
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""A plan cut in pieces computes the same tokens of the same rows, in order, and scores the same prompt tokens."""
+"""The pieces of a plan compute the same tokens of the same rows, in order, and score the same prompt tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ ROWS = st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(-1, 8), 
 
 
 def plan_of(rows: list[tuple[int, bool, int, bool]], num_decode: int) -> BatchPlan:
-    """rows: extend rows as (tokens, sampled, offset of the first scored one or -1, whether the token behind is scored)."""
+    """Returns a plan.
+
+    Args:
+        rows: extend rows as (tokens, sampled, offset of the first scored token or -1, whether the token after the row is scored).
+        num_decode: number of decode rows.
+    """
     counts = [count for count, *_ in rows] + [1] * num_decode
     scored = [(row, offset, after) for row, (count, _, offset, after) in enumerate(rows) if 0 <= offset < count]
     return BatchPlan(
@@ -39,7 +44,7 @@ def plan_of(rows: list[tuple[int, bool, int, bool]], num_decode: int) -> BatchPl
 
 
 def tokens_of(piece: Piece) -> list[tuple[int, int, int, int]]:
-    """(row, slot, position, id) of each token; id -1 of those that are relayed."""
+    """Returns (row, slot, position, id) of each token. The id is -1 for a token from the relay."""
     plan, at, found = piece.plan, 0, []
     for row in range(plan.num_rows):
         for index in range(int(plan.num_tokens[row])):
@@ -50,7 +55,7 @@ def tokens_of(piece: Piece) -> list[tuple[int, int, int, int]]:
 
 
 def scores_of(piece: Piece) -> list[tuple[int, int, int]]:
-    """(row, position, the token that it predicts) of each scored prompt token."""
+    """Returns (row, position, predicted token) of each scored prompt token."""
     plan, found = piece.plan, []
     ends = np.cumsum(plan.num_tokens)
     columns = (plan.prompt_logprob_rows, plan.prompt_logprob_offsets, plan.prompt_logprob_nexts)
@@ -63,7 +68,7 @@ def scores_of(piece: Piece) -> list[tuple[int, int, int]]:
 
 
 def samples_of(piece: Piece) -> list[tuple[int, int]]:
-    """(row, position after its last token) of each sampled row."""
+    """Returns (row, position after the last token) of each sampled row."""
     plan = piece.plan
     return [
         (int(piece.rows[row]), int(plan.starts[row] + plan.num_tokens[row])) for row in range(plan.num_rows) if plan.sample[row]
@@ -77,7 +82,7 @@ def cut_up(piece: Piece) -> list[Piece]:
 
 @settings(max_examples=100, deadline=None)
 @given(ROWS, st.integers(0, 5))
-def test_pieces_of_one_token_are_the_whole(rows: list[tuple[int, bool, int, bool]], num_decode: int) -> None:
+def test_pieces_of_one_token_equal_the_whole_plan(rows: list[tuple[int, bool, int, bool]], num_decode: int) -> None:
     begun = whole(plan_of(rows, num_decode))
     ends = cut_up(begun)
     assert all(end.num_tokens == 1 for end in ends) and not any(len(end.plan.table_slots) for end in ends)
@@ -87,7 +92,7 @@ def test_pieces_of_one_token_are_the_whole(rows: list[tuple[int, bool, int, bool
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.integers(0, 5), st.data())
-def test_chosen_rows_alone(rows: list[tuple[int, bool, int, bool]], num_decode: int, data: st.DataObject) -> None:
+def test_select_keeps_only_the_chosen_rows(rows: list[tuple[int, bool, int, bool]], num_decode: int, data: st.DataObject) -> None:
     begun = whole(plan_of(rows, num_decode))
     kept = data.draw(st.lists(st.sampled_from(range(len(rows) + num_decode)), min_size=1, unique=True).map(sorted))
     chosen = select(begun, np.array(kept))
@@ -95,7 +100,7 @@ def test_chosen_rows_alone(rows: list[tuple[int, bool, int, bool]], num_decode: 
         assert told(chosen) == [each for each in told(begun) if each[0] in kept]
 
 
-def test_halves_are_halves() -> None:
+def test_halves_split_between_rows_or_within_a_row() -> None:
     first, second = halves(whole(plan_of([(9, True, -1, False), (3, True, -1, False)], 4))) or ()
     assert (first.num_tokens, second.num_tokens) == (9, 7)
     first, second = halves(whole(plan_of([(9, True, 2, True)], 0))) or ()

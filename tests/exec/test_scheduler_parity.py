@@ -1,5 +1,4 @@
-"""The real scheduler over the executor on host streams says what transformers says, greedily, token for token, whatever the
-schedule."""
+"""The real scheduler with the executor on host streams gives transformers' greedy tokens for any schedule."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class NoText:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, and what transformers answers to each of PROMPTS."""
+    """A checkpoint on disk, and transformers' answers to PROMPTS."""
 
     folder: Path
     answers: list[list[int]]
@@ -79,19 +78,19 @@ def config_for(**changes: Any) -> SchedulerConfig:
 
 
 class Served:
-    """A scheduler with an executor, turned by hand. outputs: by handle."""
+    """A scheduler and its executor, whose turns the test runs."""
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
         self.core = Scheduler(config, NoText())
         self.executor = executor
         self.overlap = overlap
         self.plans: list[BatchPlan] = []
-        self.outputs: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
+        self.outputs: dict[int, list[int]] = {}  # by handle
+        self.cached: dict[int, int] = {}  # cached tokens by handle
         self._next = 0
 
     def run(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
-        """Submits all, turns until all have ended, returns their outputs in order."""
+        """Submits requests, runs turns until all have ended, and returns their outputs in order."""
         handles = range(self._next, self._next + len(prompts))
         self._next += len(prompts)
         params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
@@ -149,7 +148,7 @@ def serve(checkpoint: Checkpoint, config: SchedulerConfig, overlap: bool = True)
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_one_request(checkpoint: Checkpoint, overlap: bool) -> None:
+def test_answer_of_one_request_equals_transformers(checkpoint: Checkpoint, overlap: bool) -> None:
     served = serve(checkpoint, config_for(), overlap)
     assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
 
@@ -157,21 +156,21 @@ def test_one_request(checkpoint: Checkpoint, overlap: bool) -> None:
 @pytest.mark.by_day(one_in=7, seed=4)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
-def test_sixteen_ragged_requests_at_once(checkpoint: Checkpoint, overlap: bool, mixed: bool) -> None:
+def test_answers_of_sixteen_ragged_requests_equal_transformers(checkpoint: Checkpoint, overlap: bool, mixed: bool) -> None:
     served = serve(checkpoint, config_for(enable_mixed_chunk=mixed, chunked_prefill_size=64), overlap)
     assert served.run(PROMPTS) == checkpoint.answers
 
 
 @pytest.mark.by_day(one_in=15, seed=1)
 @pytest.mark.parametrize("chunk", range(PAGE_SIZE, 81, PAGE_SIZE))
-def test_a_prompt_cut_at_every_size_from_one_page_up(checkpoint: Checkpoint, chunk: int) -> None:
+def test_answer_equals_transformers_for_any_chunk_size(checkpoint: Checkpoint, chunk: int) -> None:
     served = serve(checkpoint, config_for(chunked_prefill_size=chunk))
     assert served.run([PROMPTS[-1]], 16) == [checkpoint.answers[-1][:16]]
     assert sum(plan.num_extend for plan in served.plans) == -(-80 // chunk)
 
 
 @pytest.mark.by_day(one_in=4, seed=15)
-def test_cold_and_full_prefix_hit(checkpoint: Checkpoint) -> None:
+def test_answers_equal_transformers_with_a_cold_cache_and_a_full_prefix_hit(checkpoint: Checkpoint) -> None:
     served = serve(checkpoint, config_for())
     assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
     longer = PROMPTS[-1] + checkpoint.answers[-1][:20]
@@ -181,14 +180,14 @@ def test_cold_and_full_prefix_hit(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=31)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_forced_retraction_every_five_steps(checkpoint: Checkpoint, overlap: bool) -> None:
+def test_answers_equal_transformers_with_retractions(checkpoint: Checkpoint, overlap: bool) -> None:
     served = serve(checkpoint, config_for(retract_interval=5), overlap)
     assert served.run(PROMPTS) == checkpoint.answers
     assert served.core.stats().retractions_total >= 10
 
 
 @pytest.mark.by_day(one_in=3, seed=4)
-def test_everything_at_once_in_a_pool_that_is_too_small(checkpoint: Checkpoint) -> None:
+def test_answers_equal_transformers_in_a_small_pool_with_all_features(checkpoint: Checkpoint) -> None:
     config = config_for(
         num_pages=120, chunked_prefill_size=16, enable_mixed_chunk=True, retract_interval=7, schedule_conservativeness=0.1
     )
@@ -199,7 +198,7 @@ def test_everything_at_once_in_a_pool_that_is_too_small(checkpoint: Checkpoint) 
 
 
 @pytest.mark.by_day(one_in=3, seed=2)
-def test_the_fake_executor_and_the_real_one_get_the_same_plans(checkpoint: Checkpoint) -> None:
+def test_fake_executor_and_real_executor_get_equal_plans(checkpoint: Checkpoint) -> None:
     config = config_for(num_pages=150, chunked_prefill_size=32, retract_interval=11, schedule_conservativeness=0.1)
     real = serve(checkpoint, config)
     fake_executor = FakeExecutor(config.num_pages, PAGE_SIZE, config.max_running_requests, config.max_pages_per_request, 257)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of families that run through transformers' own code, and of some that cannot."""
+"""Tiny checkpoints of families that run through transformers' own code, and of families that are refused."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def placed(content: bytes, beside: int = 0) -> memoryview:
 
     Args:
         content: bytes of a page.
-        beside: offset of a large page, in bytes, from a block boundary in memory.
+        beside: bytes between a block boundary in memory and the beginning of a large page.
     """
     if len(content) < DIRECT_PAGE_BYTES:
         return memoryview(content)
