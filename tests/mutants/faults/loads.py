@@ -31,7 +31,7 @@ LOADS = (
     *of(
         "loads",
         "services/worker/exec/tiers/page_mover.py",
-        ("self._arrivals.settle()  # which reads", "pass  # which reads"),
+        ("self._arrivals.settle()  # a load may", "pass  # a load may"),
         ("        self._arrivals.settle()\n        self._copier().restore", "        self._copier().restore"),
         ("self.on_lost(str(error))", "pass"),
         ("Fact(operation.op_id, count, early=True)", "Fact(operation.op_id, count)"),
