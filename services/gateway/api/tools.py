@@ -54,7 +54,7 @@ class ToolUse:
             known: Formats of the model, as its tokenizer reports them.
         """
         if not self.callable:
-            return known if known.tools == "harmony" else OutputFormats(NONE, known.reasoning)
+            return known if known.tools in (NONE, "harmony") else OutputFormats(NONE, known.reasoning)
         return OutputFormats(FALLBACK, known.reasoning) if self.forced and known.tools == NONE else known
 
     def parsing(self, formats: OutputFormats, make: MakeParsing) -> Parsing | None:

@@ -6,7 +6,8 @@ The constant parts of the events are rendered once per request. An event is a jo
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import inf
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import orjson
 
 from services.gateway.api.logprob_forms import ChatLogprobWriter, CompletionLogprobWriter
-from services.gateway.api.openai.message import finish_reason, message_deltas, message_of
+from services.gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice import Choice, ChoiceReader, Delta
 from services.gateway.request.errors import DONE, OPENAI, ApiError
@@ -94,7 +95,7 @@ class ChatRenderer:
         if not delta.text and delta.ending is None:
             return role
         reader = self._reader_of(delta)
-        deltas = [orjson.dumps(each) for each in message_deltas(reader.read(delta))] or [b"{}"]
+        deltas = [orjson.dumps(each) for each in _message_deltas(reader.read(delta))] or [b"{}"]
         if deltas == [b"{}"] and delta.ending is None and not self._ids and not delta.choice.generation.wants_logprobs:
             return role
         logprobs = await _logprobs_of(self._logprobs, delta)
@@ -102,7 +103,7 @@ class ChatRenderer:
         chunks = [role]
         for number, content in enumerate(deltas):
             if number == len(deltas) - 1:
-                reason = finish_reason(reader, delta) if delta.ending is not None else ""
+                reason = _chat_finish_reason(reader, delta) if delta.ending is not None else ""
                 ending = _ending_fields(delta, logprobs, reason)
             else:
                 ending = _going_on(logprobs)
@@ -138,10 +139,65 @@ class ChatRenderer:
 
     async def _choice(self, delta: Delta) -> dict[str, Any]:
         reader = self._reader_of(delta)
-        message = message_of(message_deltas(reader.read(delta)))
+        message = _message_of(_message_deltas(reader.read(delta)))
         fields = _choice_fields(delta, await _logprobs_of(self._logprobs, delta), self._ids)
-        fields["finish_reason"] = finish_reason(reader, delta)
+        fields["finish_reason"] = _chat_finish_reason(reader, delta)
         return {"index": delta.choice.index, "message": message, **fields}
+
+
+def _message_deltas(events: Iterable[Event]) -> Iterable[dict[str, Any]]:
+    """Yields the deltas of a message for the events of a choice."""
+    for event in events:
+        if isinstance(event, Text):
+            yield {"content": event.text}
+        elif isinstance(event, Reasoning):
+            yield {"reasoning_content": event.text, "reasoning": event.text}
+        elif isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            yield _call({"index": event.index, "id": _call_id(), "type": "function", "function": function})
+        elif isinstance(event, CallArguments):
+            yield _call({"index": event.index, "function": {"arguments": event.fragment}})
+
+
+def _chat_finish_reason(reader: ChoiceReader, delta: Delta) -> str:
+    """Returns the finish reason of a choice whose last delta the reader has read: "tool_calls" if it stopped after a call."""
+    assert delta.ending is not None
+    reason = delta.ending.finish_reason
+    return "tool_calls" if reader.called and reason == "stop" else reason
+
+
+def _message_of(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the whole message. Without text, its content is null if it has calls, else empty."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[tuple[dict[str, Any], list[str]]] = []
+    for delta in deltas:
+        texts.append(delta.get("content", ""))
+        thoughts.append(delta.get("reasoning_content", ""))
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append((call, []))
+            else:
+                calls[call["index"]][1].append(call["function"]["arguments"])
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or (None if calls else ""), "refusal": None}
+    if any(thoughts):
+        message["reasoning_content"] = message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = [_whole(call, fragments) for call, fragments in calls]
+    return message
+
+
+def _whole(call: dict[str, Any], fragments: list[str]) -> dict[str, Any]:
+    function = {"name": call["function"]["name"], "arguments": "".join(fragments)}
+    return {"id": call["id"], "type": call["type"], "function": function}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    return {"tool_calls": [call]}
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 class CompletionRenderer:
