@@ -1,4 +1,4 @@
-"""Who keeps leases and takes over, on a real store: what one response does to the others, and what an end leaves."""
+"""Tests of BackgroundRunner with a real store: leases, takeovers and drains."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Work:
-    """A run that lasts."""
+    """A run that does not end."""
 
     is_kept, is_finishing, is_in_doubt = True, False, False
 
@@ -66,7 +66,7 @@ async def unread(owner: str, response_id: str) -> bytes:
 
 
 class Gateway:
-    """A runner and what it has taken, in the order in which it has."""
+    """A runner with a record of the responses that it has taken over, in order."""
 
     def __init__(self, server: RedisServer, store: type[BackgroundStore] = BackgroundStore, lease_s: float = LEASE_S) -> None:
         self.redis = StateRedis(server.url, 0.1)
@@ -99,8 +99,8 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_neither_one_that_cannot_be_read_nor_many_to_take_cost_the_others(server: RedisServer) -> None:
-    """The runner lives, and what it has keeps its lease however long it is taking."""
+def test_takeover_continues_when_one_record_is_unreadable_and_many_are_pending(server: RedisServer) -> None:
+    """The runner renews the leases of its own responses while slow takeovers continue."""
 
     async def run() -> None:
         server.client.flushall()
@@ -121,8 +121,8 @@ def test_neither_one_that_cannot_be_read_nor_many_to_take_cost_the_others(server
     asyncio.run(run())
 
 
-def test_a_store_that_was_away_for_longer_than_a_lease_moves_nothing(server: RedisServer) -> None:
-    """Who has a response keeps it; one whose gateway has gone meanwhile is taken a lease later."""
+def test_store_outage_longer_than_a_lease_moves_no_response(server: RedisServer) -> None:
+    """A gateway keeps its responses. A response whose gateway has stopped is taken over one lease later."""
 
     async def run() -> None:
         server.client.flushall()
@@ -131,7 +131,7 @@ def test_a_store_that_was_away_for_longer_than_a_lease_moves_nothing(server: Red
         held = {work.lease: work.order for work in works}
         running = asyncio.create_task(other.runner.run())
         await until(lambda: other.runner._runs == {} and not running.done())
-        server.client.delete(*(work.lease.key for work in works))  # they have run out in the meantime
+        server.client.delete(*(work.lease.key for work in works))  # the leases have expired during the outage
         server.wait_until_written()
         server.kill()
         await asyncio.to_thread(server.start)
@@ -148,8 +148,8 @@ def test_a_store_that_was_away_for_longer_than_a_lease_moves_nothing(server: Red
     asyncio.run(run())
 
 
-def test_who_writes_its_end_is_not_ended(server: RedisServer) -> None:
-    """The store has it, and the answer is on its way."""
+def test_run_that_writes_final_records_is_not_cancelled(server: RedisServer) -> None:
+    """The store has the final records, and the response is still being sent to the client."""
 
     async def run() -> None:
         server.client.flushall()
@@ -170,7 +170,7 @@ def test_who_writes_its_end_is_not_ended(server: RedisServer) -> None:
 
 
 class Place:
-    """Of a request within its key's limits."""
+    """The admission of a request under the limits of its API key."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -182,8 +182,8 @@ class Place:
         self.ended += 1
 
 
-def test_a_drain_leaves_each_once_and_what_has_not_begun_is_refused(server: RedisServer) -> None:
-    """Also where two tell the store at once, and where a response was asked for just before."""
+def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_begun(server: RedisServer) -> None:
+    """This includes two drains at once, and a response that was requested just before the drain."""
 
     async def run() -> None:
         server.client.flushall()
@@ -196,7 +196,7 @@ def test_a_drain_leaves_each_once_and_what_has_not_begun_is_refused(server: Redi
         first = First(stored, cast(Any, None), NOBODY, place, cast(Any, None))
         late = BackgroundRun(cast(Any, None), new_lease(ALICE, "resp_late"), order, first)
         asking = asyncio.create_task(gateway.runner.begin(late))
-        await asyncio.sleep(0)  # its task is made, and has not had its first step
+        await asyncio.sleep(0)  # the task exists, but has not run its first step
         other = asyncio.create_task(gateway.runner.drain())
         await gateway.runner.drain()
         await other
@@ -210,8 +210,8 @@ def test_a_drain_leaves_each_once_and_what_has_not_begun_is_refused(server: Redi
     asyncio.run(run())
 
 
-def test_a_store_that_is_away_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Also by a gateway that has no lease to keep, and so nothing to ask for that."""
+def test_store_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """This includes a gateway that has no lease to renew and therefore sends no other command."""
 
     class Away(BackgroundStore):
         async def free(self, most: int, left: bool = False) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Streams of one response that are read again: what they ask of the store together."""
+"""Tests of streams that read one response again: their shared calls to the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.gateway.state.background_record import BackgroundStatus, Page
 
 
 class Store:
-    """Counts its calls; an answer takes a moment. It is no store's logic that is tried here."""
+    """Counts its calls. Each call takes 10 ms."""
 
     def __init__(self) -> None:
         self.events = [b'{"type":"a"}']
@@ -27,7 +27,7 @@ class Store:
 
 
 async def fifty(store: Store, streams: Streams, told: list[list[bytes]]) -> list[asyncio.Task[None]]:
-    """Follow one response, and have been told of what there is."""
+    """Opens 50 streams of one response and waits until all have received the existing events."""
 
     async def one(at: int) -> None:
         async def write(events: bytes) -> None:
@@ -42,7 +42,7 @@ async def fifty(store: Store, streams: Streams, told: list[list[bytes]]) -> list
     return following
 
 
-def test_many_streams_of_one_response_ask_as_one_and_seldom_in_silence(monkeypatch: Any) -> None:
+def test_streams_of_one_response_share_calls_and_poll_rarely_when_idle(monkeypatch: Any) -> None:
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.4)
 
     async def run() -> None:
@@ -60,7 +60,7 @@ def test_many_streams_of_one_response_ask_as_one_and_seldom_in_silence(monkeypat
     asyncio.run(run())
 
 
-def test_many_streams_of_one_response_are_told_at_once_of_what_is_written_here(monkeypatch: Any) -> None:
+def test_streams_of_one_response_receive_local_events_at_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(follow, "POLL_S", 600.0)
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 600.0)
 

@@ -1,4 +1,4 @@
-"""What a batch's input may be, up to its limits."""
+"""Tests of batch input files: their lines, errors and limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def line(custom_id: str, **body: Any) -> bytes:
 
 
 def deep(levels: int) -> bytes:
-    """A line of so many levels, with itself and its body."""
+    """Returns a line with `levels` levels of JSON, which include the line and its body."""
     return line("deep", d=0).replace(b'"d":0', b'"d":' + b"[" * (levels - 2) + b"]" * (levels - 2))
 
 
@@ -37,12 +37,12 @@ def codes(found: Checked) -> list[tuple[int | None, str]]:
 
 
 @pytest.mark.parametrize("piece", [pytest.param(1, id="bytes"), pytest.param(7, id="pieces"), pytest.param(1 << 20, id="whole")])
-def test_lines_are_the_same_however_they_come(piece: int) -> None:
+def test_lines_are_the_same_for_every_division_into_pieces(piece: int) -> None:
     content = line("a", model="m") + b"\n \r\n" + line("b", model="m").replace(b"\n", b"\r\n") + line("c", model="m")[:-1]
     assert checked(content, piece=piece) == Checked(3, 5, "m", ())
 
 
-def test_what_is_at_a_limit_passes_and_one_more_is_refused() -> None:
+def test_value_at_a_limit_passes_and_one_more_is_refused() -> None:
     spare = limits.MAX_BATCH_LINE_BYTES - len(line("a", prompt="")[:-1])
     assert not checked(line("a", prompt="x" * spare)).errors
     assert codes(checked(line("a", prompt="x" * (spare + 1)) + line("b"))) == [(1, "line_too_large")]
@@ -58,9 +58,9 @@ def test_what_is_at_a_limit_passes_and_one_more_is_refused() -> None:
     assert len(checked(b"x\n" * 1000).errors) == limits.MAX_BATCH_ERRORS
 
 
-def test_a_model_is_told_where_all_name_it() -> None:
+def test_model_is_found_when_all_lines_name_one_model() -> None:
     assert [checked(line("a", model="m") + second).model for second in (b"", line("b"), line("b", model="n"))] == ["m", "", ""]
 
 
-def test_a_models_name_without_end_is_nobodys() -> None:
+def test_model_name_is_ignored_when_too_long() -> None:
     assert checked(line("a", model="m" * 5000) + line("b", model="m" * 5000)).model == ""

@@ -1,4 +1,4 @@
-"""Lines of batches have what others leave."""
+"""Tests of Lanes: batch lines use the capacity that interactive requests leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.services.redis_server import until
 
 
 class Others:
-    """What a gateway does beside its batches."""
+    """The lanes of a gateway, and its interactive requests."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -45,7 +45,7 @@ def among(use: Callable[[Others], Awaitable[None]], num_lines: int = 8) -> None:
     asyncio.run(run())
 
 
-def test_all_lanes_are_open_while_nobody_waits() -> None:
+def test_all_lanes_are_open_when_no_interactive_request_is_open() -> None:
     async def use(others: Others) -> None:
         await until(lambda: others.lanes.used == 3)
         assert not others.lanes.is_open
@@ -55,7 +55,7 @@ def test_all_lanes_are_open_while_nobody_waits() -> None:
     among(use)
 
 
-def test_few_are_open_beside_others_and_for_a_while_after_them() -> None:
+def test_few_lanes_are_open_during_interactive_requests_and_shortly_after() -> None:
     async def use(others: Others) -> None:
         others.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)
@@ -67,7 +67,7 @@ def test_few_are_open_beside_others_and_for_a_while_after_them() -> None:
         others.attendance.end(True)
         others.now += QUIET_S / 2
         assert not others.lanes.is_open
-        others.attendance.begin(False)  # a line's own request is nobody's
+        others.attendance.begin(False)  # a request of a batch line is not interactive
         others.now += QUIET_S / 2
         await until(lambda: others.lanes.used == 2)
         assert not others.lanes.is_open, "one after the other"
@@ -77,7 +77,7 @@ def test_few_are_open_beside_others_and_for_a_while_after_them() -> None:
     among(use)
 
 
-def test_none_begins_while_anything_waits_for_a_worker_or_the_gateway_ends() -> None:
+def test_no_line_begins_when_requests_queue_or_the_gateway_ends() -> None:
     async def use(others: Others) -> None:
         others.waiting = 1
         assert not others.lanes.is_open and others.lanes.used == 0
@@ -92,7 +92,7 @@ def test_none_begins_while_anything_waits_for_a_worker_or_the_gateway_ends() -> 
     among(use)
 
 
-def test_a_lane_stays_empty_for_a_moment_while_others_have_requests_open() -> None:
+def test_lane_stays_empty_for_a_moment_when_interactive_requests_are_open() -> None:
     async def use(others: Others) -> None:
         others.attendance.begin(True)
         await asyncio.sleep(2 * LOOK_S)
@@ -111,7 +111,7 @@ def test_a_lane_stays_empty_for_a_moment_while_others_have_requests_open() -> No
     among(use)
 
 
-def test_a_line_is_given_up_a_number_of_times() -> None:
+def test_line_is_interrupted_a_limited_number_of_times() -> None:
     async def use(others: Others) -> None:
         await until(lambda: others.asked == 1)
         for times in range(1, MOST_GIVEN_UP + 1):
@@ -127,7 +127,7 @@ def test_a_line_is_given_up_a_number_of_times() -> None:
     among(use, num_lines=1)
 
 
-def test_what_has_just_begun_makes_way_and_comes_again() -> None:
+def test_young_lines_are_interrupted_and_repeated() -> None:
     async def use(others: Others) -> None:
         await until(lambda: others.asked == 3)
         others.now += YOUNG_S / 2
@@ -148,8 +148,8 @@ def test_what_has_just_begun_makes_way_and_comes_again() -> None:
     among(use)
 
 
-def test_who_waits_now_and_again_holds_no_line_up_for_longer() -> None:
-    """The time that a line is held goes on while somebody waits; it only does not begin just then."""
+def test_short_waits_do_not_extend_the_delay_of_a_line() -> None:
+    """The delay of a line continues while requests queue. Only its begin waits until the queue is empty."""
 
     async def use(others: Others) -> None:
         others.attendance.begin(True)

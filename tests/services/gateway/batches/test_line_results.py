@@ -1,4 +1,4 @@
-"""What becomes of a line, as it stands in the files of results."""
+"""Tests of the results of batch lines, as they are written to the result files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def answer(size: int) -> LineResponse:
     return LineResponse(200, b'{"a":"%s"}' % (b"x" * (size - 8)), "request-a")
 
 
-def test_an_answer_that_is_too_large_is_not_kept() -> None:
+def test_result_that_is_too_large_becomes_an_error() -> None:
     at, beyond = (answered(LINE, answer(size)) for size in (MAX_BATCH_RESULT_BYTES, MAX_BATCH_RESULT_BYTES + 1))
     assert (at.part, at.forced, beyond.part, beyond.forced) == (OUTPUT, False, ERRORS, True)
     told = orjson.loads(beyond.content)
@@ -49,6 +49,6 @@ def test_an_answer_that_is_too_large_is_not_kept() -> None:
         ),
     ],
 )
-def test_usage_is_the_same_of_every_endpoint(usage: dict[str, Any]) -> None:
+def test_usage_is_the_same_for_every_endpoint(usage: dict[str, Any]) -> None:
     found = answered(LINE, LineResponse(200, orjson.dumps({"usage": usage}), "request-a"))
     assert found.usage == {"input_tokens": 5, "cached_tokens": 2, "output_tokens": 3, "reasoning_tokens": 1}

@@ -1,4 +1,4 @@
-"""Texts drawn at random under a grammar, over the single bytes and a format's marks as tokens."""
+"""Texts drawn at random under a grammar whose tokens are single bytes and the marks of a format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLOSERS = ["}", "]", '"', ")", '"}', "}}", "0"]
 
 
 class Drawer:
-    """marks: what a model of the family likes to write."""
+    """Draws texts under grammars. `marks` are texts that a model of the family often writes."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         texts = [*marks, *WORDS, *CLOSERS]
@@ -50,7 +50,14 @@ class Drawer:
         return self._compiler.compile_structural_tag(tag)
 
     def draw(self, grammar: xgrammar.CompiledGrammar, chooser: random.Random, loose: int = 60) -> str | None:
-        """A whole output; None if none ends in time. loose: tokens before everything is closed that can be."""
+        """Draws a complete output.
+
+        Args:
+            loose: number of tokens after which the drawer closes everything that can be closed.
+
+        Returns:
+            None if no output ends within MOST_TOKENS tokens.
+        """
         matcher, written = xgrammar.GrammarMatcher(grammar), b""
         for count in range(MOST_TOKENS):
             allowed = self._allowed(matcher)
@@ -75,7 +82,7 @@ class Drawer:
 
 
 def texts(drawer: Drawer, tags: Sequence[str], count: int, seed: int) -> Iterator[str]:
-    """count texts, under each tag by turns."""
+    """Yields `count` texts, drawn under each tag in turn."""
     chooser, grammars, given = random.Random(seed), [drawer.compiled(tag) for tag in tags], 0
     for turn in range(20 * count):
         if given == count:

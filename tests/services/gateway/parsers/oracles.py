@@ -1,4 +1,4 @@
-"""What a whole drawn text means, read at once with regular expressions and the standard library's JSON."""
+"""Reference parsers: they read a complete text with regular expressions and the standard library's JSON parser."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Call = tuple[str, Any]
 
 @dataclass
 class Meaning:
-    """text: without blanks, of which parsers drop some."""
+    """The calls, text and reasoning that a reference parser finds."""
 
-    calls: list[Call] = field(default_factory=list)
-    text: str = ""
-    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)  # name and parsed arguments of each call
+    text: str = ""  # without white space, because parsers drop some of it
+    reasoning: str = ""  # without white space
 
 
 Oracle = Callable[[str], Meaning]
@@ -28,7 +28,12 @@ def squeezed(text: str) -> str:
 
 
 def of_json(begin: str, end: str) -> Oracle:
-    """begin: what stands before a call's arguments, with its name in a group; end: what stands after them."""
+    """Returns a reference parser of a format whose arguments are JSON.
+
+    Args:
+        begin: pattern of the text before the arguments; its group is the call's name.
+        end: pattern of the text after the arguments.
+    """
 
     def read(text: str) -> Meaning:
         found, outside, at = Meaning(), "", 0
@@ -45,7 +50,7 @@ def of_json(begin: str, end: str) -> Oracle:
 
 
 def of_qwen3_coder(text: str) -> Meaning:
-    """A value is JSON if its parameter is none of those that are texts."""
+    """Reads a parameter's value as JSON unless the parameter is a string."""
     found, outside, at = Meaning(), "", 0
     parameters = r"((?:\s*<parameter=\w+>(?:(?!</parameter>).)*</parameter>)*)"
     for match in re.finditer(rf"<tool_call>\n<function=(\w+)>\n{parameters}\s*</function>\n</tool_call>", text, re.S):
@@ -58,7 +63,7 @@ def of_qwen3_coder(text: str) -> Meaning:
 
 
 def of_pythonic(text: str) -> Meaning:
-    """Of what our own grammar writes: values are JSON."""
+    """Reads calls whose values are JSON, as our own grammar writes them."""
     found, outside, at = Meaning(), "", 0
     while match := re.compile(r"\[(?=(?:get_weather|search|ping|free)\()").search(text, at):
         outside, at = outside + text[at : match.start()], match.end()

@@ -1,4 +1,4 @@
-"""Outputs cut in several ways, and events made comparable however their texts came."""
+"""Functions that cut outputs into pieces, and that make events comparable for all cuts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def in_characters(text: str) -> list[str]:
 
 
 def at_random(text: str, chooser: random.Random) -> list[str]:
-    """In pieces of the length of tokens, some of them empty."""
+    """Cuts a text into pieces as long as tokens, some of which are empty."""
     pieces, at = [], 0
     while at < len(text):
         size = chooser.choice((0, 1, 2, 3, 5, 9, 30))
@@ -77,7 +77,7 @@ def at_random(text: str, chooser: random.Random) -> list[str]:
 
 
 def calls_of(found: Iterable[Event]) -> list[tuple[str, Any]]:
-    """Name and parsed arguments of each whole call; each of its events is where it has to be."""
+    """Returns name and parsed arguments of each complete call. Asserts the order of the events."""
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     whole: list[tuple[str, Any]] = []

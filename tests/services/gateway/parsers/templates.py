@@ -1,6 +1,6 @@
-"""How each family's chat template writes an assistant's turn: ours, written from the formats' documentation.
+"""Chat templates of each family for an assistant's turn, written from the documentation of the formats.
 
-Each has a turn's reasoning, text and calls (`calls`: name and arguments), and the generation prompt that a template ends with.
+Each template has reasoning, text and calls (`calls`: name and arguments), and ends with the generation prompt.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Family:
     arguments: str  # {"path": "a"}
     ends: tuple[str, ...]  # texts that close the call, in order
     empty: tuple[str, ...]  # outputs that call without arguments
-    reasoning: str = "think_open"
+    reasoning: str = "think_open"  # reasoning format
 
     @property
     def call(self) -> str:
@@ -141,7 +141,7 @@ OPEN: Mapping[str, Any] = {
 
 
 def of(name: str, output: str, reasoning: str = "", cut: bool = False) -> list[Event]:
-    """Events of an output, which are the same in single characters."""
+    """Returns the events of an output. Asserts that the events are the same when it arrives in single characters."""
     formats = OutputFormats(name, "harmony" if name == "harmony" else reasoning)
     found = events(formats, [output], SETUP, cut)
     assert events(formats, in_characters(output), SETUP, cut) == found

@@ -21,7 +21,7 @@ from tests.services.gateway.parsers.outputs import at_random, events, in_charact
 from tests.services.gateway.parsers.templates import TEMPLATES
 from tests.services.gateway.parsers.test_rendered_calls import CALLS, REASONING, TEXT, WAYS
 
-COUNT = 20_000 // len(WAYS) + 1 if NIGHTLY else 40  # outputs of each way
+COUNT = 20_000 // len(WAYS) + 1 if NIGHTLY else 40  # number of outputs per way
 SEED = 20_260
 MOST_FAULTS = 4
 # Texts that are inserted anywhere, or that replace a value.
@@ -61,13 +61,13 @@ def damaged(text: str, marks: Sequence[str], chooser: random.Random) -> str:
         mark = chooser.choice(found).span() if found else (at, at)
         value = chooser.choice(list(_VALUE.finditer(text)) or [None])
         match chooser.randint(0, 9):
-            case 0:  # a mark less
+            case 0:  # removes a mark
                 text = text[: mark[0]] + text[mark[1] :]
-            case 1:  # a mark twice
+            case 1:  # repeats a mark
                 text = text[: mark[1]] + text[mark[0] :]
-            case 2:  # a part of a mark
+            case 2:  # cuts a mark
                 text = text[: chooser.randint(*mark)] + text[mark[1] :]
-            case 3:  # a mark more
+            case 3:  # inserts a mark
                 text = text[:at] + chooser.choice(marks) + text[at:]
             case 4 | 5:
                 text = text[:at] + chooser.choice(PIECES) + text[at:]
@@ -111,7 +111,7 @@ def arguments_of(found: Sequence[Event]) -> dict[int, str]:
 
 
 def check(formats: OutputFormats, marks: Sequence[str], output: str, chooser: random.Random) -> int:
-    """Returns the number of calls."""
+    """Asserts the invariants of a damaged output and returns the number of its calls."""
     found = events(formats, [output])
     for pieces in (at_random(output, chooser), in_characters(output)):
         assert events(formats, pieces) == found, "where the output is cut makes no difference"

@@ -1,7 +1,7 @@
-"""Outputs drawn at random under a grammar of each format mean to its parser what they encode, however they are cut.
+"""Outputs drawn under a grammar of each format: the parser finds the encoded calls for every division into pieces.
 
-The grammar is xgrammar's own tag where it has one (Mistral's and Llama's pythonic calls have none), and ours for every format:
-there the calls also follow their tools' schemas.
+The grammar is xgrammar's own tag for formats that have one (Mistral and Llama's pythonic calls have none), and our tag for every
+format. Under our tag, the calls also follow the schemas of their tools.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.services.gateway.parsers.oracles import ORACLES, squeezed, with_think
 from tests.services.gateway.parsers.outputs import TOOLS, at_random, calls_of, events, in_characters, text_of
 
 COUNT = 500 if NIGHTLY else 40
-# By format: xgrammar's name for it, and the marks that a text of it is drawn with besides its grammar's own.
+# By format: xgrammar's name of the format, and additional marks for the drawer.
 THEIRS = {
     "hermes": ("qwen_3", ["<tool_call>", "</tool_call>", '{"name": "']),
     "qwen3_coder": ("qwen_3_coder", ["<tool_call>\n<function=", "\n</parameter>", "\n</function>\n</tool_call>"]),
@@ -70,7 +70,7 @@ def unmarked(name: str, text: str) -> str:
 
 
 def check(name: str, text: str) -> list[str]:
-    """Names of the calls; the same events wherever the text is cut."""
+    """Asserts that parser and reference parser agree for every cut. Returns the names of the calls."""
     oracle = ORACLES[name] if name == "harmony" else with_think(ORACLES[name])
     meant, found = oracle(text), events(formats_of(name), [text])
     assert calls_of(found) == meant.calls, text
@@ -82,14 +82,14 @@ def check(name: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_what_xgrammars_tag_allows(name: str) -> None:
+def test_parser_reads_outputs_of_the_tag_of_xgrammar(name: str) -> None:
     called = [call for text in their_texts(name) for call in check(name, text)]
     assert len(called) > COUNT // 4 and set(called) == TOOLS.keys()
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_what_our_tag_allows(name: str) -> None:
-    """Calls follow their tools' schemas; forced ones are there, and no text is beside them."""
+def test_parser_reads_outputs_of_our_tag(name: str) -> None:
+    """Calls follow the schemas of their tools. A forced output has calls and no text."""
     called: list[str] = []
     for forced, parallel in WAYS:
         for text in our_texts(name, forced, parallel):

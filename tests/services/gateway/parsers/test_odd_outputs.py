@@ -1,4 +1,4 @@
-"""What models write that no template would: calls that are none, unknown, too many, cut off, nested too deeply, too long."""
+"""Outputs that no template writes: calls that are malformed, unknown, too many, cut off, too deep or too long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def call(name: str, arguments: str = "{}", index: int = 0) -> list[Event]:
     return [CallStart(index, name), CallArguments(index, arguments), CallEnd(index)]
 
 
-# By case: format, output, and what it means.
+# By case: format, output and expected events.
 ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "no format": (OutputFormats(), "a <tool_call> b\n", [Text("a <tool_call> b\n")]),
     "hermes: a mark that never comes": (HERMES, "a <tool_c", [Text("a <tool_c")]),
@@ -263,19 +263,19 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
 
 
 @pytest.mark.parametrize("family", dict.fromkeys(case.partition(":")[0] for case in ODD))
-def test_what_it_means(family: str) -> None:
+def test_odd_output_has_the_expected_events(family: str) -> None:
     for case, (formats, output, meant) in ODD.items():
         if case.partition(":")[0] == family:
             for pieces in ([output], in_characters(output), at_random(output, random.Random(1)), ["", *output.partition(" ")]):
                 assert events(formats, pieces) == meant, case
 
 
-def test_calls_beyond_the_number_allowed_are_dropped() -> None:
+def test_calls_beyond_the_allowed_number_are_dropped() -> None:
     found = events(HERMES, [f"a {PING}\n{PING} b"], setup_of(max_calls=1))
     assert found == [Text("a"), *call("ping"), CallDropped("ping"), Text(" b")]
 
 
-# By format: an output of stray marks, and its content.
+# By format: an output with stray marks, and the text without them.
 STRAY: dict[OutputFormats, tuple[str, str]] = {
     HERMES: ("a</tool_call> <tool_call>b</tool_call>", "a b"),
     THINK: ("<think></think>a</think>b<tool_call>c", "abc"),
@@ -299,7 +299,7 @@ def nested(depth: int, first: str = "[", last: str = "]") -> str:
     return first * depth + last * depth
 
 
-def test_depth_is_bounded() -> None:
+def test_depth_of_arguments_is_bounded() -> None:
     allowed, deeper = (nested(limits.MAX_CALL_DEPTH - 1 + more) for more in (0, 1))
     for formats, begin, end in (
         (HERMES, '<tool_call>{"name": "ping", "arguments": {"a": ', "}}</tool_call>"),
@@ -310,8 +310,8 @@ def test_depth_is_bounded() -> None:
     assert events(PYTHONIC, ["[ping(a=" + "[" * 100_000])[0] == CallStart(0, "ping")
 
 
-def test_what_is_held_is_bounded() -> None:
-    """Longer than MAX_HELD_CALL_CHARS, arguments before a name are text, and a value without quotes is left out."""
+def test_held_text_is_bounded() -> None:
+    """Beyond MAX_HELD_CALL_CHARS, arguments before a name become text, and an unquoted value is omitted."""
     for size in (-64, 1):
         long = "x" * (limits.MAX_HELD_CALL_CHARS + size)
         arguments = json.dumps({"a": long})
@@ -325,7 +325,7 @@ def test_what_is_held_is_bounded() -> None:
             assert calls_of(events(CODER, cut(value))) == [("search", {"tags": [long]} if size < 0 else {})]
 
 
-def test_types_of_a_parameter() -> None:
+def test_parameter_types_follow_references_and_combinations() -> None:
     tool = {
         "$defs": {"a/b": {"type": "integer"}, "round": {"$ref": "#/$defs/round"}},
         "properties": {

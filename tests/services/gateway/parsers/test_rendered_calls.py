@@ -1,4 +1,4 @@
-"""Turns rendered by each family's template come back as the calls, the text and the reasoning that they were rendered from."""
+"""Tests that a turn rendered by each family's template is parsed into its calls, text and reasoning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS: list[dict[str, Any]] = [
 ]
 TEXT = "Let me look: [this](that) costs {5} < 6."
 REASONING = "They want\n\nthe weather [in] {two} places."
-# What a template is told, and what its turn is read with.
+# By case: the family of the template, the formats of the parser, and variables of the template.
 WAYS: Mapping[str, tuple[str, OutputFormats, dict[str, Any]]] = {
     "hermes": ("hermes", OutputFormats("hermes", "think"), {"reasoning": REASONING}),
     "hermes without thinking": ("hermes", OutputFormats("hermes", "think"), {}),
@@ -40,7 +40,7 @@ WAYS: Mapping[str, tuple[str, OutputFormats, dict[str, Any]]] = {
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_turn_comes_back(way: str) -> None:
+def test_rendered_turn_is_parsed_into_calls_text_and_reasoning(way: str) -> None:
     name, formats, variables = WAYS[way]
     assert detect(TEMPLATES[name]) == formats
     template = ChatTemplate(TEMPLATES[name])

@@ -1,4 +1,4 @@
-"""What workers are asked to hold outputs to: drawn under each tag, as workers compile it, and read by the parser."""
+"""Tests of structural tags: texts drawn under each tag, as workers compile it, and read by the parser."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_every_format_has_a_parser_and_tags() -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_schemas_of_other_kinds(name: str) -> None:
-    """References, optional parameters before and without required ones, several types, no schema; after an opened thought."""
+def test_tag_follows_unusual_schemas(name: str) -> None:
+    """The cases are references, optional parameters before or without required ones, several types, and no schema."""
     formats = OutputFormats(name, "harmony" if name == "harmony" else "think_open")
     setup = ParserSetup(TOOLS, 100)
     for tool, parameters in TOOLS.items():
@@ -117,19 +117,19 @@ def drawn_arguments(name: str, parameters: Any, strict: bool) -> list[Any]:
 
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
-def test_forced_call_has_no_arguments_when_function_lists_none(name: str, strict: bool) -> None:
+def test_forced_call_has_no_arguments_when_the_function_lists_no_parameters(name: str, strict: bool) -> None:
     for case, parameters in NO_PARAMETERS.items():
         found = drawn_arguments(name, parameters, strict)
         assert found and not any(found), case
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_forced_call_may_have_any_arguments_when_object_is_open(name: str) -> None:
+def test_forced_call_may_have_any_arguments_when_the_object_is_open(name: str) -> None:
     for case, parameters in OPEN_PARAMETERS.items():
         assert any(drawn_arguments(name, parameters, False)), case
 
 
-def test_parts_of_a_tag_have_the_fields_of_their_tools() -> None:
+def test_parts_of_a_tag_have_the_fields_of_the_tools() -> None:
     tools = (ToolSpec("f", {"type": "object"}, True, "tools[0]"), ToolSpec("g", {"type": "object"}, False, "tools[1]"))
     for name in BUILDERS:
         tag = call_tag(OutputFormats(name), demand(*tools, forced=True))
@@ -138,7 +138,7 @@ def test_parts_of_a_tag_have_the_fields_of_their_tools() -> None:
         assert strict in ({"tools[0]": True, "tools[1]": False}, {}), name
 
 
-def test_an_answer_begins_where_the_reasoning_ends() -> None:
+def test_answer_begins_after_the_reasoning() -> None:
     for reasoning in REASONING_FORMATS:
         formats = OutputFormats("harmony" if reasoning == "harmony" else "", reasoning)
         for kind, answer in ANSWERS.items():
@@ -148,8 +148,8 @@ def test_an_answer_begins_where_the_reasoning_ends() -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_calls_or_an_answer(name: str) -> None:
-    """Drawn under one tag, each comes now and then, and never both; strict tools are held to their schemas."""
+def test_tag_allows_calls_or_an_answer_but_not_both(name: str) -> None:
+    """Calls of strict tools follow their schemas."""
     formats = OutputFormats(name, "harmony" if name == "harmony" else "think")
     setup = ParserSetup(TOOLS, 100)
     tools = demand(ToolSpec("refer", REFERRING, True), ToolSpec("any", {"required": ["x"]}))
@@ -166,7 +166,7 @@ def test_calls_or_an_answer(name: str) -> None:
     assert kinds == {True, False}
 
 
-def test_a_schema_that_refers_to_itself_many_times_is_looked_at_once() -> None:
+def test_schema_with_many_references_to_one_definition_is_read_once() -> None:
     again = {"anyOf": [{"$ref": "#/$defs/a"}] * 40}
     schemas = ({"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#/$defs/a"}, {"enum": ["x"]}]})
     for each in schemas:
@@ -175,7 +175,7 @@ def test_a_schema_that_refers_to_itself_many_times_is_looked_at_once() -> None:
             call_tag(OutputFormats("qwen3_coder"), demand(tool))
 
 
-def test_without_force_only_strict_tools_are_held_to_their_schemas() -> None:
+def test_tag_restricts_only_strict_tools_unless_calls_are_forced() -> None:
     loose, strict = ToolSpec("loose", {"required": ["x"]}), ToolSpec("strict", {"required": ["x"]}, True)
     assert call_tag(OutputFormats("hermes"), demand(loose)) is None
     assert '"strict\\"' in str(call_tag(OutputFormats("hermes"), demand(loose, strict)))
@@ -184,7 +184,7 @@ def test_without_force_only_strict_tools_are_held_to_their_schemas() -> None:
     assert "required" in demand(loose, forced=True).parameters(loose)
 
 
-# By case: a format, and the parameters of a strict tool that it cannot hold.
+# By case: a format, and parameters of a strict tool that the format cannot express.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "limits of a bare text": ("qwen3_coder", {"properties": {"a": {"type": "string", "minLength": 2}}}),
     "a bare text or a number": ("qwen3_coder", {"properties": {"a": {"type": ["string", "number"]}}}),
@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def test_what_a_format_cannot_hold_is_refused() -> None:
+def test_tag_is_refused_when_a_format_cannot_express_the_schema() -> None:
     for case, (name, parameters) in REFUSED.items():
         with pytest.raises(TagRefused):
             print(case, call_tag(OutputFormats(name), demand(ToolSpec("f", parameters, True))))

@@ -1,4 +1,4 @@
-"""Each character costs the same, however many have come: shown by counting calls, and what lies unread after each of them."""
+"""Tests that the cost of a character does not grow with the output, by counts of calls and of unread characters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from services.gateway.parsers.source import Source
 from services.shared.output_formats import OutputFormats
 from tests.services.gateway.parsers.outputs import setup_of
 
-# By format, what is written again and again, after something that may be written once: text, blanks, beginnings of calls that
-# come to nothing, values that go on and on.
+# By format: a text that is written once, and a text that is written repeatedly after it. The repeated texts are plain text, white
+# space, false beginnings of calls, and long values.
 AGAIN: Mapping[OutputFormats, list[tuple[str, str]]] = {
     OutputFormats("hermes", "think"): [
         ("", "<tool_call>"),
@@ -75,17 +75,17 @@ AGAIN: Mapping[OutputFormats, list[tuple[str, str]]] = {
         ("", "<|start|>a<|message|>"),
     ],
 }
-MARK_CHARS = 32  # the longest mark has fewer
+MARK_CHARS = 32  # every mark is shorter
 
 
 def unread(parser: OutputParser) -> int:
-    """Characters that the next call looks at again."""
+    """Returns the number of characters that the next call reads again."""
     assert isinstance(parser, ReadingParser)
     return len(parser._source._text) - parser._source._at
 
 
 def calls_made(formats: OutputFormats, text: str) -> int:
-    """Of Python's and C's functions, while the text is fed character by character."""
+    """Returns the number of calls of Python and C functions while the text is fed character by character."""
     parser, count = output_parser(formats, setup_of()), 0
 
     def on_event(_frame: FrameType, event: str, _of: Any) -> None:
@@ -103,7 +103,7 @@ def calls_made(formats: OutputFormats, text: str) -> int:
     return count
 
 
-def test_what_is_read_again_copies_nothing_of_what_is_unread() -> None:
+def test_source_does_not_copy_unread_text() -> None:
     source = Source()
     source.add("{" * 100)
     text = source._text
@@ -115,7 +115,7 @@ def test_what_is_read_again_copies_nothing_of_what_is_unread() -> None:
         assert source._text is text and source._at == 0
 
 
-def test_others_have_the_loop_while_a_long_output_is_read() -> None:
+def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
     async def body() -> None:
         async def count() -> None:
             nonlocal turns
@@ -131,8 +131,8 @@ def test_others_have_the_loop_while_a_long_output_is_read() -> None:
     asyncio.run(body())
 
 
-def test_a_character_costs_the_same_at_the_end_of_a_long_output() -> None:
-    """Also where it is read again, because it is in the head of what looked like a call."""
+def test_character_costs_the_same_at_the_end_of_a_long_output() -> None:
+    """This includes characters that are read twice, because they look like the head of a call."""
     for formats, outputs in AGAIN.items():
         for once, again in outputs:
             short, long = (once + again * (size // len(again)) for size in (600, 2400))

@@ -1,4 +1,4 @@
-"""Pages for people: what they are sent with, what is in their files, and where they are not served."""
+"""Tests of the pages for browsers: headers, file contents, and routes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.services.gateway.system import System
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = Path(static_page.__file__).parent
 PAGES = {"/": FOLDER / static_page.PLAYGROUND, "/docs": FOLDER / static_page.REFERENCE}
-NAMESPACE = "http://www.w3.org/2000/svg"  # a name, which nobody asks for
-# What makes markup of text, runs text, or keeps it beyond the page.
+NAMESPACE = "http://www.w3.org/2000/svg"  # the identifier of a namespace; browsers do not fetch this URL
+# Functions that turn text into markup, run text, or store text beyond the page.
 NEVER = (
     *("innerHTML", "outerHTML", "insertAdjacentHTML", "createContextualFragment", "document.write", "srcdoc", "DOMParser"),
     *("eval(", "new Function", "import(", "importScripts"),
@@ -30,7 +30,7 @@ NEVER = (
 
 
 class Markup(HTMLParser):
-    """Attributes of all elements, and what stands in those that are written in other languages."""
+    """Collects the attributes of all elements, and the contents of `script` and `style` elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ def page(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_it_is_the_file_and_takes_no_key(served: System, page: str) -> None:
+def test_page_is_the_file_and_needs_no_api_key(served: System, page: str) -> None:
     answer = served.get(page)
     assert (answer.status_code, answer.text) == (200, PAGES[page].read_text())
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert served.get("/v1/models").status_code == 401
 
 
-def test_its_policy_lets_its_own_script_and_style_run_and_nothing_else(served: System, page: str) -> None:
+def test_page_policy_allows_only_the_script_and_style_of_the_page(served: System, page: str) -> None:
     answer = served.get(page)
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
@@ -81,7 +81,7 @@ def test_its_policy_lets_its_own_script_and_style_run_and_nothing_else(served: S
     }
 
 
-def test_its_file_names_no_other_place(page: str) -> None:
+def test_page_refers_to_no_other_host(page: str) -> None:
     text = PAGES[page].read_text()
     assert set(re.findall(r"(?:https?:)?//[\w.-]+\.\w[^'\"\s>]*", text)) <= {NAMESPACE}
     assert "@import" not in text and not re.search(r"\burl\(", text)
@@ -90,12 +90,12 @@ def test_its_file_names_no_other_place(page: str) -> None:
         assert name != "src" and (name != "href" or re.match(r"/(docs|openapi\.json)$|data:image/svg", value)), (tag, value)
 
 
-def test_text_stays_text_and_in_the_page(page: str) -> None:
+def test_page_never_uses_functions_that_run_or_store_text(page: str) -> None:
     text = PAGES[page].read_text()
     assert [word for word in NEVER if word in text] == []
 
 
-def test_they_are_answered_as_documented(served: System) -> None:
+def test_page_responses_match_the_openapi_document(served: System) -> None:
     documented = Documented(served.get("/openapi.json").json())
     answers = [served.request(method, path) for path in PAGES for method in ("GET", "HEAD", "OPTIONS", "POST")]
     assert [answer.status_code for answer in answers] == [200, 200, 204, 405] * 2
@@ -105,7 +105,7 @@ def test_they_are_answered_as_documented(served: System) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("keys", [(), ("a",)], ids=["without keys", "with keys"])
-def test_where_it_is_off_it_is_a_path_as_any_other(keys: tuple[str, ...]) -> None:
+def test_page_path_is_unknown_when_the_playground_is_off(keys: tuple[str, ...]) -> None:
     with System(keys=keys) as system:
         ids = {"x-request-id": "same"}
         off, nowhere = (system.get(path, headers=ids) for path in ("/", "/nowhere"))
@@ -115,15 +115,15 @@ def test_where_it_is_off_it_is_a_path_as_any_other(keys: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("text", ["<style></style>", "<script></script><script></script><style></style>"], ids=["none", "two"])
-def test_a_page_without_exactly_one_script_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the gateway starts, and not when a browser blocks it."""
+def test_page_without_exactly_one_script_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error occurs when the gateway starts, because a browser would only block the page."""
     (tmp_path / "odd.html").write_text(text)
     monkeypatch.setattr(static_page, "_FOLDER", tmp_path)
     with pytest.raises(ValueError, match="one <script>"):
         static_page.static_page("odd.html")
 
 
-def test_they_are_in_the_package_and_in_the_image() -> None:
+def test_pages_are_in_the_package_and_in_the_image() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     packaged = {path for pattern in data["services.gateway.playground"] for path in FOLDER.glob(pattern)}
     assert packaged == set(PAGES.values())

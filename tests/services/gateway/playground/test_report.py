@@ -1,4 +1,4 @@
-"""What became of a request, told to a client that asks, where the playground is served: and to nobody else."""
+"""Tests of the report about a request, which only clients that ask for it receive, and only where the playground is served."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def busy(workers: list[FakeWorker]) -> None:
 
 
 def chunks_of(system: System) -> list[Any]:
-    """Of a chat that wants to know."""
+    """Returns the chunks of a streamed chat with a report."""
     return events(system.post(CHAT, BODIES[CHAT] | STREAM, headers=ASKED).text)
 
 
@@ -42,8 +42,11 @@ def served() -> Iterator[System]:
 
 
 def sent(system: System, path: str, headers: dict[str, str], **fields: Any) -> bytes:
-    """The answer, without the time at which it was made; of a stream the last events, for how its text is cut is a matter of
-    time too."""
+    """Returns the response without its time of creation.
+
+    Of a stream, it returns only the events with usage and the final event, because the division of text into chunks depends on
+    time.
+    """
     answer = system.post(path, BODIES[path] | fields, headers={"x-request-id": "same", **headers})
     assert answer.status_code == 200
     content = re.sub(rb'"created":\d+', b'"created":0', answer.content)
@@ -53,7 +56,7 @@ def sent(system: System, path: str, headers: dict[str, str], **fields: Any) -> b
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("fields", [{}, STREAM], ids=["whole", "stream"])
-def test_nothing_changes_without_the_header_or_the_setting(served: System, path: str, fields: dict[str, Any]) -> None:
+def test_response_is_unchanged_without_the_header_or_the_setting(served: System, path: str, fields: dict[str, Any]) -> None:
     with System(configure=busy) as off:
         plain = [sent(served, path, {}, **fields), sent(off, path, {}, **fields), sent(off, path, ASKED, **fields)]
         assert plain[0] == plain[1] == plain[2] and b'"usage":{' in plain[0]
@@ -69,7 +72,7 @@ def told(system: System, path: str, fields: dict[str, Any]) -> bytes:
     return found[1]
 
 
-def test_what_it_says(served: System) -> None:
+def test_report_has_queue_times_workers_and_draft_counts(served: System) -> None:
     answer = served.post(CHAT, BODIES[CHAT] | {"n": 2}, headers=ASKED)
     assert answer.json()["rootstock"] == {
         "gateway_queue_s": 0.0,
@@ -83,7 +86,7 @@ def test_what_it_says(served: System) -> None:
     assert not Documented(served.get("/openapi.json").json()).faults(Answered.of(answer))
 
 
-def test_a_stream_says_it_with_its_usage_alone(served: System) -> None:
+def test_stream_has_the_report_only_with_the_usage(served: System) -> None:
     *chunks, last = chunks_of(served)
     assert last["choices"] == [] and last["rootstock"]["workers"] == ["worker-0"]
     assert not [chunk for chunk in chunks if "rootstock" in chunk]
@@ -93,12 +96,12 @@ def test_a_stream_says_it_with_its_usage_alone(served: System) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("body", [{"top_k": "x"}, {"model": "nobody's"}], ids=["wrong", "unknown model"])
-def test_an_error_says_nothing_of_it(served: System, body: dict[str, Any]) -> None:
+def test_error_has_no_report(served: System, body: dict[str, Any]) -> None:
     answer = served.post(CHAT, BODIES[CHAT] | body, headers=ASKED)
     assert answer.status_code in (400, 404) and list(answer.json()) == ["error"]
 
 
-def test_a_wait_for_a_worker_is_told() -> None:
+def test_report_has_the_time_in_the_gateway_queue() -> None:
     with System(playground=True, configure=small) as system, ThreadPoolExecutor(1) as pool:
         full(system)
         waiting = pool.submit(chunks_of, system)
@@ -107,7 +110,7 @@ def test_a_wait_for_a_worker_is_told() -> None:
         assert waiting.result()[-1]["rootstock"]["gateway_queue_s"] > 0
 
 
-def test_a_worker_that_was_lost_is_told_before_the_one_that_went_on() -> None:
+def test_report_lists_a_lost_worker_before_the_next_worker() -> None:
     with System(workers=2, playground=True, configure=stopped) as system, ThreadPoolExecutor(1) as pool:
         asking = pool.submit(chunks_of, system)
         wait_until(lambda: sum(system.running()) == 1, "the submit")
