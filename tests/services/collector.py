@@ -1,4 +1,4 @@
-"""A collector that keeps the spans it is sent: OTLP's TraceService on a real port."""
+"""An OTLP collector on a real port that records the received spans."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _value(value: AnyValue) -> Any:
 
 @dataclass(frozen=True)
 class Received:
-    service: str
-    span: Span
+    service: str  # value of service.name
+    span: Span  # as received
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._server.stop(0).wait()
 
     def named(self, name: str) -> list[Received]:
-        """In order of their beginning."""
+        """Returns the spans of this name in the order of their start."""
         found = [span for span in list(self.spans) if span.name == name]
         return sorted(found, key=lambda one: one.span.start_time_unix_nano)
 

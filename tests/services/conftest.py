@@ -1,4 +1,4 @@
-"""A Redis of its own for each file that asks for one."""
+"""Fixtures with one Redis server per test file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def one_server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def server(one_server: RedisServer) -> RedisServer:
-    """With nothing in it."""
+    """Returns the file's Redis server, emptied."""
     one_server.client.flushall()
     one_server.client.script_flush()
     return one_server

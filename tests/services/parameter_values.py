@@ -1,4 +1,4 @@
-"""Values of sampling parameters, made from their table: such as can be, and such as no end takes."""
+"""Valid and invalid values of sampling parameters, from their table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRONG_TYPES: dict[Kind, tuple[Any, ...]] = {
 
 
 def typical(row: SamplingParameter) -> Any:
-    """A scalar that asks for something, exact in 32 bits."""
+    """Returns a valid value that is not neutral, exact in 32 bits."""
     if row.kind is Kind.FLAG:
         return not row.default
     assert row.low is not None
@@ -28,7 +28,7 @@ def typical(row: SamplingParameter) -> Any:
 
 
 def outside(row: SamplingParameter) -> list[float]:
-    """The neighbours of both ends, and an end that the range excludes."""
+    """Returns the nearest values beyond both limits, and a limit that the range excludes."""
     if row.kind is Kind.INTEGER:
         return [int(limit) + step for limit, step in ((row.low, -1), (row.high, 1)) if limit is not None]
     ends = ((row.low, -np.inf), (row.high, np.inf))
@@ -37,5 +37,5 @@ def outside(row: SamplingParameter) -> list[float]:
 
 
 def name_of(row: SamplingParameter) -> str:
-    """Of a test's case."""
+    """Returns the id of a test's case."""
     return "/".join(dict.fromkeys(row.names.values()))

@@ -1,4 +1,4 @@
-"""A real Redis of a test's own, that can be killed, restarted empty, stopped and filled."""
+"""A real Redis server that a test can kill, restart empty, stop and fill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.local.ports import HOST, free_ports
 from services.local.redis_server import redis_argv
 from services.local.settings import LocalSettings
 
-# By `program`: the bundled one and Debian's, which is Redis.
+# By `program`: the bundled server and Debian's Redis.
 EITHER_SERVER = [
     pytest.param("", id="bundled"),
     pytest.param("redis-server", id="debian", marks=pytest.mark.needs("redis-server")),
@@ -25,7 +25,12 @@ EITHER_SERVER = [
 
 
 class RedisServer:
-    """program: another than the one that `make run` starts. folder: where it keeps what it has, None for nowhere."""
+    """A Redis server process on a free port.
+
+    Args:
+        program: executable; empty for the default of `make run`.
+        folder: folder of the persistent files, or None without persistence.
+    """
 
     def __init__(self, program: str = "", folder: Path | None = None) -> None:
         self._folder = folder
@@ -55,8 +60,12 @@ class RedisServer:
         self.client.connection_pool.disconnect()
 
     def wait_until_written(self) -> None:
-        """Where the disk is slow in syncing what came a second ago, a server that syncs each second keeps what it has
-        acknowledged to itself for as long as two: a kill takes that along."""
+        """Waits until all acknowledged writes are on disk.
+
+        A server that syncs once per second may hold acknowledged writes in memory for up to two seconds if the disk is slow. A
+        kill loses
+        these writes.
+        """
         deadline = time.monotonic() + 20
         while int(self.client.info("persistence").get("aof_buffer_length", 0)):
             assert time.monotonic() < deadline, "it is not written"
@@ -64,7 +73,7 @@ class RedisServer:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Connections stay, and nothing answers."""
+        """Suspends the server: connections stay open, and no command gets a response."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         try:
@@ -73,7 +82,7 @@ class RedisServer:
             self._process.send_signal(signal.SIGCONT)
 
     def block_keys(self) -> dict[bytes, set[bytes]]:
-        """Hash of the block → owner fields. Scans the keyspace, which nothing but a test may."""
+        """Returns the owner fields by block hash. Scans the whole keyspace, which only a test may do."""
         keys = list(self.client.scan_iter("kv:*", count=1000))
         return {bytes.fromhex(key.decode().rpartition(":")[2]): set(self.client.hkeys(key)) for key in keys}
 
@@ -90,7 +99,7 @@ def redis_server(program: str = "") -> Iterator[RedisServer]:
 
 
 async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 60.0) -> None:
-    """Waits for a condition; fails if it does not come true."""
+    """Waits until the condition holds. Fails after `seconds`."""
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
         answer = holds()

@@ -1,4 +1,4 @@
-"""SIGTERM of tokenizer and detokenizer processes with work in flight, and how a server ends without losing an answer."""
+"""Tests of SIGTERM for tokenizer and detokenizer processes, and of the complete delivery of responses at a server's end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from services.shared.rpc import grpc_server
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 WAIT_S = 30
-GRACE_S = 120  # longer than the test may last: nothing here may wait it out
+GRACE_S = 120  # seconds; longer than the test, because no part of the test may use the whole grace period
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def process_of(service: str) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Cha
         process.wait()
 
 
-def test_calls_in_flight_are_answered() -> None:
+def test_drain_completes_calls_in_flight() -> None:
     words = [f"word{n}" for n in range(50_000)]
     text = " ".join(random.Random(1).choices(words, k=150_000))
     with process_of("tokenizer") as (process, channel, metrics_port):
@@ -59,7 +59,7 @@ def test_calls_in_flight_are_answered() -> None:
         assert process.wait(WAIT_S) == 0
 
 
-def test_streams_end_at_once() -> None:
+def test_drain_ends_streams_at_once() -> None:
     with process_of("detokenizer") as (process, channel, _):
         stub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[no-untyped-call]
         with ended_by_the_peer(stub) as answers:
@@ -73,7 +73,7 @@ def test_streams_end_at_once() -> None:
 
 @contextlib.contextmanager
 def ended_by_the_peer(stub: detokenizer_pb2_grpc.DetokenizerStub) -> Iterator[Iterator[Message]]:
-    """The answers of a stream whose client sends one empty batch and never ends it."""
+    """Yields the responses of a stream whose client sends one empty batch and does not close the stream."""
     over = False
 
     def batches() -> Iterator[detokenizer_pb2.DecodeBatch]:
@@ -88,12 +88,12 @@ def ended_by_the_peer(stub: detokenizer_pb2_grpc.DetokenizerStub) -> Iterator[It
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """HTTP/2's, RFC 9113 section 4.1."""
+    """Returns an HTTP/2 frame (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """HPACK's literal without indexing, RFC 7541 section 6.2.2."""
+    """Returns a literal header field without indexing in HPACK (RFC 7541, section 6.2.2)."""
     return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
@@ -116,7 +116,11 @@ CALL = [
 
 
 def slow_client(port: int) -> int:
-    """Bytes of the answer to Get, read slowly and told of piece by piece, as clients do. OSError if it is cut."""
+    """Reads the response to Get slowly, with a window update per frame as clients do, and returns its size in bytes.
+
+    Raises:
+        OSError: the connection was closed before the end of the response.
+    """
     received = 0
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
@@ -139,7 +143,7 @@ def slow_client(port: int) -> int:
 
 
 async def started(get: grpc.RpcMethodHandler) -> tuple[grpc_server.GrpcServer, int]:
-    """A server with one method, and its port."""
+    """Starts a server with one method and returns it with its port."""
     (port,) = free_ports(1)
     handlers = grpc.method_handlers_generic_handler("test.Test", {"Get": get})
     return await grpc_server.start_server(
@@ -148,11 +152,11 @@ async def started(get: grpc.RpcMethodHandler) -> tuple[grpc_server.GrpcServer, i
 
 
 async def nothing() -> None:
-    """To drain."""
+    """Replaces the drain of a service."""
 
 
-def test_an_answer_on_its_way_arrives_whole() -> None:
-    """To clients that read slowly and say so: the kernel resets a connection that is closed on them too early."""
+def test_server_end_delivers_responses_completely() -> None:
+    """The client reads slowly and sends window updates. The kernel would reset a connection that the server closes too early."""
     answer, calls = bytes(1_000_000), 4
 
     async def run() -> list[int]:
@@ -176,8 +180,8 @@ def test_an_answer_on_its_way_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["a call that ends", "a call that does not"])
-def test_while_calls_end_new_ones_are_sent_away(ends: bool) -> None:
-    """The health service still answers. What has not ended by the grace period's end is cut."""
+def test_drain_refuses_new_calls_while_open_calls_continue(ends: bool) -> None:
+    """The health service still responds. At the end of the grace period, the server ends calls that are still open."""
 
     async def run() -> None:
         stop, end = asyncio.Event(), asyncio.Event()

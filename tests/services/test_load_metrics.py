@@ -18,7 +18,7 @@ def figures(model: LoadedInfo) -> CollectorRegistry:
     return registry
 
 
-def test_what_loading_took_and_what_is_held() -> None:
+def test_load_metrics_have_phases_and_memory() -> None:
     registry = figures(info(load_seconds=(("weights", 3.5), ("total", 9.0))))
     for phase, seconds in (("weights", 3.5), ("total", 9.0), ("graphs", None)):
         labels = {"model_name": "m", "phase": phase}
@@ -27,12 +27,12 @@ def test_what_loading_took_and_what_is_held() -> None:
     assert registry.get_sample_value("rootstock_worker_kv_pool_bytes", {"model_name": "m"}) == 10 * 16 * 96
 
 
-def test_a_model_that_tells_no_phases() -> None:
+def test_load_metrics_have_no_phases_when_the_model_reports_none() -> None:
     family = next(each for each in figures(info()).collect() if each.name == "rootstock_worker_load_seconds")
     assert family.samples == []
 
 
-def test_how_steps_were_run() -> None:
+def test_executor_metrics_count_steps_by_mode() -> None:
     registry, stats = CollectorRegistry(), ExecutorStats()
     registry.register(ExecutorMetrics(stats, "m"))
     stats.graph_steps, stats.eager_steps, stats.pieces, stats.given_up = 7, 3, 2, 1

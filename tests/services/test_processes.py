@@ -1,4 +1,4 @@
-"""Each gRPC service as a process: ready by its health service, and gone within its grace period after SIGTERM."""
+"""Tests of each gRPC service as a process: its health service, and its end within the grace period after SIGTERM."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def wait_serving(health: health_pb2_grpc.HealthStub, service: str) -> None:
 
 
 @pytest.mark.parametrize("service", FLAGS)
-def test_ready_and_live_then_gone_on_sigterm(service: str) -> None:
-    """Of all addresses it serves those of both families."""
+def test_process_becomes_ready_and_ends_on_sigterm(service: str) -> None:
+    """A process that listens on all addresses accepts connections of both IP families."""
     port, metrics_port = free_ports(2)
     process = start(service, port, metrics_port, host=EVERYWHERE)
     try:
@@ -57,8 +57,8 @@ def test_ready_and_live_then_gone_on_sigterm(service: str) -> None:
         process.wait()
 
 
-def test_a_worker_that_still_loads_ends_at_once(tmp_path: Path) -> None:
-    """By a handler of its own: a container's first process has no other."""
+def test_loading_worker_ends_at_once_on_sigterm(tmp_path: Path) -> None:
+    """The worker needs a signal handler for this, because the first process of a container has no default action for SIGTERM."""
     folder = shutil.copytree(DEMO, tmp_path / "model")
     loading = folder / "config.json"
     loading.unlink()
@@ -77,7 +77,7 @@ def test_a_worker_that_still_loads_ends_at_once(tmp_path: Path) -> None:
 
 
 def is_being_read(pipe: Path) -> bool:
-    """Its reader waits for what nobody writes: the end that is opened here stays open."""
+    """Whether a process has opened the pipe for reading. Keeps the writing end open, so that the reader waits."""
     try:
         os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -87,7 +87,7 @@ def is_being_read(pipe: Path) -> bool:
 
 
 @pytest.mark.parametrize("service", FLAGS)
-def test_a_folder_without_a_model_is_one_clear_line(service: str, tmp_path: Path) -> None:
+def test_folder_without_a_model_is_a_one_line_error(service: str, tmp_path: Path) -> None:
     process = start(service, *free_ports(2), model=tmp_path)
     try:
         stderr = process.communicate(timeout=30)[1]

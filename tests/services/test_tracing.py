@@ -1,4 +1,4 @@
-"""Tracing itself: off, on, whose decision sampling is, and a collector that is not there."""
+"""Tests of tracing: switched off, switched on, the sampling decision, and an unreachable collector."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def settings(*argv: str) -> ServiceSettings:
     return load(ServiceSettings, "test", list(argv))
 
 
-def test_off_loads_no_tracer_and_no_exporter() -> None:
-    """Libraries that services use load OpenTelemetry's API, and parts of its metrics, by themselves."""
+def test_tracing_loads_no_tracer_and_no_exporter_when_off() -> None:
+    """Other libraries load OpenTelemetry's API and parts of its metrics in any case."""
     code = f"""
 import importlib, sys
 OURS = (
@@ -49,14 +49,14 @@ assert all(name in sys.modules for name in OURS)
 
 
 @pytest.mark.parametrize("endpoint", ["collector", "host:port", "ftp://host:1", "http://host:4317/v1/traces"])
-def test_an_endpoint_that_is_none_is_refused_at_the_start(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_endpoint_is_refused_at_start(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         settings("--otlp-endpoint", endpoint)
     assert "otlp_endpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "http://[::1]:4317", "https://collector.observability.svc:4317"])
-def test_endpoints(endpoint: str) -> None:
+def test_valid_endpoint_is_accepted(endpoint: str) -> None:
     assert settings("--otlp-endpoint", endpoint).otlp_endpoint == endpoint
 
 
@@ -71,7 +71,7 @@ def test_endpoints(endpoint: str) -> None:
     ],
     ids=["all", "none", "the client says yes", "the client says no", "no context at all"],
 )
-def test_whose_decision_sampling_is(ratio: str, context: dict[str, str], traced: bool) -> None:
+def test_sampling_follows_the_client_before_the_ratio(ratio: str, context: dict[str, str], traced: bool) -> None:
     tracing = start_tracing(settings("--otlp-endpoint", "127.0.0.1:1", "--trace-sample-ratio", ratio), "test")
     assert tracing is not None
     span = tracing.begin("request", context)
@@ -82,14 +82,14 @@ def test_whose_decision_sampling_is(ratio: str, context: dict[str, str], traced:
 
 
 @pytest.mark.parametrize("context", ["", "nonsense", UNSAMPLED, f"00-{'0' * 32}-{CALLER}-01"])
-def test_no_span_goes_under_a_context_that_is_not_sampled(context: str) -> None:
+def test_child_span_needs_a_sampled_context(context: str) -> None:
     tracing = start_tracing(settings("--otlp-endpoint", "127.0.0.1:1"), "test")
     assert tracing is not None
     assert tracing.under("call", context) is None
     assert tracing.under("call", SAMPLED) is not None
 
 
-def test_spans_come_with_their_parents_and_service() -> None:
+def test_spans_have_parents_and_a_service() -> None:
     with Collector() as collector:
         tracing = start_tracing(settings("--otlp-endpoint", collector.address), "test")
         assert tracing is not None
@@ -112,7 +112,7 @@ def test_spans_come_with_their_parents_and_service() -> None:
     assert (seen_inner.failed, seen_outer.failed) == (True, False)
 
 
-def test_a_collector_that_is_down_costs_one_line_and_no_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_collector_costs_two_log_lines_and_no_time(caplog: pytest.LogCaptureFixture) -> None:
     tracing = start_tracing(settings("--otlp-endpoint", "127.0.0.1:1"), "test")
     assert tracing is not None
 
@@ -132,7 +132,7 @@ def test_a_collector_that_is_down_costs_one_line_and_no_time(caplog: pytest.LogC
     assert len(lines()) <= 2, "one when spans were lost, one at the end"
 
 
-def test_losing_spans_and_sending_again_are_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_and_resumed_exports_are_one_log_line_each(caplog: pytest.LogCaptureFixture) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     from services.shared.observe.spans import CollectorExporter
@@ -155,5 +155,5 @@ def test_losing_spans_and_sending_again_are_one_line_each(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     "make", [lambda: trace_fields(""), lambda: trace_fields("x" * 10_000), lambda: trace_fields(SAMPLED.upper())]
 )
-def test_log_lines_carry_only_what_is_a_trace(make: Callable[[], dict[str, str]]) -> None:
+def test_trace_fields_are_empty_without_a_valid_context(make: Callable[[], dict[str, str]]) -> None:
     assert make() == {}

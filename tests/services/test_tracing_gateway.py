@@ -1,4 +1,4 @@
-"""The gateway's spans: one request as its client, its workers and its clock saw it."""
+"""Tests of the gateway's spans for one request: server, tokenize, queue and attempt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def in_background(system: System, headers: dict[str, str], **body: Any) -> threa
     return thread
 
 
-def test_a_request_is_one_trace_and_its_context_goes_on(collector: Collector) -> None:
+def test_request_is_one_trace_whose_context_reaches_all_services(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         answer = chat(system, {**TRACED, "x-request-id": "mine"}, n=2)
         assert answer.headers["x-request-id"] == "mine"
@@ -87,7 +87,7 @@ def test_every_generation_route_is_traced(collector: Collector, path: str, body:
     assert len(collector.named("tokenize")) == calls
 
 
-def test_what_is_not_sampled_is_traced_nowhere(collector: Collector) -> None:
+def test_unsampled_request_has_no_spans_and_no_context(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address, trace_sample_ratio=0.0) as system:
         for headers in ({}, {"traceparent": UNSAMPLED}):
             assert chat(system, headers).status_code == 200
@@ -98,7 +98,7 @@ def test_what_is_not_sampled_is_traced_nowhere(collector: Collector) -> None:
         assert server.trace == TRACE
 
 
-def test_off_nothing_is_sent_on(system_off: System) -> None:
+def test_context_is_not_forwarded_when_tracing_is_off(system_off: System) -> None:
     assert chat(system_off, TRACED).status_code == 200
     assert system_off.worker.submits[-1].traceparent == ""
 
@@ -109,7 +109,7 @@ def system_off() -> Iterator[System]:
         yield running
 
 
-def test_waiting_is_a_span_of_its_own(collector: Collector) -> None:
+def test_wait_in_the_queue_is_a_span(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         system.call(system.workers[0].stop())
         wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the break")
@@ -125,7 +125,7 @@ def test_waiting_is_a_span_of_its_own(collector: Collector) -> None:
     assert queue.span.end_time_unix_nano > queue.span.start_time_unix_nano
 
 
-def test_a_lost_worker_and_the_next_are_two_tries(collector: Collector) -> None:
+def test_resumed_request_has_two_attempts_when_a_worker_is_lost(collector: Collector) -> None:
     with System(workers=2, otlp_endpoint=collector.address) as system:
         for host in system.workers:
             system.do(lambda host=host: host.servicer.allow(5))  # type: ignore[misc]
@@ -145,7 +145,7 @@ def test_a_lost_worker_and_the_next_are_two_tries(collector: Collector) -> None:
     assert (server.failed, server.attributes["http.response.status_code"]) == (False, 200)
 
 
-def test_a_drain_is_no_failure(collector: Collector) -> None:
+def test_attempt_does_not_fail_when_a_worker_drains(collector: Collector) -> None:
     with System(workers=2, otlp_endpoint=collector.address) as system:
         system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_UNAVAILABLE, "going away")))
         for _ in range(4):
@@ -156,7 +156,7 @@ def test_a_drain_is_no_failure(collector: Collector) -> None:
     assert not any(one.failed for one in tries)
 
 
-def test_a_hedge_is_a_second_try_and_one_of_them_is_given_up(collector: Collector) -> None:
+def test_hedge_is_a_second_attempt_and_the_slower_attempt_is_aborted(collector: Collector) -> None:
     with System(workers=2, hedge_after_s=0.05, otlp_endpoint=collector.address) as system:
         for host in system.workers:
             system.do(lambda host=host: host.servicer.allow(0))  # type: ignore[misc]
@@ -171,7 +171,7 @@ def test_a_hedge_is_a_second_try_and_one_of_them_is_given_up(collector: Collecto
     assert contexts == {f"00-{TRACE}-{one.id}-01" for one in tries}
 
 
-def test_failures_say_whose_fault_they_are(collector: Collector) -> None:
+def test_failures_distinguish_client_and_server_errors(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         assert chat(system, TRACED, temperature=-1).status_code == 400
         (bad,) = collector.wait_for(SERVER)
@@ -186,7 +186,7 @@ def test_failures_say_whose_fault_they_are(collector: Collector) -> None:
         assert (attempt.failed, attempt.attributes["error.type"]) == (True, "ERROR_CODE_INTERNAL")
 
 
-def test_a_client_that_leaves_ends_every_span(collector: Collector) -> None:
+def test_spans_end_when_the_client_disconnects(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         system.do(lambda: system.worker.allow(2))
         client = RawClient(system, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True})
@@ -207,7 +207,7 @@ def test_health_probe_has_no_span(collector: Collector) -> None:
     assert not collector.named("POST /health_generate")
 
 
-def test_a_collector_that_is_down_disturbs_nobody() -> None:
+def test_requests_succeed_when_the_collector_is_unreachable() -> None:
     with System(otlp_endpoint="127.0.0.1:1") as system:
         assert [chat(system, TRACED).status_code for _ in range(5)] == [200] * 5
 

@@ -1,4 +1,4 @@
-"""Spans of the tokenizer, the worker and the detokenizer, each behind its real port."""
+"""Tests of the spans of tokenizer, worker and detokenizer, over real ports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def under(parent: Received, *children: Received) -> bool:
     return all((one.trace, one.parent) == (parent.trace, parent.id) and one.within(parent) for one in children)
 
 
-def test_tokenizer(collector: Collector, tracing: Tracing, folder: Path) -> None:
+def test_tokenizer_traces_encode_and_render(collector: Collector, tracing: Tracing, folder: Path) -> None:
     async def run() -> None:
         async with tokenizer(folder, tracing) as serving:
             await serving.stub.Encode(tokenizer_pb2.EncodeRequest(request_id="r", texts=["one two"], traceparent=SAMPLED))
@@ -78,7 +78,7 @@ def test_tokenizer(collector: Collector, tracing: Tracing, folder: Path) -> None
     assert render.span.end_time_unix_nano <= encodes[1].span.start_time_unix_nano
 
 
-def test_detokenizer(collector: Collector, tracing: Tracing, folder: Path) -> None:
+def test_detokenizer_traces_each_sampled_handle(collector: Collector, tracing: Tracing, folder: Path) -> None:
     def opened(handle: int, traceparent: str) -> detokenizer_pb2.DecodeOpen:
         return detokenizer_pb2.DecodeOpen(handle=handle, request_id=f"r{handle}", traceparent=traceparent, replay_ids=[10])
 
@@ -116,7 +116,7 @@ def traced(handle: int, prompt: list[int], context: str = SAMPLED, **sampling: o
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_worker_prefills_in_chunks_then_decodes(collector: Collector, tracing: Tracing, overlap: bool) -> None:
+def test_worker_traces_queue_prefill_chunks_and_decode(collector: Collector, tracing: Tracing, overlap: bool) -> None:
     async def run() -> None:
         config = replace(CONFIG, chunked_prefill_size=8)
         async with worker(step_s=0.003, config=config, overlap=overlap, tracing=tracing) as serving:
@@ -150,7 +150,7 @@ def test_worker_prefills_in_chunks_then_decodes(collector: Collector, tracing: T
     assert [one.attributes["rootstock.cached_tokens"] for one in chunks] == [0] * len(chunks)
 
 
-def test_worker_retractions_are_events(collector: Collector, tracing: Tracing) -> None:
+def test_worker_traces_retractions_as_events(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(config=replace(CONFIG, retract_interval=9), tracing=tracing) as serving:
             front = FrontEnd(serving.stub)
@@ -171,7 +171,7 @@ def test_worker_retractions_are_events(collector: Collector, tracing: Tracing) -
     asyncio.run(run())
 
 
-def test_worker_requests_that_are_cut_off_end_their_spans(collector: Collector, tracing: Tracing) -> None:
+def test_worker_spans_end_when_requests_are_aborted(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(step_s=0.003, config=replace(CONFIG, max_running_requests=2), tracing=tracing) as serving:
             gone, other = FrontEnd(serving.stub), FrontEnd(serving.stub)
@@ -197,7 +197,7 @@ def test_worker_requests_that_are_cut_off_end_their_spans(collector: Collector, 
     assert len(collector.named("queue")) == 5 and len(collector.named("decode")) == 3
 
 
-def test_worker_a_failed_step_is_an_error(collector: Collector, tracing: Tracing) -> None:
+def test_worker_span_fails_when_a_step_fails(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(tracing=tracing) as serving:
             front = FrontEnd(serving.stub)
@@ -213,7 +213,7 @@ def test_worker_a_failed_step_is_an_error(collector: Collector, tracing: Tracing
     assert under(generate, prefill)
 
 
-def test_worker_resumed_output_is_not_counted_again(collector: Collector, tracing: Tracing) -> None:
+def test_worker_span_does_not_count_resumed_output(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(tracing=tracing) as serving:
             front = FrontEnd(serving.stub)

@@ -9,13 +9,13 @@ from tests.services.gateway.system import System
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[System]:
-    """One system for a module's tests that leave it as they found it."""
+    """Yields one system for all tests of a module. The tests must not change its state."""
     with System() as system:
         yield system
 
 
 @pytest.fixture
 def system() -> Iterator[System]:
-    """A system that one test may break."""
+    """Yields a system that the test may break."""
     with System() as fresh:
         yield fresh

@@ -1,4 +1,4 @@
-"""Answers held against the OpenAPI document that the gateway serves: status, headers, type and body of each."""
+"""Compares responses with the OpenAPI document that the gateway serves: status, headers, type and body."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TRANSPORT = {"connection", "content-length", "content-type", "date", "transfer-e
 
 @dataclass(frozen=True)
 class Answered:
-    """headers: by lower-case name."""
+    """A response with the method and path of its request."""
 
-    method: str
-    path: str
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
+    method: str  # HTTP method
+    path: str  # URL path without query
+    status: int  # status code
+    headers: Mapping[str, str]  # by lower-case name
+    body: bytes  # content of the response
 
     @classmethod
     def of(cls, answer: httpx.Response) -> Answered:
@@ -32,14 +32,14 @@ class Answered:
 
 
 class Documented:
-    """document: as /openapi.json has it."""
+    """The OpenAPI document as /openapi.json contains it, with checks of responses against it."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = document
         self._validators: dict[str, Draft202012Validator] = {}
 
     def faults(self, answer: Answered) -> list[str]:
-        """In what the answer is not as documented; none where it is."""
+        """Returns a sentence for each difference from the document. Empty if the response is as documented."""
         where = f"{answer.method} {answer.path} {answer.status}"
         described = self.description(answer.method, answer.path, answer.status)
         if described is None:
@@ -47,7 +47,7 @@ class Documented:
         return [f"{where}: {fault}" for fault in (*self._headers(described, answer), *self._content(described, answer))]
 
     def place(self, path: str) -> str | None:
-        """The documented path that a path of a URL is one of."""
+        """Returns the documented path that matches the path of a URL, or None."""
         paths = self.document["paths"]
         if path in paths:
             return path
@@ -60,21 +60,25 @@ class Documented:
         item = self.document["paths"][place]
         if method.lower() not in item:
             refused = [each["responses"]["401"] for each in item.values() if "401" in each.get("responses", ())]
-            if status == 401 and refused:  # in the path's own shape
+            if status == 401 and refused:  # the path has an error format of its own
                 return self._resolved(refused[0])
             return self._other(item["x-other-methods"], status, 405)
         found = item[method.lower()]["responses"].get(str(status))
         return None if found is None else self._resolved(found)
 
     def statuses(self) -> Iterator[tuple[str, str, int]]:
-        """All that are documented: method, path, status."""
+        """Yields method, path and status of every documented response."""
         for path, item in self.document["paths"].items():
             for method, operation in item.items():
                 if not method.startswith("x-"):
                     yield from ((method.upper(), path, int(status)) for status in operation["responses"])
 
     def _other(self, described: Mapping[str, Any], status: int, own: int) -> Mapping[str, Any] | None:
-        """What nobody has documented is answered so, or refused by a connection before it is looked at."""
+        """Returns the response of an undocumented route, or of a request that the connection refuses.
+
+        Args:
+            own: the status of the undocumented route itself, 404 or 405.
+        """
         responses = self.document["components"]["responses"]
         names = {400: "BadRequest", 401: "Unauthorized", 408: "RequestTimeout", 431: "HeadTooLarge", 503: "ServiceUnavailable"}
         if status == own:
@@ -165,5 +169,5 @@ def _not_json(constant: str) -> Any:
 
 
 def _pattern(place: str) -> re.Pattern[str]:
-    """A model's name may have slashes."""
+    """Returns the pattern of a documented path. Only a model's name may contain slashes."""
     return re.compile(re.sub(r"\\\{(\w+)\\\}", lambda name: ".+" if name[1] == "model_id" else "[^/]+", re.escape(place)))

@@ -1,6 +1,6 @@
-"""Small servicers that stand for the other services on real gRPC. Token id = code point; id 0 is the end of sequence.
+"""Fake servicers in place of the other services, on real gRPC. A token's id is its code point; id 0 is the end of sequence.
 
-They live on the event loop of System (system.py); tests read their plain attributes and change them through System.call.
+The servicers run on the event loop of System (system.py). Tests read their attributes, and change them through System.call.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ def text_of(ids: list[int]) -> str:
 
 
 def chat_text(messages: list[dict[str, Any]], generation_prompt: bool = True) -> str:
-    """The fake chat template."""
+    """Renders messages as the fake chat template does."""
     return "".join(f"<{m['role']}>{m['content']}" for m in messages) + ("<assistant>" if generation_prompt else "")
 
 
 def logprob_of(token: int) -> float:
-    """What the fake worker says of a token, wherever it stands; exact in float32."""
+    """Returns the fake worker's log probability of a token at any position; exact in float32."""
     return -(token % 10) / 8
 
 
 def tops_of(token: int, k: int) -> list[tuple[int, float]]:
-    """The fake worker's likeliest tokens where `token` stands: itself and those after it, falling."""
+    """Returns the fake worker's `k` most likely tokens in falling order: `token` and its successors."""
     return [(token + rank, logprob_of(token) - rank) for rank in range(k)]
 
 
 def chosen_of(token: int) -> float:
-    """What the fake worker says of a token that was asked for by id."""
+    """Returns the fake worker's log probability of a token that was requested by its id."""
     return -(token % 10) / 8 - 20
 
 
 def vector_of(ids: list[int]) -> list[float]:
-    """The fake worker's embedding: EMBEDDING_SIZE numbers, exact in float32."""
+    """Returns the fake worker's embedding of a prompt: EMBEDDING_SIZE numbers, exact in float32."""
     return [len(ids) / 8, ids[0] / 8, ids[-1] / 8, 0.5]
 
 
 def label_logprob_of(ids: list[int], label: int) -> float:
-    """The fake worker's log probability of a label behind a prompt."""
+    """Returns the fake worker's log probability of a label after a prompt."""
     return -((len(ids) + ids[-1] + label) % 16) / 8
 
 
@@ -82,12 +82,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
-        self.failures: list[tuple[grpc.StatusCode, str]] = []  # of the next calls
+        self.failures: list[tuple[grpc.StatusCode, str]] = []  # errors of the next calls
         self.calls: list[Any] = []
         self.cancelled = 0
-        self.batches: list[tokenizer_pb2.EncodeBatch] = []  # of its streams
+        self.batches: list[tokenizer_pb2.EncodeBatch] = []  # batches of all EncodeMany streams
         self.info = tokenizer_pb2.TokenizerInfo()
-        self.contexts: list[Any] = []  # of its streams
+        self.contexts: list[Any] = []  # contexts of all EncodeMany streams
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
         return await self._called(self._texts(request), context)
@@ -119,7 +119,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request)], rendered_end=text[-16:])
 
     async def _begin(self, request: Any) -> None:
-        """Raises Refusal."""
+        """Records the request and waits for the gate. Raises Refusal for the next of `failures`."""
         self.calls.append(request)
         try:
             await self.gate.wait()
@@ -141,26 +141,26 @@ class _FakeStream(EncodeStream):
 
 
 def _wanted(text: str, request: Any) -> tokenizer_pb2.TokenIds:
-    """As the real one stops: just beyond what is wanted."""
+    """Returns the ids of a text. As the real tokenizer does, stops one token beyond `max_tokens`."""
     ids, most = ids_of(text), request.max_tokens
     if not most or len(ids) <= most:
         return tokenizer_pb2.TokenIds(ids=ids)
     return tokenizer_pb2.TokenIds(ids=ids[:most] if request.cuts else [], at_least=most + 1)
 
 
-PAGE_SIZE = 4  # tokens, of a worker's rooms
+PAGE_SIZE = 4  # tokens per page of KV reservations
 SECRET = b"0123456789abcdef"
 
 
 @dataclass
 class Row:
-    """One handle of a fake detokenizer's stream."""
+    """State of one handle on a fake detokenizer's stream."""
 
-    stop: list[str]
-    include_stop: bool
-    skip_special: bool
-    ids: list[int] = field(default_factory=list)
-    emitted: int = 0
+    stop: list[str]  # stop strings
+    include_stop: bool  # whether the output keeps the matched stop string
+    skip_special: bool  # whether special tokens have no text
+    ids: list[int] = field(default_factory=list)  # all tokens so far
+    emitted: int = 0  # characters that were sent
 
     def advance(self, finished: bool, matched: str) -> str:
         text = text_of(self.ids) if self.skip_special else "".join(chr(i) if i else "<eos>" for i in self.ids)
@@ -179,13 +179,13 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         self.batches: list[detokenizer_pb2.DecodeBatch] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        self.open: dict[int, Row] = {}  # of the newest stream
-        self.forget = 0  # before so many batches more, forget every handle
+        self.open: dict[int, Row] = {}  # rows of the newest stream
+        self.forget = 0  # number of further batches before which all handles are forgotten
         self.contexts: list[Any] = []
         self.text_gate = asyncio.Event()
         self.text_gate.set()
         self.text_calls: list[list[int]] = []
-        self.bytes_of: dict[int, bytes] = {EOS: b"<eos>"}  # of tokens whose text is not their code point
+        self.bytes_of: dict[int, bytes] = {EOS: b"<eos>"}  # texts of tokens that differ from their code points
 
     async def TokenTexts(self, request: detokenizer_pb2.TokenTextsRequest, context: Any) -> detokenizer_pb2.TokenTextsResponse:
         self.text_calls.append(list(request.token_ids))
@@ -240,20 +240,20 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
 
 @dataclass
 class Running:
-    """One request of a fake worker."""
+    """A request on a fake worker."""
 
-    submit: worker_pb2.Submit
-    script: list[int]
-    made: list[int] = field(default_factory=list)
-    by_tier: dict[str, int] = field(default_factory=dict)
-    said_pieces: int = 0  # of prompt_logprobs
+    submit: worker_pb2.Submit  # as received
+    script: list[int]  # ids of the whole output
+    made: list[int] = field(default_factory=list)  # ids of the output so far, including output_ids of the submit
+    by_tier: dict[str, int] = field(default_factory=dict)  # additional fields of the Finish
+    said_pieces: int = 0  # messages of prompt_logprobs() that were sent
 
     def __post_init__(self) -> None:
-        self.made += self.submit.output_ids  # made elsewhere: goes on after it
+        self.made += self.submit.output_ids  # tokens of another worker, after which this worker continues
 
     @property
     def num_made(self) -> int:
-        """Here."""
+        """Number of tokens that this worker has made."""
         return len(self.made) - len(self.submit.output_ids)
 
     def next(self) -> tuple[int, worker_pb2.Finish | None]:
@@ -262,7 +262,7 @@ class Running:
         return token, self._finish(token)
 
     def ended(self) -> worker_pb2.Finish | None:
-        """With its prompt."""
+        """Returns the Finish of a request that ends with its prompt, if it ends."""
         return self._finish(EOS)
 
     def _finish(self, token: int) -> worker_pb2.Finish | None:
@@ -295,7 +295,7 @@ class Running:
         return finish
 
     def prompt_logprobs(self) -> list[worker_pb2.LogprobRows]:
-        """In two pieces, as of a prompt that was computed in chunks."""
+        """Returns the prompt's log probabilities in two messages, like a prompt that was computed in chunks."""
         wanted = self.submit.sampling.logprobs
         if not wanted.HasField("prompt_from"):
             return []
@@ -323,51 +323,55 @@ class Running:
 
 
 class Refusal(NamedTuple):
-    """Fields of a Finish. An older worker names neither field nor element."""
+    """Error fields of a Finish."""
 
-    error: int
-    message: str
-    field: str = ""
-    element: int | None = None
+    error: int  # ErrorCode
+    message: str  # text of the error
+    field: str = ""  # empty from older workers
+    element: int | None = None  # index in the field, if the field has elements
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """One step is one token for every request. `steps_left` None: steps run freely; else only that many more. It tells its
-    load when a test says so, and with `beat_s` as often as that. A submit for other weights is refused, after a new hello."""
+    """A worker whose step makes one token for every request.
+
+    It reports its load when a test calls tell(), and additionally every `beat_s` seconds if set. It refuses a submit for another
+    model
+    version, after a new hello.
+    """
 
     def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:
         self.info = worker_pb2.WorkerInfo(worker_id=name, generation=1, model=model)
         self.info.context_len, self.info.vocab_size = CONTEXT_LEN, VOCAB_SIZE
         self.info.generates, self.info.embedding_size, self.info.ends_with_prompt = True, EMBEDDING_SIZE, True
         self.answer: Callable[[worker_pb2.Submit], str] = lambda submit: "Hello, world!"
-        self.refuse: list[tuple[Any, ...]] = []  # ABORT finishes for the next submits, as in Refusal
+        self.refuse: list[tuple[Any, ...]] = []  # error fields for the next submits, as in Refusal
         self.steps_left: int | None = None
-        self.merge = 1  # steps in one message, as a worker sends them to a slow front end
-        self.by_tier: dict[str, int] = {}  # of a Finish, where the cached tokens were, and other counts
-        self.early_prompt = False  # a prompt's first log probabilities come before any step
-        self.load: worker_pb2.WorkerLoad | None = None  # as told last
+        self.merge = 1  # steps per message, as a worker sends them to a slow gateway stream
+        self.by_tier: dict[str, int] = {}  # further fields of a Finish: cached tokens by tier, and other counts
+        self.early_prompt = False  # the first message of prompt_logprobs() is sent before any step
+        self.load: worker_pb2.WorkerLoad | None = None  # the latest load
         self.beat_s: float | None = None
         self.submits: list[worker_pb2.Submit] = []
         self.messages: list[worker_pb2.GenerateRequest] = []
         self.aborted: list[int] = []
-        self.running: dict[int, Running] = {}  # of the newest stream
+        self.running: dict[int, Running] = {}  # requests of the newest stream
         self.contexts: list[Any] = []
         self.steps = 0
         self._kick = asyncio.Event()
-        self.ended = 0  # streams
-        self._loads = 0  # told
-        self._ready: list[worker_pb2.PagesReady] = []  # to be told
+        self.ended = 0  # streams that have ended
+        self._loads = 0  # number of tell() calls
+        self._ready: list[worker_pb2.PagesReady] = []  # announcements that are not sent yet
         self._hello_due = False
-        self._refused: list[worker_pb2.Finish] = []  # of the newest stream
+        self._refused: list[worker_pb2.Finish] = []  # refusals of the newest stream that are not sent yet
 
     def tell(self, **fields: Any) -> None:
-        """Its load, now and first on every stream to come."""
+        """Sends a load on the open stream, and as the first load of every later stream."""
         self.load = worker_pb2.WorkerLoad(**fields)
         self._loads += 1
         self._kick.set()
 
     def announce(self, pages: int) -> None:
-        """So much is computed of what is to be handed over."""
+        """Announces `pages` computed pages of every prompt that is to be handed over."""
         for handle, running in self.running.items():
             if running.submit.hand_over:
                 room = worker_pb2.KvRoom(room=handle + 1, epoch=1, secret=SECRET, pages=pages)
@@ -375,13 +379,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._kick.set()
 
     def renew(self, revision: str) -> None:
-        """It has other weights, and says so on its stream."""
+        """Changes the model version and sends a new hello."""
         self.info.revision = revision
         self._hello_due = True
         self._kick.set()
 
     def end_running(self, code: int, message: str = "") -> None:
-        """Ends all that runs with an error."""
+        """Ends every running request with an error."""
         reason = pb.FINISH_REASON_ABORT
         self._refused += [worker_pb2.Finish(handle=handle, reason=reason, error=code, message=message) for handle in self.running]
         self.running.clear()
@@ -490,7 +494,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         step.handles.append(handle)
         step.counts.append(1)
         step.token_ids.append(token)
-        if request.submit.prediction_ids:  # of every token one guess is right, of every second one another is not
+        if request.submit.prediction_ids:  # per token one accepted prediction token, per two tokens one rejected
             step.predicted_handles.append(handle)
             step.accepted_prediction_tokens.append(request.num_made)
             step.rejected_prediction_tokens.append(request.num_made // 2)
@@ -507,7 +511,7 @@ SERVICERS: dict[type, Callable[[Any, grpc.aio.Server], None]] = {
 
 
 class Host:
-    """A fake on its own port, which it keeps over stop() and start()."""
+    """A fake servicer on a port that stays the same after stop() and start()."""
 
     def __init__(self, servicer: Any) -> None:
         self.servicer = servicer
@@ -525,19 +529,22 @@ class Host:
         await self._server.start()
 
     async def stop(self) -> None:
-        """As a killed process: calls end at once."""
+        """Stops the server as if its process were killed: open calls end at once."""
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
 
     async def reserve(self) -> None:
-        """Fixes the port without serving on it."""
+        """Chooses a port without serving on it."""
         await self.start()
         await self.stop()
 
 
 def _bound(server: grpc.aio.Server, port: int) -> int:
-    """port: 0 for a free one. Of those that were free a moment ago another process may have taken one since."""
+    """Adds a port to the server and returns it; a free port if `port` is 0.
+
+    Another process may take a free port before the server does, so the function tries five times.
+    """
     for _ in range(5):
         with suppress(RuntimeError):
             return int(server.add_insecure_port(f"127.0.0.1:{port or free_ports(1)[0]}"))

@@ -79,7 +79,7 @@ SGLANG_SAMPLING = """
 """
 
 
-# Of other servers: switches of reasoning, and fields that change an answer there.
+# Fields of further servers: switches of reasoning, and fields that change an output.
 OTHERS = """
     do_sample dynatemp_range enable_search enable_thinking grammar max_new_tokens mirostat n_predict num_beams prompt_mode
     random_seed reasoning_budget reasoning_format repeat_penalty safe_prompt tfs_z think thinking thinking_budget top_a
@@ -87,5 +87,5 @@ OTHERS = """
 
 
 def known_to(path: str) -> list[str]:
-    """Returns the names of all these servers for an endpoint of OpenAI's."""
+    """Returns all field names of these servers for an OpenAI endpoint."""
     return sorted({*OPENAI[path], *SGLANG[path].split(), *VLLM[path].split(), *OTHERS.split()})

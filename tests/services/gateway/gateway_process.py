@@ -1,4 +1,4 @@
-"""python -m services.gateway as a process, whose peers are those of a System."""
+"""`python -m services.gateway` as a process that is connected to the services of a System."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import httpx
 from services.local.ports import free_ports
 from tests.services.gateway.system import RawClient, System, wait_until
 
-START_S = 120.0  # a process that imports all of it on a busy machine
+START_S = 120.0  # seconds for the imports of a process on a busy machine
 
 
 class Process:
-    """A gateway process whose peers are those of a System."""
+    """A gateway process that is connected to the services of a System."""
 
     def __init__(self, system: System, *flags: str, **ports: int) -> None:
         self.clients: list[RawClient] = []
@@ -29,8 +29,8 @@ class Process:
         addresses = {"workers": system.workers, "detokenizers": system.detokenizers, "tokenizers": system.tokenizers}
         peers = [word for name, hosts in addresses.items() for word in (f"--{name}", ",".join(host.address for host in hosts))]
         command = [sys.executable, "-m", "services.gateway", "--port", str(self.port), "--health-port", str(self.health_port)]
-        quiet = {**os.environ, "GRPC_VERBOSITY": "NONE"}  # the C core's own lines are not ours
-        few = ["prlimit", "--nofile=256:4096"]  # as who begins it may leave it
+        quiet = {**os.environ, "GRPC_VERBOSITY": "NONE"}  # without the log lines of gRPC's C core
+        few = ["prlimit", "--nofile=256:4096"]  # a low soft limit, which the gateway must raise
         self._process = subprocess.Popen([*few, *command, *peers, *flags], stderr=subprocess.PIPE, text=True, env=quiet)
         self.pid = self._process.pid
 
@@ -39,17 +39,17 @@ class Process:
 
     def _status(self, path: str) -> int:
         try:
-            return httpx.get(f"http://127.0.0.1:{self.port}{path}", verify=False).status_code  # loads nothing for TLS
+            return httpx.get(f"http://127.0.0.1:{self.port}{path}", verify=False).status_code  # no certificates to load
         except httpx.TransportError:
             return 0
 
     def terminate(self) -> float:
-        """Sends SIGTERM; the time at which it was sent."""
+        """Sends SIGTERM and returns the time at which it was sent."""
         self._process.send_signal(signal.SIGTERM)
         return time.monotonic()
 
     def wait(self) -> tuple[int, list[dict[str, Any]]]:
-        """Exit code and log lines."""
+        """Waits for the end of the process. Returns its exit code and log lines."""
         _, errors = self._process.communicate(timeout=30)
         return self._process.returncode, [json.loads(line) for line in errors.splitlines()]
 

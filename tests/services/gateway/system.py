@@ -1,4 +1,4 @@
-"""A gateway with fake peers, all on real sockets, on one event loop in a thread of its own."""
+"""Gateways and fake services on real sockets, on one event loop in a separate thread."""
 
 from __future__ import annotations
 
@@ -48,10 +48,20 @@ class System:
         reasoning_marks: Sequence[int] = (),
         **settings: Any,
     ) -> None:
-        """`down` names services that are not started: "worker", "tokenizer", "detokenizer". configure: the workers, before
-        they are started. gateways: where there are several, each finds all of them, itself among them. keys: entries of the
-        file of API keys; a name alone is its own key. formats: of tools and of reasoning, as tokenizers tell them, and
-        the ids of the marks around reasoning."""
+        """Creates the services without starting them.
+
+        Args:
+            workers: number of fake workers.
+            detokenizers: number of fake detokenizers.
+            tokenizers: number of fake tokenizers.
+            down: services that are not started: "worker", "tokenizer", "detokenizer".
+            configure: changes the workers before their start.
+            gateways: number of gateways. Several gateways find all gateways, each including itself.
+            keys: entries of the API key file; a string is both name and API key.
+            formats: formats of tool calls and of reasoning, which the tokenizers report.
+            reasoning_marks: ids of the marks around reasoning.
+            settings: further fields of GatewaySettings.
+        """
         self._folder = tempfile.TemporaryDirectory()
         self.key_file = Path(self._folder.name, "keys.json")
         if keys:
@@ -64,10 +74,10 @@ class System:
         self._sizes = (workers, detokenizers, tokenizers)
         self._down = down
         self.clients: list[RawClient] = []
-        # Fakes tell their load once: silence means something only where a test sets it.
+        # Fakes send their load only once. A test that needs the silence limit sets a lower one.
         waits = {"queue_timeout_s": 10.0, "worker_silence_s": 60.0}
         self._overrides = {**waits, "grace_s": 0.2, **settings}
-        # A connection for each request, and nothing loaded of what TLS would need.
+        # One connection per request; verify=False avoids loading certificates.
         self._http = httpx.Client(timeout=WAIT_S, limits=httpx.Limits(max_keepalive_connections=0), verify=False)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -130,7 +140,7 @@ class System:
             await host.stop()
 
     def write_keys(self, *keys: str | dict[str, Any]) -> None:
-        """As Kubernetes does it: another file, in one step."""
+        """Replaces the API key file in one step, as Kubernetes does."""
         entries = [{"name": key, "key": key} if isinstance(key, str) else key for key in keys]
         fresh = self.key_file.with_suffix(".new")
         fresh.write_bytes(orjson.dumps({"keys": entries}))
@@ -158,7 +168,7 @@ class System:
 
     @property
     def links(self) -> list[WorkerLink]:
-        """To the workers, in their order."""
+        """Links of the first gateway to the workers, in the order of the workers."""
         return [self.gateway.dispatcher.fleet.links[host.address] for host in self.workers]
 
     @property
@@ -166,11 +176,11 @@ class System:
         return sum(self.gateway.dispatcher.waiting_by_model().values())
 
     def allow(self, steps: int | None) -> None:
-        """On every worker."""
+        """Sets the number of further steps on every worker, or None for free running."""
         self.do(lambda: [host.servicer.allow(steps) for host in self.workers])
 
     def submits(self) -> list[int]:
-        """By worker: those that it got."""
+        """Returns the number of submits that each worker has received."""
         return [len(host.servicer.submits) for host in self.workers]
 
     def running(self) -> list[int]:
@@ -189,7 +199,7 @@ class System:
         return self.tokenizers[0].servicer
 
     def has_tokens(self, count: int) -> bool:
-        """Whether the gateway has got so many tokens of every choice: a worker that stops takes along what is on its way."""
+        """Whether the gateway has exactly `count` tokens of every choice, that is, none is in transit when a worker stops."""
         choices = list(self.gateway.dispatcher._placements)
         return bool(choices) and all(len(choice.output_ids) == count for choice in choices)
 
@@ -217,7 +227,7 @@ class System:
         return OpenAI(**{**plain, "http_client": DefaultHttpxClient(verify=False), **kwargs})
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of /metrics; 0 if it does not exist yet."""
+        """Returns a sample of /metrics, or 0 if it does not exist yet."""
         for line in self.get("/metrics").text.splitlines():
             sample, _, value = line.rpartition(" ")
             if sample.partition("{")[0] == name and all(f'{key}="{label}"' in sample for key, label in labels.items()):
@@ -225,23 +235,23 @@ class System:
         return 0.0
 
     def total(self, name: str) -> float:
-        """Of all samples of a metric, over its labels."""
+        """Returns the sum of all samples of a metric, over its labels."""
         lines = (line.rpartition(" ") for line in self.get("/metrics").text.splitlines())
         return sum(float(value) for sample, _, value in lines if sample.partition("{")[0] == name)
 
 
 class RawClient:
-    """A bare socket that can stop reading, or vanish, at any moment."""
+    """A plain socket that can stop reading, or close, at any moment."""
 
     def __init__(self, system: System, path: str, body: dict[str, Any], key: str = "") -> None:
-        """key: API key."""
+        """Connects and sends a request, with an API key if `key` is not empty."""
         content = orjson.dumps({"model": MODEL, **body})
         authorization = f"authorization: Bearer {key}\r\n" if key else ""
         self._socket = socket.create_connection(("127.0.0.1", system.port), timeout=WAIT_S)
         head = f"POST {path} HTTP/1.1\r\nhost: test\r\n{authorization}content-length: {len(content)}\r\n\r\n"
         self._socket.sendall(head.encode() + content)
         self.received = b""
-        system.clients.append(self)  # connected until it vanishes, or the system ends
+        system.clients.append(self)  # stays connected until vanish() or the end of the system
 
     def read_until(self, text: bytes) -> None:
         while text not in self.received:
@@ -258,7 +268,7 @@ class RawClient:
 
 
 def events(text: str) -> list[Any]:
-    """The JSON of a stream's events, without [DONE], which must be there and last."""
+    """Returns the JSON values of a stream's events. Asserts that the last event is [DONE], and omits it."""
     lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]", lines[-1]
     return [orjson.loads(line) for line in lines[:-1]]

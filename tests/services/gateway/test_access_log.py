@@ -248,7 +248,7 @@ def test_access_log_follows_a_file_that_is_moved_away(logged: Logged) -> None:
     assert logged.lines()[0]["end"] == "complete"
 
 
-def test_gateway_serves_when_its_access_log_is_full(caplog: pytest.LogCaptureFixture) -> None:
+def test_gateway_serves_when_the_access_log_is_full(caplog: pytest.LogCaptureFixture) -> None:
     with System(access_log_file="/dev/full") as system:
         assert [system.chat().status_code for _ in range(3)] == [200] * 3
     assert sum(record.getMessage() == "could not write the access log" for record in caplog.records) == 1

@@ -1,5 +1,7 @@
-"""The numbers and flags of the table of sampling parameters, at each API: what is outside a range is refused by name, what is
-inside gets to the worker, and what asks for nothing does not."""
+"""Tests of the scalar sampling parameters at each API.
+
+Values outside a range are refused by name, values inside reach the worker, and neutral values do not.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,25 @@ OWN: dict[Api, dict[str, Any]] = {
     Api.COMPLETION: {"model": MODEL, "prompt": SECRET},
     Api.GENERATE: {"text": SECRET},
 }
-# Each field of each body has its row's type and range (tests/contracts/test_sampling_parameters.py). So, of chat's rows, one of
-# each kind with such ends is tried, and all that another route knows by a name of its own.
+# tests/contracts/test_sampling_parameters.py checks type and range of every field of every body. For chat, one row per kind of
+# range is therefore enough here, and all rows that another route names differently.
 OF_A_KIND = {(row.kind, row.low is not None and row.low < 0, row.high is None): row for row in reversed(PARAMETERS)}
 CHECKED = [
     pytest.param(api, row, id=f"{row.names[api]} of {api}")
     for row in PARAMETERS
     if row.kind in WRONG_TYPES
     for api in row.names
-    # Chat and completions inherit their fields from one class; of what SGLang's route inherits from it, one is tried there too.
+    # Chat and completions inherit their fields from one class. One field that SGLang's route inherits is enough.
     if not (api is Api.COMPLETION and Api.CHAT in row.names)
     if not (api is Api.GENERATE and row.names[api] in SamplingBody.model_fields and row.names[api] != "temperature")
     if api is not Api.CHAT or row in OF_A_KIND.values()
 ]
-# One comprehension takes all across; that each makes a difference is in tests/services/gateway/api/test_known_fields.py.
+# One comprehension copies all scalars. tests/services/gateway/api/test_known_fields.py checks the effect of each.
 CROSSING = {(row.kind, row.of_model, len(set(row.names.values()))): row for row in SCALARS}
 
 
-def test_what_all_take_is_defined_once() -> None:
-    """So that a check which holds on one route holds on all."""
+def test_shared_fields_are_defined_once() -> None:
+    """A check of one route is valid for all routes, because they share the definition."""
     assert SamplingBody.model_fields.keys() & NativeSampling.__annotations__.keys() == set()
     assert SamplingBody.model_fields.keys() & GenerationBody.__annotations__.keys() == set()
 
@@ -58,7 +60,7 @@ def sampled(system: System, api: Api, name: str, value: Any) -> pb.SamplingParam
 
 @pytest.mark.by_day(one_in=2, seed=22)
 @pytest.mark.parametrize(("api", "row"), CHECKED)
-def test_what_is_no_value_is_refused_by_name(shared: System, api: Api, row: SamplingParameter) -> None:
+def test_invalid_value_is_refused_by_name(shared: System, api: Api, row: SamplingParameter) -> None:
     before = len(shared.worker.submits)
     for value in (*WRONG_TYPES[row.kind], *(outside(row) if row.kind is not Kind.FLAG else ())):
         answer = shared.post(api, json.dumps(body_of(api, row.names[api], value)).encode())
@@ -107,19 +109,19 @@ def test_top_p_of_0_is_taken_by_every_api(shared: System, path: str, stream: boo
 @pytest.mark.parametrize("path", SHARED_NAMES)
 def test_errors_print_short_numbers(shared: System, path: str, name: str, value: float, range_text: str) -> None:
     if path == "/v1/messages" and name == "repetition_penalty":
-        return  # no field of that API
+        return  # the API has no such field
     answer = shared.post(path, shared_body(path, {name: value}))
     assert answer.status_code == 400 and answer.json()["error"]["message"].endswith(range_text)
 
 
-def test_repetition_penalty_stays_above_0_when_it_is_below_32_bits(shared: System) -> None:
+def test_tiny_repetition_penalty_stays_above_0(shared: System) -> None:
     for api in Api:
         assert 0 < sampled(shared, api, "repetition_penalty", 1e-60).repetition_penalty < 1e-30
 
 
 @pytest.mark.by_day(one_in=3, seed=6)
 @pytest.mark.parametrize("row", CROSSING.values(), ids=name_of)
-def test_a_value_gets_to_the_worker_and_null_does_not(shared: System, row: SamplingParameter) -> None:
+def test_value_reaches_the_worker_unless_null(shared: System, row: SamplingParameter) -> None:
     for api, name in row.names.items():
         assert getattr(sampled(shared, api, name, typical(row)), row.wire) == typical(row)
         given = sampled(shared, api, name, None)
@@ -127,7 +129,7 @@ def test_a_value_gets_to_the_worker_and_null_does_not(shared: System, row: Sampl
 
 
 @pytest.mark.parametrize("row", [SCALAR["top_k"], SCALAR["frequency_penalty"]], ids=name_of)
-def test_the_ends_of_a_range_are_in_it(shared: System, row: SamplingParameter) -> None:
+def test_ends_of_a_range_are_valid(shared: System, row: SamplingParameter) -> None:
     for end in (row.low, row.high):
         params = {row.names[Api.GENERATE]: end, "max_new_tokens": None}
         assert shared.post(Api.GENERATE, {"text": SECRET, "sampling_params": params}).status_code == 200, end
