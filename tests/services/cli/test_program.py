@@ -175,7 +175,7 @@ def test_terminal_writes_colours_to_terminals_and_control_characters_to_pipes(
     ],
     ids=["model", "flag", "misspelt flag", "two models"],
 )
-def test_serve_passes_its_words_to_the_launcher(
+def test_serve_passes_arguments_to_the_launcher(
     words: list[str], status: Exit, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
