@@ -85,7 +85,7 @@ def plain(message: Any) -> dict[str, Any]:
         pytest.param(CALL, {"max_tokens": 60}, ["tool_use"], "max_tokens", id="a call that is cut"),
     ],
 )
-def test_a_stream_says_what_the_whole_says(
+def test_stream_has_the_content_of_the_document(
     client: Anthropic, says: Any, text: str, more: dict[str, Any], kinds: list[str], reason: str
 ) -> None:
     says(text)
@@ -105,7 +105,7 @@ def test_a_stream_says_what_the_whole_says(
         assert whole.content[0].thinking == ("" if hidden else "Hm.") and whole.content[0].signature
 
 
-def test_arguments_that_are_no_json_reach_no_client(client: Anthropic, says: Any) -> None:
+def test_calls_drop_arguments_that_are_not_json(client: Anthropic, says: Any) -> None:
     """What was complete by then does; and numbers of any size."""
     arguments = '{"city": "Bonn", "day": 123456789012345678901234567890, "x": nope}'
     says(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
@@ -116,14 +116,14 @@ def test_arguments_that_are_no_json_reach_no_client(client: Anthropic, says: Any
     assert plain(final)["content"] == plain(whole)["content"]
 
 
-def test_usage_says_what_was_cached(client: Anthropic) -> None:
+def test_usage_counts_cached_tokens(client: Anthropic) -> None:
     usage = ask(client).usage
     assert usage.cache_read_input_tokens == 3 and usage.cache_creation_input_tokens == 0
     counted = client.messages.count_tokens(model=MODEL, messages=HI)
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_history_reaches_the_template_in_its_own_form(system: System, client: Anthropic) -> None:
+def test_chat_template_gets_the_history_as_chat_messages(system: System, client: Anthropic) -> None:
     use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
     thought = [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "redacted_thinking", "data": "y"}]
@@ -156,7 +156,7 @@ def test_history_reaches_the_template_in_its_own_form(system: System, client: An
     assert shown(system)[1] == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
 
 
-def test_choices_of_tools_and_formats_reach_the_worker(system: System, client: Anthropic) -> None:
+def test_worker_gets_tool_choices_and_formats(system: System, client: Anthropic) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         ask(client, tools=[WEATHER], tool_choice=choice)
         assert "weather" in system.worker.submits[-1].sampling.grammar.structural_tag
@@ -171,7 +171,7 @@ def test_choices_of_tools_and_formats_reach_the_worker(system: System, client: A
     assert sampling.HasField("grammar") and (sampling.top_k, sampling.temperature) == (3, 0.5)
 
 
-def test_a_silent_stream_is_pinged(system: System, client: Anthropic, says: Any) -> None:
+def test_silent_stream_gets_pings(system: System, client: Anthropic, says: Any) -> None:
     """Also one whose model thinks, where nobody has asked for its thoughts."""
     system.do(lambda: system.worker.allow(0))
     with client.messages.stream(model=MODEL, max_tokens=400, messages=HI) as stream:
@@ -227,7 +227,7 @@ def test_a_silent_stream_is_pinged(system: System, client: Anthropic, says: Any)
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "context"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_name(client: Anthropic, body: dict[str, Any], word: str) -> None:
+def test_refusal_names_the_field(client: Anthropic, body: dict[str, Any], word: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         ask(client, extra_body=body)
     error: Any = refused.value.body
@@ -235,7 +235,7 @@ def test_what_is_not_served_is_refused_by_its_name(client: Anthropic, body: dict
     assert error["request_id"] == refused.value.request_id == refused.value.response.headers["x-request-id"]
 
 
-def test_errors_are_of_the_clients_types() -> None:
+def test_errors_have_the_types_of_the_client() -> None:
     keys = [{"name": "a", "key": "a", "requests_per_minute": 1}, "b"]
     with System(keys=keys, max_concurrent_requests=1, sse_comment_s=0.1) as system:
         with pytest.raises(anthropic.AuthenticationError):

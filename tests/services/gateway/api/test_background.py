@@ -112,7 +112,7 @@ def code_of(call: Any) -> tuple[int, str | None]:
     return refused.value.status_code, refused.value.code
 
 
-def test_it_is_answered_at_once_and_made_meanwhile(system: System, both: list[OpenAI]) -> None:
+def test_background_response_returns_before_it_is_generated(system: System, both: list[OpenAI]) -> None:
     system.allow(0)
     first = begin(both[0], metadata={"a": "b"})
     assert (first.status, first.background, first.store, first.output) == ("queued", True, True, [])
@@ -132,7 +132,7 @@ def test_it_is_answered_at_once_and_made_meanwhile(system: System, both: list[Op
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("fields", [{"tools": [WEATHER]}, {"include": ["message.output_text.logprobs"], "top_logprobs": 1}])
-def test_its_stream_tells_what_there_is_without_a_background(system: System, both: list[OpenAI], fields: Any) -> None:
+def test_background_stream_equals_the_stream_of_a_response(system: System, both: list[OpenAI], fields: Any) -> None:
     if "tools" in fields:
         system.worker.answer = lambda submit: ALL
     whole = both[0].responses.create(model=MODEL, input="Hi", **fields)
@@ -147,7 +147,7 @@ def test_its_stream_tells_what_there_is_without_a_background(system: System, bot
     assert [event.to_dict() for event in again] == [event.to_dict() for event in events]
 
 
-def test_who_leaves_its_stream_resumes_it_anywhere(system: System, both: list[OpenAI]) -> None:
+def test_background_stream_resumes_at_any_gateway(system: System, both: list[OpenAI]) -> None:
     system.allow(20)
     stream = begin(both[0], stream=True)
     seen = []
@@ -164,7 +164,7 @@ def test_who_leaves_its_stream_resumes_it_anywhere(system: System, both: list[Op
     assert said(seen) + said(rest) == LONG == rest[-1].response.output_text
 
 
-def test_a_stream_begins_behind_an_event_that_there_is(system: System, both: list[OpenAI]) -> None:
+def test_background_stream_starts_after_a_known_event(system: System, both: list[OpenAI]) -> None:
     client = both[0]
     done = over(client, begin(client))
     events = streamed(client, done)
@@ -180,7 +180,7 @@ def test_a_stream_begins_behind_an_event_that_there_is(system: System, both: lis
     assert code_of(lambda: client.responses.cancel(other.id)) == (400, "unsupported_operation")
 
 
-def test_a_response_is_cancelled_at_any_gateway_once(system: System, both: list[OpenAI]) -> None:
+def test_background_response_is_cancelled_once_at_any_gateway(system: System, both: list[OpenAI]) -> None:
     system.allow(10)
     stream = begin(both[0], stream=True)
     events = [next(stream)]
@@ -213,7 +213,7 @@ def streamed_so_far(system: System, response: Response) -> list[Any]:
     return found
 
 
-def test_what_is_deleted_ends(system: System, both: list[OpenAI], store: RedisServer) -> None:
+def test_deletion_ends_a_background_response(system: System, both: list[OpenAI], store: RedisServer) -> None:
     system.allow(5)
     response = begin(both[0])
     wait_until(lambda: len(said(streamed_so_far(system, response))) == 5, "five tokens to be stored")
@@ -225,14 +225,16 @@ def test_what_is_deleted_ends(system: System, both: list[OpenAI], store: RedisSe
     assert not list(store.client.scan_iter(f"*{response.id}*"))
 
 
-def test_it_is_its_keys_own(system: System, both: list[OpenAI]) -> None:
+def test_background_response_belongs_to_its_key(system: System, both: list[OpenAI]) -> None:
     bob, response = system.openai(api_key="bob"), begin(both[0])
     for call in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete, lambda id: streamed(bob, response)):
         assert code_of(lambda: call(response.id))[0] == 404  # noqa: B023
     assert over(both[0], response).status == "completed"
 
 
-def test_what_cannot_be_in_the_background_is_refused(system: System, both: list[OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_refuses_requests_that_it_cannot_run(
+    system: System, both: list[OpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert code_of(lambda: begin(both[0], store=False)) == (400, "invalid_value")
     assert code_of(lambda: begin(both[0], input=[])) == (400, "missing_required_parameter")
     assert code_of(lambda: begin(both[0], instructions="x" * MAX_RECORD_BYTES)) == (413, "request_too_large")
@@ -251,7 +253,7 @@ def test_what_cannot_be_in_the_background_is_refused(system: System, both: list[
         assert code_of(lambda: begin(without.openai())) == (400, "no_store")
 
 
-def test_what_its_client_was_refused_is_not_made(
+def test_background_computes_no_refused_request(
     system: System, both: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store has it, and the answer that said so was lost."""
@@ -270,7 +272,7 @@ def test_what_its_client_was_refused_is_not_made(
     wait_until(lambda: not store.client.exists(*seen), "it to be gone")
 
 
-def test_what_it_holds_is_free_again_where_it_is_refused() -> None:
+def test_refused_background_response_frees_its_resources() -> None:
     """Its key's place, and the gateway's one, which goes with it into the background."""
     key = {"name": "a", "key": "a", "max_concurrent": 1}
     deepest: Any = {}
@@ -289,7 +291,7 @@ def test_what_it_holds_is_free_again_where_it_is_refused() -> None:
         assert (head.status_code, head.content) == (200, b"")
 
 
-def test_one_that_cannot_be_read_or_is_gone_is_over_all_the_same(system: System, both: list[OpenAI], store: RedisServer) -> None:
+def test_background_response_ends_when_its_record_is_unreadable(system: System, both: list[OpenAI], store: RedisServer) -> None:
     system.allow(4)
     response = begin(both[0])
     wait_until(lambda: len(said(streamed_so_far(system, response))) == 4, "four tokens to be stored")
@@ -305,7 +307,7 @@ def test_one_that_cannot_be_read_or_is_gone_is_over_all_the_same(system: System,
     )
 
 
-def test_it_counts_among_what_its_key_has_at_once() -> None:
+def test_background_response_counts_in_its_keys_concurrency() -> None:
     with redis_server() as own, System(keys=[{"name": "a", "key": "a", "max_concurrent": 1}], state_redis_url=own.url) as system:
         client = system.openai(api_key="a")
         system.allow(0)
@@ -318,7 +320,7 @@ def test_it_counts_among_what_its_key_has_at_once() -> None:
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("tokens", [1, 9, 20, 60, 95])
-def test_another_gateway_goes_on_where_its_tokens_end(
+def test_other_gateway_continues_after_the_last_token(
     system: System, both: list[OpenAI], store: RedisServer, tokens: int
 ) -> None:
     """In the middle of a mark, of reasoning, of a text, of a call and of its arguments; nobody sees an event twice, nor two ids
@@ -345,7 +347,7 @@ def test_another_gateway_goes_on_where_its_tokens_end(
     assert [event.item for event in events if event.type == "response.output_item.done"] == last.output
 
 
-def test_log_probabilities_go_on(system: System, both: list[OpenAI], store: RedisServer) -> None:
+def test_log_probabilities_continue_at_another_gateway(system: System, both: list[OpenAI], store: RedisServer) -> None:
     """And what is asked of a worker is the same to its last null."""
     schema = {"type": "json_schema", "name": "a", "schema": {"anyOf": [{"const": None}, {"type": "string", "default": None}]}}
     asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "text": {"format": schema}}
@@ -363,7 +365,7 @@ def test_log_probabilities_go_on(system: System, both: list[OpenAI], store: Redi
     assert first.sampling == second.sampling and second.output_ids
 
 
-def test_what_kills_its_gateways_is_given_up(system: System, both: list[OpenAI], store: RedisServer) -> None:
+def test_response_fails_when_it_kills_its_gateways(system: System, both: list[OpenAI], store: RedisServer) -> None:
     system.allow(4)
     response = begin(both[0])
     wait_until(lambda: len(said(streamed_so_far(system, response))) == 4, "four tokens to be stored")
@@ -384,7 +386,7 @@ def begun_and_unreadable(system: System, both: list[OpenAI], store: RedisServer)
     return response
 
 
-def test_what_no_gateway_can_read_or_end_has_failed_for_everybody(system: System, both: list[OpenAI], store: RedisServer) -> None:
+def test_unreadable_response_is_failed_for_every_reader(system: System, both: list[OpenAI], store: RedisServer) -> None:
     """By its record, of which anybody may build on or tell, and not for as long as somebody knows how it was asked."""
     response, owner = begun_and_unreadable(system, both, store), owner_of("alice")
     last = over(both[1], response)
@@ -397,7 +399,7 @@ def test_what_no_gateway_can_read_or_end_has_failed_for_everybody(system: System
     assert not list(store.client.scan_iter(f"state:background:*{response.id}"))
 
 
-def test_who_looks_while_it_ends_is_told_how(
+def test_reader_gets_the_end_of_a_response_that_is_ending(
     system: System, both: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its record is read before it has ended, and what it was made of behind that."""
@@ -414,7 +416,7 @@ def test_who_looks_while_it_ends_is_told_how(
     assert last.error is not None and "None of the gateways" in last.error.message
 
 
-def test_a_gateway_that_ends_leaves_its_work_to_others() -> None:
+def test_gateway_hands_its_responses_over_when_it_stops() -> None:
     with redis_server() as own:
         with System(state_redis_url=own.url) as first:
             first.worker.answer = lambda submit: LONG
@@ -434,7 +436,7 @@ def test_a_gateway_that_ends_leaves_its_work_to_others() -> None:
             )
 
 
-def test_who_takes_over_goes_on_as_it_was_begun() -> None:
+def test_other_gateway_continues_with_the_stored_parameters() -> None:
     """Whatever the model's tokenizers and workers say by then; and what has been counted is not counted again."""
     answer = "<think>Hm.</think>" + CALL.replace("weather", "wether")
     seen, answer = len(answer), answer + "It rains.\n" + CALL
@@ -462,7 +464,7 @@ def test_who_takes_over_goes_on_as_it_was_begun() -> None:
             assert not second.metric("rootstock_gateway_tool_calls_dropped_total")
 
 
-def test_an_order_of_a_gateway_before_it_knew_formats_is_gone_on_with() -> None:
+def test_gateway_continues_an_order_without_formats() -> None:
     """Its output is read as tokenizers say. And what is written now has all that such a gateway reads."""
     known = {"id", "owner", "key", "request_id", "routing_key", "created_at", "ends_at", "model", "asked", "rendered_end"}
     with redis_server() as own:
@@ -479,7 +481,7 @@ def test_an_order_of_a_gateway_before_it_knew_formats_is_gone_on_with() -> None:
             assert (last.status, [item.type for item in last.output]) == ("completed", ["reasoning", "function_call"])
 
 
-def test_a_prompt_of_a_tokenizer_that_is_gone_is_not_gone_on_with() -> None:
+def test_response_fails_when_its_tokenizer_has_changed() -> None:
     def other(workers: list[FakeWorker]) -> None:
         workers[0].info.tokenizer = "another"
 
@@ -494,7 +496,7 @@ def test_a_prompt_of_a_tokenizer_that_is_gone_is_not_gone_on_with() -> None:
             assert not second.worker.submits
 
 
-def test_who_takes_over_waits_for_a_model_that_it_has_yet_to_hear_of() -> None:
+def test_gateway_waits_for_the_model_of_a_stored_response() -> None:
     """As where its workers have not connected yet."""
 
     def other(workers: list[FakeWorker]) -> None:
@@ -512,7 +514,7 @@ def test_who_takes_over_waits_for_a_model_that_it_has_yet_to_hear_of() -> None:
             assert client.responses.retrieve(response.id).status in OPEN
 
 
-def test_who_takes_over_waits_for_a_key_that_it_has_yet_to_hear_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_waits_for_the_key_of_a_stored_response(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_file, "POLL_S", 0.05)
     with redis_server() as own:
         with System(state_redis_url=own.url, keys=["alice"]) as first:
@@ -526,7 +528,7 @@ def test_who_takes_over_waits_for_a_key_that_it_has_yet_to_hear_of(monkeypatch: 
             assert over(second.openai(api_key="alice"), response).status == "completed"
 
 
-def test_what_the_store_cannot_take_is_held_back_and_then_computed_again(
+def test_gateway_recomputes_output_that_the_store_did_not_take(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway answers others meanwhile."""
@@ -556,20 +558,20 @@ def test_what_the_store_cannot_take_is_held_back_and_then_computed_again(
     own.kill()
 
 
-def test_what_is_stored_of_one_is_bounded(system: System, both: list[OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_output_is_bounded(system: System, both: list[OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_store, "MAX_BACKGROUND_BYTES", 6000)
     last = over(both[0], begin(both[0]))
     assert last.status == "failed" and last.error is not None and "larger" in last.error.message
 
 
-def test_a_conversation_gets_what_is_said_in_the_background(both: list[OpenAI], store: RedisServer) -> None:
+def test_conversation_gets_the_items_of_a_background_response(both: list[OpenAI], store: RedisServer) -> None:
     conversation = both[0].conversations.create()
     over(both[0], begin(both[0], conversation=conversation.id))
     items = both[1].conversations.items.list(conversation.id, order="asc").data
     assert [(item.type, getattr(item, "role", None)) for item in items] == [("message", "user"), ("message", "assistant")]
 
 
-def test_what_is_not_made_in_its_time_has_failed() -> None:
+def test_background_response_fails_when_its_time_is_over() -> None:
     with redis_server() as own, System(state_redis_url=own.url, background_timeout_s=2) as system:
         system.worker.answer = lambda submit: LONG
         system.allow(3)
@@ -579,7 +581,7 @@ def test_what_is_not_made_in_its_time_has_failed() -> None:
         wait_until(lambda: system.running() == [0], "its worker to be told")
 
 
-def test_a_stream_that_waits_says_so() -> None:
+def test_background_stream_sends_comments_while_it_waits() -> None:
     """Not before there is one, whatever takes long."""
     with redis_server() as own, System(state_redis_url=own.url, sse_comment_s=0.05) as system:
         system.allow(0)
@@ -595,7 +597,7 @@ def test_a_stream_that_waits_says_so() -> None:
         assert b"event: response.completed" in told
 
 
-def test_tokens_of_weights_that_are_gone_are_not_gone_on_from() -> None:
+def test_response_fails_when_its_model_version_is_gone() -> None:
     """An answer is of one set of weights, whoever goes on with it."""
     with redis_server() as own:
         with System(state_redis_url=own.url) as first:

@@ -198,11 +198,11 @@ def test_bad_field(shared: System, path: str, change: dict[str, Any], param: str
 @pytest.mark.parametrize(
     ("path", "change", "param"), [case[1:] for case in OF_DECLARATIONS], ids=[case[0] for case in OF_DECLARATIONS]
 )
-def test_a_value_that_a_fields_declaration_refuses(shared: System, path: str, change: dict[str, Any], param: str) -> None:
+def test_value_is_refused_by_the_fields_declaration(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     expect_refusal(shared, path, change, param)
 
 
-def test_what_both_take_is_defined_once() -> None:
+def test_chats_and_completions_share_their_field_definitions() -> None:
     of_chat, of_completions = ChatCompletionRequest.model_fields, CompletionRequest.model_fields
     shared = of_chat.keys() & of_completions.keys()
     assert {name for name in shared if repr(of_chat[name]) != repr(of_completions[name])} <= APART | {"logprobs"}
@@ -227,7 +227,7 @@ def test_bad_json(shared: System, body: bytes) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_every_route_refuses_what_is_no_object(shared: System, path: str) -> None:
+def test_every_route_refuses_a_body_that_is_not_an_object(shared: System, path: str) -> None:
     answer = shared.post(path, BODIES["not an object"])
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
@@ -242,7 +242,7 @@ def levels_of(value: Any) -> int:
     return 0 if inner is None else 1 + max(map(levels_of, inner), default=0)
 
 
-def test_a_body_is_nested_no_deeper_than_it_may_be(shared: System) -> None:
+def test_body_has_a_limit_of_levels(shared: System) -> None:
     """Its own object counts; brackets in a text do not, nor do those beside each other."""
     most = limits.MAX_JSON_DEPTH
     assert shared.chat(metadata=nested(most - 1)).status_code == 200
@@ -286,7 +286,7 @@ DEEP: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
 ]
 
 
-def test_what_is_as_deep_as_may_be_fails_nowhere() -> None:
+def test_value_at_the_limit_of_levels_fails_nowhere() -> None:
     """What is made of it, a few levels deeper, can be written. What could not be is refused before that."""
     with System(formats=("hermes", "think")) as system:
         for path, body_of in DEEP:

@@ -88,7 +88,7 @@ def results(client: OpenAI, file_id: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("endpoint", [pytest.param(path, id=path[4:]) for path in BODIES])
-def test_a_line_gets_what_its_route_answers(system: System, client: OpenAI, endpoint: str) -> None:
+def test_line_result_equals_the_response_of_its_route(system: System, client: OpenAI, endpoint: str) -> None:
     batch = over(client, begin(client, [line(1, endpoint), line(2, endpoint, body={"n": []})], endpoint, metadata={"a": "b"}))
     assert (batch.status, batch.metadata, batch.errors) == ("completed", {"a": "b"}, None)
     assert batch.request_counts is not None and batch.request_counts.to_dict() == {"total": 2, "completed": 1, "failed": 1}
@@ -104,7 +104,7 @@ def test_a_line_gets_what_its_route_answers(system: System, client: OpenAI, endp
     assert batch.usage is not None and batch.usage.total_tokens == same["usage"]["total_tokens"]
 
 
-def test_what_is_wrong_with_an_input_is_told_line_by_line(client: OpenAI) -> None:
+def test_batch_reports_faults_of_the_input_by_line(client: OpenAI) -> None:
     lines = [
         line(1),
         b"{nonsense",
@@ -135,7 +135,7 @@ def test_what_is_wrong_with_an_input_is_told_line_by_line(client: OpenAI) -> Non
     assert blank.code == "empty_file"
 
 
-def test_a_batch_that_cannot_be_is_refused_by_name(client: OpenAI) -> None:
+def test_refusal_of_a_batch_names_the_field(client: OpenAI) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("endpoint", {"endpoint": "/v1/messages"}),
         ("completion_window", {"window": "a day"}),
@@ -149,7 +149,7 @@ def test_a_batch_that_cannot_be_is_refused_by_name(client: OpenAI) -> None:
         assert str(refused.value.param).startswith(param)
 
 
-def test_the_lists_have_pages(client: OpenAI) -> None:
+def test_lists_have_pages(client: OpenAI) -> None:
     begun = [over(client, begin(client, [line(1)])) for _ in range(3)]
     first = client.batches.list(limit=2)
     assert [batch.id for batch in first.data] == [begun[2].id, begun[1].id] and first.has_more
@@ -164,7 +164,7 @@ def test_the_lists_have_pages(client: OpenAI) -> None:
             client.batches.list(**wrong)
 
 
-def test_another_key_finds_nothing(system: System, client: OpenAI) -> None:
+def test_other_key_finds_no_files_and_batches(system: System, client: OpenAI) -> None:
     batch, bob = over(client, begin(client, [line(1)])), system.openai(api_key="bob")
     ours: Any = batch.input_file_id, batch.output_file_id
     for find in (bob.files.retrieve, bob.files.content, bob.files.delete):
@@ -179,7 +179,7 @@ def test_another_key_finds_nothing(system: System, client: OpenAI) -> None:
     assert not bob.files.list().data and not bob.batches.list().data
 
 
-def test_a_file_that_is_deleted_is_gone_and_one_that_is_read_stays(system: System, client: OpenAI) -> None:
+def test_deletion_removes_a_file_unless_a_batch_reads_it(system: System, client: OpenAI) -> None:
     system.allow(0)
     batch = begin(client, [line(1)])
     with pytest.raises(openai.ConflictError):
@@ -193,7 +193,7 @@ def test_a_file_that_is_deleted_is_gone_and_one_that_is_read_stays(system: Syste
                 find(file_id)
 
 
-def test_a_cancelled_batch_keeps_what_is_done(system: System, client: OpenAI) -> None:
+def test_cancelled_batch_keeps_its_results(system: System, client: OpenAI) -> None:
     """What runs is aborted at its worker; each custom_id has a result, in one file or the other."""
     lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(40)]
     system.allow(0)
@@ -215,7 +215,7 @@ def test_a_cancelled_batch_keeps_what_is_done(system: System, client: OpenAI) ->
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
-def test_a_batch_whose_time_is_over_says_so_line_by_line(system: System, client: OpenAI) -> None:
+def test_expired_batch_reports_each_open_line(system: System, client: OpenAI) -> None:
     system.allow(0)
     done = over(client, begin(client, [line(number) for number in range(3)], window="1s"))
     system.allow(None)
@@ -232,15 +232,13 @@ def test_results_are_in_the_order_of_the_input(system: System, client: OpenAI) -
     assert client.files.retrieve(done.output_file_id or "").bytes == len(client.files.content(done.output_file_id or "").content)
 
 
-def test_a_stream_is_no_line(client: OpenAI) -> None:
+def test_line_refuses_a_stream(client: OpenAI) -> None:
     done = over(client, begin(client, [line(1, body={**BODIES[CHAT], "stream": True})]))
     (told,) = results(client, done.error_file_id)
     assert told["response"]["status_code"] == 400 and told["response"]["body"]["error"]["param"] == "stream"
 
 
-def test_what_passes_is_waited_out_and_what_does_not_is_told(
-    system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_retries_temporary_errors_only(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line whose fault may be its own is not tried for ever."""
     monkeypatch.setattr(batch_run, "PAUSES_S", (0.01, 0.05))
     fault = (pb.ERROR_CODE_INTERNAL, "a fault")
@@ -255,7 +253,7 @@ def test_what_passes_is_waited_out_and_what_does_not_is_told(
     assert told["response"]["status_code"] == 500
 
 
-def test_who_waits_for_the_next_try_leaves_its_lane(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_retry_leaves_its_lane(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have it, and a gateway that ends waits for nobody."""
     monkeypatch.setattr(batch_run, "PAUSES_S", (600.0, 600.0))
     before = system.metric("rootstock_gateway_batch_retries_total")
@@ -267,14 +265,14 @@ def test_who_waits_for_the_next_try_leaves_its_lane(system: System, client: Open
     over(client, batch)
 
 
-def test_lines_are_of_the_least_urgent_priority_and_of_their_key(system: System, client: OpenAI) -> None:
+def test_lines_have_the_lowest_priority_and_the_key_of_the_batch(system: System, client: OpenAI) -> None:
     before = len(system.worker.submits)
     over(client, begin(client, [line(1, body={**BODIES[CHAT], "priority": 7})]))
     (submit,) = system.worker.submits[before:]
     assert submit.priority == PRIORITY_RANGE[0] and submit.tenant == Caller("alice").tenant
 
 
-def test_a_key_that_is_taken_back_has_no_more_answers(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_key_gets_no_more_results(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_ring, "COMES_S", 0.0)
     system.allow(0)
     batch = begin(client, [line(1)])
@@ -297,7 +295,7 @@ def test_a_key_that_is_taken_back_has_no_more_answers(system: System, client: Op
     assert told["response"]["status_code"] == 401
 
 
-def test_a_gateway_that_has_yet_to_hear_of_its_key_leaves_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_leaves_a_batch_of_an_unknown_key_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a Secret has come to some nodes only; it takes the batch itself once the key is there."""
     monkeypatch.setattr(key_file, "POLL_S", 0.05)
     asked, taken = list[str](), list[str]()
@@ -329,7 +327,7 @@ def test_a_gateway_that_has_yet_to_hear_of_its_key_leaves_it_to_others(monkeypat
             assert told["response"]["status_code"] == 200
 
 
-def test_another_gateway_goes_on_where_the_store_says() -> None:
+def test_other_gateway_continues_a_batch_from_the_store() -> None:
     """The one that had it has stopped with lines at its worker; each line has one result, of one gateway or the other."""
     lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(20)]
     with redis_server() as own:
@@ -347,7 +345,7 @@ def test_another_gateway_goes_on_where_the_store_says() -> None:
             assert len(second.worker.submits) == 17 and done.request_counts is not None and done.request_counts.completed == 20
 
 
-def test_a_line_that_ends_without_a_result_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_without_a_result_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that something has cancelled, and nobody has asked for it: a batch is over when all its lines have a result."""
     call, tries = LineCalls.call, list[str]()
 
@@ -365,7 +363,7 @@ def test_a_line_that_ends_without_a_result_is_tried_again(monkeypatch: pytest.Mo
         assert done.status == "completed" and tries.count("2") == 2
 
 
-def test_no_line_is_recorded_by_who_has_lost_the_lease(system: System, store: RedisServer, client: OpenAI) -> None:
+def test_gateway_records_no_line_after_it_has_lost_the_lease(system: System, store: RedisServer, client: OpenAI) -> None:
     """Somebody else has it: what runs here is given up."""
     system.allow(0)
     batch = begin(client, [line(1)])
@@ -380,7 +378,7 @@ def test_no_line_is_recorded_by_who_has_lost_the_lease(system: System, store: Re
     assert over(client, batch).status == "completed"
 
 
-def test_what_another_version_has_written_stops_no_other_batch(
+def test_unreadable_batch_does_not_stop_other_batches(
     system: System, store: RedisServer, client: OpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fields that are unknown here are left out; one whose status is unknown waits for who knows it."""
@@ -411,7 +409,7 @@ def test_what_another_version_has_written_stops_no_other_batch(
     assert over(client, newer).status == "completed"
 
 
-def test_a_line_that_waits_for_a_worker_is_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_overtakes_a_waiting_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no priorities set, and though it came first, so long ago that it is not given up."""
     monkeypatch.setattr(lanes, "YOUNG_S", 0.0)
 
@@ -434,7 +432,7 @@ def test_a_line_that_waits_for_a_worker_is_overtaken(monkeypatch: pytest.MonkeyP
         assert over(client, batch).status == "completed"
 
 
-def test_a_line_begins_in_the_gap_behind_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_starts_between_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "HELD_S", 60.0)
     with redis_server() as own, System(state_redis_url=own.url) as system, ThreadPoolExecutor(1) as pool:
         client = system.openai()
@@ -449,7 +447,7 @@ def test_a_line_begins_in_the_gap_behind_a_request(monkeypatch: pytest.MonkeyPat
         assert chat.result().status_code == 200 and over(client, batch).status == "completed"
 
 
-def test_lines_that_run_when_a_gateway_ends_are_answered_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_finishes_running_lines_when_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """And kept, also by a store that takes its time; its lease is given back: nobody waits for it to run out."""
     record = BatchStore.record
 
@@ -471,7 +469,7 @@ def test_lines_that_run_when_a_gateway_ends_are_answered_first(monkeypatch: pyte
         assert not own.client.exists(f"state:lease:{batch_lease(owner, batch.id)}")
 
 
-def test_who_waits_for_a_place_ends_in_time_and_at_its_clients_wish(system: System, client: OpenAI) -> None:
+def test_waiting_batch_expires_and_can_be_cancelled(system: System, client: OpenAI) -> None:
     """All places are taken by batches whose lines get no answer."""
     system.allow(0)
     long = [begin(client, [line(1)]) for _ in range(batch_runner.AT_ONCE)]
@@ -485,7 +483,7 @@ def test_who_waits_for_a_place_ends_in_time_and_at_its_clients_wish(system: Syst
     assert {over(client, batch).status for batch in long} == {"completed"}
 
 
-def test_no_key_keeps_all_places(system: System, client: OpenAI) -> None:
+def test_keys_share_the_lanes(system: System, client: OpenAI) -> None:
     """The youngest batch of who has several makes way, and goes on where it was."""
     bob, before = system.openai(api_key="bob"), len(system.worker.submits)
     system.allow(0)

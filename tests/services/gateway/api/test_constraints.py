@@ -57,7 +57,7 @@ def test_form(shared: System, body: dict[str, Any], grammar: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("form", ["json_schema", "structured tag"])
-def test_completions_take_them_too(shared: System, form: str) -> None:
+def test_completions_accept_constraints(shared: System, form: str) -> None:
     """Both bodies hold the same fields: see test_bad_input.py."""
     body, grammar = FORMS[form]
     answer = shared.post("/v1/completions", {"model": MODEL, "prompt": "Hi", **body})
@@ -74,7 +74,7 @@ def test_no_constraint(shared: System, body: dict[str, Any]) -> None:
     assert not shared.worker.submits[-1].sampling.HasField("grammar")
 
 
-def test_two_are_refused_and_both_are_named(shared: System) -> None:
+def test_refusal_of_two_constraints_names_both(shared: System) -> None:
     error = shared.chat(guided_json={}, response_format={"type": "json_object"}).json()["error"]
     assert "'response_format'" in error["message"] and "'guided_json'" in error["message"]
 
@@ -82,7 +82,7 @@ def test_two_are_refused_and_both_are_named(shared: System) -> None:
 TEXTS = ['a"b', "back\\slash", "line\nbreak\ttab", "é 漢 🙂", "\x01a\x7fb\x1bcafe", '::= | "', "[a-z]+"]
 
 
-def test_a_choice_is_matched_letter_by_letter(shared: System) -> None:
+def test_guided_choice_matches_its_text_exactly(shared: System) -> None:
     """The grammar that the worker is given takes the chosen text and nothing else, in the compiler that workers use."""
     for text in TEXTS:
         assert shared.chat(guided_choice=[text, "other"]).status_code == 200
@@ -108,7 +108,7 @@ REFUSALS = [
     [(*case, stream) for case, stream in zip(REFUSALS, (True, False) * 2, strict=True)],
     ids=[param for *_, param in REFUSALS],
 )
-def test_a_grammar_that_the_worker_refuses_is_400_with_its_reason(
+def test_refused_grammar_gets_400_with_the_workers_reason(
     shared: System, body: dict[str, Any], reason: str, param: str, stream: bool
 ) -> None:
     shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, f"grammar: {reason}", "grammar")))

@@ -138,7 +138,7 @@ def served_at(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_name_is_served_or_unused_or_refused(path: str) -> None:
+def test_every_known_field_is_served_unused_or_refused(path: str) -> None:
     known, fields = KNOWN[path], TYPES[path].model_fields.keys()
     nowhere = [name for name in known_to(path) if not (name in fields or name in known.unused or name in known.neutral)]
     assert not nowhere, f"{path} drops {nowhere}"
@@ -147,7 +147,7 @@ def test_every_name_is_served_or_unused_or_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_is_served_makes_a_difference(shared: System, path: str) -> None:
+def test_served_field_has_an_effect(shared: System, path: str) -> None:
     seen: dict[str, list[Any]] = {}
     for name in served_at(path):
         beside, value = SERVED_BY_PATH.get((path, name), SERVED[name])
@@ -159,7 +159,7 @@ def test_what_is_served_makes_a_difference(shared: System, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_asks_for_nothing_makes_none(shared: System, path: str) -> None:
+def test_neutral_value_has_no_effect(shared: System, path: str) -> None:
     known = KNOWN[path]
     body = {**BODIES[path], "rid": "walk"}
     plain = evidence(shared, path, body)
@@ -171,7 +171,7 @@ def test_what_asks_for_nothing_makes_none(shared: System, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_is_not_served_is_refused_by_name(shared: System, path: str) -> None:
+def test_refusal_names_the_unserved_field(shared: System, path: str) -> None:
     before = len(shared.worker.submits)
     left_out = known_fields.WEB_SEARCH if path == "/v1/chat/completions" else ""
     for name in KNOWN[path].neutral.keys() - {left_out}:
@@ -206,7 +206,7 @@ def test_names_of_sampling_params(shared: System) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"sampling_params.{name}")
 
 
-def test_reasoning_effort_is_the_templates(shared: System) -> None:
+def test_chat_template_gets_the_reasoning_effort(shared: System) -> None:
     def variables(**body: Any) -> Any:
         answer = shared.chat(**body)
         assert answer.status_code == 200, answer.text
@@ -225,7 +225,7 @@ def test_reasoning_effort_is_the_templates(shared: System) -> None:
 
 
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking", "think"])
-def test_switches_of_reasoning_are_variables_that_the_template_has_to_read(shared: System, name: str) -> None:
+def test_chat_template_must_read_switches_of_reasoning(shared: System, name: str) -> None:
     for value in (True, False):
         assert shared.chat(**{name: value}).status_code == 200
         call = shared.tokenizer.calls[-1]
@@ -240,7 +240,7 @@ def test_switches_of_reasoning_are_variables_that_the_template_has_to_read(share
         assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, name), answer.text
 
 
-def test_documents_are_a_variable_that_the_template_has_to_read(shared: System) -> None:
+def test_chat_template_must_read_documents(shared: System) -> None:
     for given, read in (([{"title": "a", "text": "b"}], ["documents"]), ([], []), (None, [])):
         assert shared.chat(documents=given).status_code == 200
         assert list(shared.tokenizer.calls[-1].read_variables) == read
@@ -286,12 +286,12 @@ def test_fields_of_chats_are_refused_by_name_on_apis_that_lack_them(shared: Syst
 
 
 class TestTheSameAsGenerate:
-    def test_a_key_alone_is_the_same_namespace_everywhere(self, shared: System) -> None:
+    def test_extra_key_alone_is_the_salt_on_every_route(self, shared: System) -> None:
         for path, body in {**BODIES, "/generate": {"text": "Hi"}, "/encode": {"text": "Hi"}}.items():
             assert shared.post(path, {**body, "extra_key": "key"}).status_code == 200
             assert shared.worker.submits[-1].cache_salt == "key", path
 
-    def test_salt_and_key_together_are_one_of_their_own(self, shared: System) -> None:
+    def test_salt_and_extra_key_make_a_separate_namespace(self, shared: System) -> None:
         seen = set()
         for salt, key in (("a", "bc"), ("ab", "c"), ("x" * 256, "y" * 256), (None, "abc"), ("abc", None)):
             assert shared.complete(cache_salt=salt, extra_key=key).status_code == 200
@@ -369,7 +369,7 @@ def test_an_abort_finds_a_request_by_its_name(system: System) -> None:
 
 @pytest.mark.by_day(one_in=5, seed=7)
 @pytest.mark.parametrize("path", [*BODIES, "/generate", "/encode"])
-def test_priority_is_one_thing_everywhere(shared: System, path: str) -> None:
+def test_priority_has_one_definition(shared: System, path: str) -> None:
     """It orders and does not change an answer: without priority scheduling it is taken, handed on and orders nothing."""
     body = BODIES.get(path, {"text": "Hi"})
     for value in (-5, 0, 7, None):
@@ -377,14 +377,14 @@ def test_priority_is_one_thing_everywhere(shared: System, path: str) -> None:
         assert shared.worker.submits[-1].priority == (value or 0)
 
 
-def test_parts_of_messages_that_cannot_be_served(shared: System) -> None:
+def test_refusal_names_unserved_parts_of_messages(shared: System) -> None:
     said = {"role": "assistant", "content": "x"}
     assert shared.chat(messages=[*USER, {**said, "audio": None}, *USER]).status_code == 200
     answer = shared.chat(messages=[*USER, {**said, "audio": {"id": "a"}}, *USER])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].audio")
 
 
-def test_the_page_lists_what_is_not_served() -> None:
+def test_page_lists_the_unserved_fields() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs/reference/api.md").read_text()
     names = {f"stream_options.{name}" for name in known_fields.STREAM_OPTIONS}
     for known in KNOWN.values():

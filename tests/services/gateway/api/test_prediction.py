@@ -36,7 +36,7 @@ def predicted(content: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("content", [TEXT, [{"type": "text", "text": TEXT[:5]}, {"type": "text", "text": TEXT[5:]}]])
-def test_its_tokens_go_to_the_worker_of_every_choice_beside_the_prompt(readers: System, content: Any) -> None:
+def test_worker_of_each_choice_gets_the_predicted_tokens(readers: System, content: Any) -> None:
     plain = readers.chat(n=2, seed=5).json()
     told = readers.chat(n=2, seed=5, prediction=predicted(content)).json()
     without, submits = readers.worker.submits[-3], readers.worker.submits[-2:]
@@ -49,14 +49,14 @@ def test_its_tokens_go_to_the_worker_of_every_choice_beside_the_prompt(readers: 
     assert (told["choices"], told["usage"]) == (plain["choices"], plain["usage"])
 
 
-def test_a_stream_has_its_counts_in_the_last_chunk(readers: System) -> None:
+def test_stream_has_prediction_counts_in_its_last_chunk(readers: System) -> None:
     answer = readers.chat(stream=True, stream_options={"include_usage": True}, prediction=predicted(TEXT))
     *_, last = events(answer.text)
     tokens = last["usage"]["completion_tokens"]
     assert last["usage"]["completion_tokens_details"] == counts(tokens, tokens // 2)
 
 
-def test_of_a_long_one_the_first_tokens_and_of_none_nothing(readers: System) -> None:
+def test_prediction_is_cut_to_its_first_tokens(readers: System) -> None:
     most = min(limits.MAX_PREDICTION_TOKENS, CONTEXT_LEN)
     assert readers.chat(prediction=predicted("x" * (most + 5))).status_code == 200
     assert len(readers.worker.submits[-1].prediction_ids) == most
@@ -65,21 +65,21 @@ def test_of_a_long_one_the_first_tokens_and_of_none_nothing(readers: System) -> 
     assert "completion_tokens_details" not in readers.chat(prediction=None).json()["usage"]
 
 
-def test_workers_that_guess_otherwise_are_told_nothing_and_count_nothing(shared: System) -> None:
+def test_other_workers_get_no_prediction(shared: System) -> None:
     calls = len(shared.tokenizer.calls)
     usage = shared.chat(prediction=predicted(TEXT)).json()["usage"]
     assert usage["completion_tokens_details"] == counts(0, 0)
     assert len(shared.tokenizer.calls) == calls + 1 and not shared.worker.submits[-1].prediction_ids
 
 
-def test_who_wants_no_guesses_has_no_text_encoded_for_them(readers: System) -> None:
+def test_prediction_is_not_encoded_without_speculation(readers: System) -> None:
     calls = len(readers.tokenizer.calls)
     usage = readers.chat(prediction=predicted(TEXT), speculative=False).json()["usage"]
     assert usage["completion_tokens_details"] == counts(0, 0)
     assert len(readers.tokenizer.calls) == calls + 1 and not readers.worker.submits[-1].prediction_ids
 
 
-def test_tokens_that_the_model_has_no_row_for_are_left_out(readers: System) -> None:
+def test_prediction_leaves_out_tokens_without_a_row(readers: System) -> None:
     """A worker refuses them, and what is no more than a hint must not get a request refused."""
     assert readers.chat(prediction=predicted(f"a{chr(VOCAB_SIZE)}b{chr(VOCAB_SIZE - 1)}")).status_code == 200
     assert list(readers.worker.submits[-1].prediction_ids) == [*ids_of("ab"), VOCAB_SIZE - 1]
@@ -96,19 +96,19 @@ def test_tokens_that_the_model_has_no_row_for_are_left_out(readers: System) -> N
     ],
     ids=["text", "type", "nothing", "part", "parts"],
 )
-def test_what_is_none_is_refused_by_its_element(readers: System, prediction: Any, param: str) -> None:
+def test_refusal_names_the_element_of_a_prediction(readers: System, prediction: Any, param: str) -> None:
     before = len(readers.worker.submits)
     answer = readers.chat(prediction=prediction)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert len(readers.worker.submits) == before
 
 
-def test_one_that_no_tokenizer_would_take_is_too_large(readers: System) -> None:
+def test_prediction_has_a_limit_of_characters(readers: System) -> None:
     answer = readers.chat(prediction=predicted("x" * (limits.MAX_RENDERED_CHARS + 1)))
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prediction")
 
 
-def test_it_goes_along_to_the_next_worker_and_what_both_have_told_counts() -> None:
+def test_next_worker_gets_the_prediction_and_counts_add_up() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         reading(workers)

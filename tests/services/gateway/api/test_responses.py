@@ -71,7 +71,7 @@ def plain(value: Any) -> Any:
         pytest.param(ALL, ["reasoning", "message", "function_call"], id="everything"),
     ],
 )
-def test_a_stream_tells_what_the_whole_has(client: OpenAI, says: Any, text: str, kinds: list[str]) -> None:
+def test_stream_has_the_output_of_the_document(client: OpenAI, says: Any, text: str, kinds: list[str]) -> None:
     says(text)
     asked: Any = {
         "model": MODEL,
@@ -95,7 +95,7 @@ def test_a_stream_tells_what_the_whole_has(client: OpenAI, says: Any, text: str,
     assert "".join(deltas) == final.output_text
 
 
-def test_what_a_model_has_done_goes_on_where_it_stood(system: System, client: OpenAI, says: Any) -> None:
+def test_next_response_continues_the_models_turn(system: System, client: OpenAI, says: Any) -> None:
     """Its reasoning, text and calls are one message of the chat, the tool's result is the next one; another gateway goes on."""
     says(ALL)
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], instructions="Be brief.")
@@ -121,7 +121,7 @@ def test_what_a_model_has_done_goes_on_where_it_stood(system: System, client: Op
     assert client.responses.retrieve(third.id).to_dict() == third.to_dict()
 
 
-def test_a_client_can_carry_it_all_itself(system: System, client: OpenAI, says: Any) -> None:
+def test_client_can_send_all_items_itself(system: System, client: OpenAI, says: Any) -> None:
     says(ALL)
     sealed: Any = {"include": ["reasoning.encrypted_content"], "store": False}
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], **sealed)
@@ -138,7 +138,7 @@ def test_a_client_can_carry_it_all_itself(system: System, client: OpenAI, says: 
     assert messages(system)[1]["reasoning_content"] == "Hm." and messages(system)[2]["content"] == "rain"
 
 
-def test_items_can_be_named_in_place_of_being_sent(system: System, client: OpenAI, says: Any) -> None:
+def test_items_can_be_referenced(system: System, client: OpenAI, says: Any) -> None:
     says("One.")
     first = client.responses.create(model=MODEL, input="Hi")
     reference: Any = {"type": "item_reference", "id": first.output[0].id}
@@ -151,7 +151,7 @@ def test_items_can_be_named_in_place_of_being_sent(system: System, client: OpenA
     assert refused.value.param == "input[0].id"
 
 
-def test_what_is_kept_can_be_listed_and_forgotten(client: OpenAI) -> None:
+def test_stored_responses_can_be_listed_and_deleted(client: OpenAI) -> None:
     items: Any = [{"role": "user", "content": str(number)} for number in range(3)]
     first = client.responses.create(model=MODEL, input=items, metadata={"a": "b"})
     assert client.responses.retrieve(first.id).metadata == {"a": "b"}
@@ -173,7 +173,7 @@ def test_what_is_kept_can_be_listed_and_forgotten(client: OpenAI) -> None:
     assert refused.value.code == "previous_response_not_found"
 
 
-def test_a_conversation_gathers_what_is_said_in_it(system: System, client: OpenAI, says: Any) -> None:
+def test_conversation_collects_its_items(system: System, client: OpenAI, says: Any) -> None:
     begun: Any = [{"role": "system", "content": "Be kind."}]
     conversation = client.conversations.create(items=begun, metadata={"a": "b"})
     says("One.")
@@ -207,7 +207,7 @@ def test_log_probabilities_of_a_text_are_complete() -> None:
     assert len(item["content"][0]["logprobs"]) == len("Hello, world!") + 1
 
 
-def test_chains_and_conversations_have_an_end(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_and_conversations_have_limits(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     first = client.responses.create(model=MODEL, input="Hi")
     second = client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
     for name in ("MAX_RESPONSE_CHAIN", "MAX_CHAIN_BYTES"):
@@ -230,7 +230,7 @@ def test_stream_begins_in_progress_when_its_first_output_is_its_last(client: Ope
     assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
 
 
-def test_an_answer_that_is_cut_says_so(client: OpenAI) -> None:
+def test_cut_response_is_incomplete(client: OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=3) as stream:
         told = list(stream)
     assert told[-1].type == "response.incomplete"
@@ -250,7 +250,7 @@ def statuses(*events: Event) -> list[str]:
     return done
 
 
-def test_a_call_that_breaks_off_is_incomplete() -> None:
+def test_broken_call_is_incomplete() -> None:
     begun = (CallStart(0, "weather"), CallArguments(0, '{"city": "B'))
     assert statuses(*begun, CallArguments(0, '"}'), CallEnd(0), Text("So.")) == ["completed", "completed"]
     assert statuses(*begun, Text("So.")) == statuses(*begun, Reasoning("So.")) == ["incomplete", "completed"]
@@ -258,7 +258,7 @@ def test_a_call_that_breaks_off_is_incomplete() -> None:
     assert statuses(Text("So."), *begun) == ["completed", "incomplete"]
 
 
-def test_structured_text_and_choices_of_tools_reach_the_worker(system: System, client: OpenAI) -> None:
+def test_worker_gets_formats_and_tool_choices(system: System, client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
     client.responses.create(model=MODEL, input="Hi", text=wanted)
@@ -268,7 +268,7 @@ def test_structured_text_and_choices_of_tools_reach_the_worker(system: System, c
     assert "weather" in system.worker.submits[-1].sampling.grammar.structural_tag
 
 
-def test_a_long_history_can_lose_its_beginning(system: System, client: OpenAI) -> None:
+def test_truncation_drops_the_oldest_items(system: System, client: OpenAI) -> None:
     items: Any = [{"role": "system", "content": "S"}, *({"role": "user", "content": str(n) * 100} for n in range(9))]
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model=MODEL, input=items)
@@ -321,12 +321,12 @@ def test_tokens_are_counted_without_an_answer(system: System, client: OpenAI) ->
         ({"prompt": {"id": "a"}}, "prompt"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_name(system: System, body: dict[str, Any], param: str) -> None:
+def test_refusal_names_the_field(system: System, body: dict[str, Any], param: str) -> None:
     answer = system.post("/v1/responses", {"model": MODEL, "input": "Hi", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_what_comes_from_the_store_is_held_with_the_body(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_budget_holds_stored_items(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     grow = HeldBytes.grow_by
 
@@ -345,7 +345,7 @@ def test_what_comes_from_the_store_is_held_with_the_body(system: System, monkeyp
     assert len(text) < held[0] < held[1] and held[2] > len(text)
 
 
-def test_nobody_reads_what_another_key_has_kept(store: RedisServer) -> None:
+def test_other_key_cannot_read_a_response(store: RedisServer) -> None:
     with System(keys=["alice", "bob"], state_redis_url=store.url) as system:
         alice, bob = (system.openai(api_key=key) for key in ("alice", "bob"))
         first = alice.responses.create(model=MODEL, input="Hi")
@@ -356,7 +356,7 @@ def test_nobody_reads_what_another_key_has_kept(store: RedisServer) -> None:
             bob.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
 
 
-def test_without_its_store_a_gateway_answers_and_says_what_it_did_not_keep(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_response_reports_that_it_is_not_stored_without_a_store(tmp_path_factory: pytest.TempPathFactory) -> None:
     server = RedisServer(folder=tmp_path_factory.mktemp("away"))
     server.start()
     with System(state_redis_url=server.url, state_patience_s=0.3) as system:

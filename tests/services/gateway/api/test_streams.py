@@ -119,7 +119,7 @@ def test_token_ids(shared: System) -> None:
     assert [i for c in stream for i in c["choices"][0]["token_ids"]] == ids
 
 
-def test_what_the_worker_is_given(shared: System) -> None:
+def test_worker_gets_the_parameters(shared: System) -> None:
     answer = shared.chat(
         **{"n": 2, "seed": -1, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "ignore_eos": True},
         **{"frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5, "logit_bias": {"5": 2, "9": -100}},
@@ -144,7 +144,7 @@ def test_what_the_worker_is_given(shared: System) -> None:
         assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["zz"], [77])
 
 
-def test_what_the_tokenizer_is_given(shared: System) -> None:
+def test_tokenizer_gets_the_request(shared: System) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     shared.chat(tools=tools, continue_final_message=True, chat_template_kwargs={"thinking": False})
     call = shared.tokenizer.calls[-1]
@@ -164,7 +164,7 @@ def test_one_batch_per_step(system: System) -> None:
     assert len(system.worker.messages) == 1 and len(system.worker.messages[0].submits) == 64
 
 
-def test_a_slow_client_gets_merged_pieces(system: System) -> None:
+def test_slow_client_gets_merged_pieces(system: System) -> None:
     """While the transport takes nothing, what comes merges into one piece; every character arrives once."""
     text = "0123456789" * 30
     system.do(lambda: setattr(system.worker, "answer", lambda submit: text))

@@ -61,7 +61,7 @@ def test_a_bad_field_is_named(system: System, path: str, body: dict[str, Any], p
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_the_service_tells_how_it_stands(system: System) -> None:
+def test_server_info_has_the_service_status(system: System) -> None:
     assert system.get("/ping").status_code == 200 and system.get("/version").json()["version"]
     told = {"running_tokens": 60, "prompt_tokens": 90, "cached_prompt_tokens": 45, "generated_tokens": 7, "retractions": 2}
     system.do(lambda: system.worker.tell(num_open=3, num_running=2, num_waiting=1, used_tokens=70, cached_tokens=5, **told))
@@ -82,7 +82,7 @@ def test_the_service_tells_how_it_stands(system: System) -> None:
     }
 
 
-def test_what_a_gateway_stands_on_is_told_without_addresses() -> None:
+def test_server_info_lists_dependencies_without_addresses() -> None:
     with redis_server() as own, System(redis_url=own.url, state_redis_url=own.url, keys=["alice"]) as system:
 
         def told() -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_what_a_gateway_stands_on_is_told_without_addresses() -> None:
         assert told()["unresolved"] == ["tokenizer"] and told()["scraped_s_ago"] < 60.0
 
 
-def test_a_worker_that_is_lost_is_told_without_figures() -> None:
+def test_lost_worker_has_no_figures() -> None:
     with System() as system:
         system.do(lambda: system.worker.tell(num_running=1))
         wait_until(lambda: system.get("/server_info").json()["workers"][0]["num_running"] == 1, "a worker's load")
@@ -121,7 +121,7 @@ def test_a_worker_that_is_lost_is_told_without_figures() -> None:
         assert (info["gateway"]["workers"], info["loads"]) == (0, [])
 
 
-def test_states_that_people_are_told(system: System) -> None:
+def test_server_info_has_the_states_of_workers(system: System) -> None:
     (link,) = system.links
     told = []
     system.do(lambda: told.append(_state(link, True, link.told_at)))

@@ -89,7 +89,7 @@ def whole(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
         pytest.param(CALL[:-16], "", "", [["weather", '{"city": "Bonn"}']], id="an open call"),
     ],
 )
-def test_a_stream_says_what_a_document_says(
+def test_stream_has_the_message_of_the_document(
     system: System, says: Any, text: str, content: str, reasoning: str, calls: list[list[str]]
 ) -> None:
     says(text)
@@ -157,7 +157,7 @@ def test_the_official_client_gathers_calls(system: System, says: Any) -> None:
         pytest.param({"tools": [STRICT], "tool_choice": "none"}, None, False, id="none"),
     ],
 )
-def test_what_a_worker_holds_the_output_to(system: System, fields: dict[str, Any], names: set[str] | None, forced: bool) -> None:
+def test_worker_gets_the_grammar_of_calls(system: System, fields: dict[str, Any], names: set[str] | None, forced: bool) -> None:
     assert system.chat(**fields).status_code == 200
     grammar = system.worker.submits[-1].sampling.grammar
     assert bool(grammar.structural_tag) is (names is not None)
@@ -167,13 +167,13 @@ def test_what_a_worker_holds_the_output_to(system: System, fields: dict[str, Any
         assert ("triggered_tags" in text) is not forced and "</think>" in text
 
 
-def test_one_call_at_most(system: System, says: Any) -> None:
+def test_parallel_tool_calls_false_allows_one_call(system: System, says: Any) -> None:
     says(TWO)
     found, reason = whole(system.chat(parallel_tool_calls=False, **TOOLS).json())
     assert found["calls"] == [["weather", '{"city": "Bonn"}']] and reason == "tool_calls"
 
 
-def test_calls_of_which_nothing_is_seen_are_counted(system: System, says: Any) -> None:
+def test_dropped_calls_are_counted(system: System, says: Any) -> None:
     def dropped() -> float:
         return system.metric("rootstock_gateway_tool_calls_dropped_total")
 
@@ -184,7 +184,7 @@ def test_calls_of_which_nothing_is_seen_are_counted(system: System, says: Any) -
     assert dropped() == before + 1
 
 
-def test_calls_that_are_forced_out_of_a_model_without_a_format(shared: System) -> None:
+def test_forced_calls_use_the_fallback_format(shared: System) -> None:
     shared.worker.answer = lambda submit: CALL
     try:
         found, _ = whole(shared.chat(tool_choice="required", **TOOLS).json())
@@ -198,7 +198,7 @@ def test_calls_that_are_forced_out_of_a_model_without_a_format(shared: System) -
 @pytest.mark.parametrize(
     "field", [{"response_format": {"type": "json_object"}}, {"guided_regex": "a+"}, {"ebnf": 'root ::= "a"'}]
 )
-def test_a_constraint_begins_after_the_reasoning(system: System, field: dict[str, Any]) -> None:
+def test_constraint_starts_after_the_reasoning(system: System, field: dict[str, Any]) -> None:
     assert system.chat(**field).status_code == 200
     assert "</think>" in system.worker.submits[-1].sampling.grammar.structural_tag
     assert system.chat(separate_reasoning=False, **field).status_code == 200
@@ -207,13 +207,13 @@ def test_a_constraint_begins_after_the_reasoning(system: System, field: dict[str
     assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(field))
 
 
-def test_reasoning_stays_in_the_text_where_that_is_asked(system: System, says: Any) -> None:
+def test_reasoning_stays_in_the_text_when_not_separated(system: System, says: Any) -> None:
     says("<think>Hm.</think>Hello.")
     found, _ = whole(system.chat(separate_reasoning=False).json())
     assert found["content"] == "<think>Hm.</think>Hello." and not found["reasoning_content"]
 
 
-def test_marks_reach_the_parser_whatever_is_skipped(system: System) -> None:
+def test_parser_gets_marks_when_special_tokens_are_skipped(system: System) -> None:
     for skips in (True, False):
         system.chat(skip_special_tokens=skips, **TOOLS)
         opened = [opened for batch in system.detokenizers[0].servicer.batches for opened in batch.opens][-1]
@@ -246,7 +246,7 @@ def test_limits(system: System) -> None:
         assert system.chat(tools=[{"type": "function", "function": {"name": "f" * size}}]).status_code == status
 
 
-def test_so_many_calls_are_let_through(system: System, says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_have_a_limit(system: System, says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_CALLS", 1)
     says(TWO)
     assert len(whole(system.chat(**TOOLS).json())[0]["calls"]) == 1

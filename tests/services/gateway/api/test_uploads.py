@@ -46,7 +46,7 @@ def read(form: bytes, size: int) -> list[Event]:
     return found
 
 
-def test_a_form_is_the_same_however_it_comes() -> None:
+def test_form_is_read_alike_in_any_pieces() -> None:
     whole = [
         *(PartBegins("purpose", None), PartContent(b"batch"), PartEnds()),
         *(PartBegins("file", "a.jsonl"), PartContent(b"one\r\n--\r\n--y\r\n"), PartEnds()),
@@ -79,7 +79,7 @@ BOUNDARIES = {
 }
 
 
-def test_a_form_that_is_wrong_is_refused() -> None:
+def test_wrong_form_is_refused() -> None:
     for what, form in WRONG.items():
         with pytest.raises(BadForm):
             list(FormReader(b"x").feed(form))
@@ -88,7 +88,7 @@ def test_a_form_that_is_wrong_is_refused() -> None:
     assert {kind: boundary_of(kind) for kind in BOUNDARIES} == BOUNDARIES
 
 
-def test_a_file_comes_back_as_it_was(client: OpenAI) -> None:
+def test_file_content_is_returned_unchanged(client: OpenAI) -> None:
     content = bytes(range(256)) * 8000  # of chunks, the last one not full
     name = "é" * (limits.MAX_FILE_NAME_CHARS + 1)
     file = client.files.create(file=(name, content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200})
@@ -103,7 +103,7 @@ def refusals(system: System, body: bytes, content_type: str = TYPE) -> tuple[int
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def test_what_is_wrong_or_has_no_room_leaves_nothing(system: System, store: RedisServer, client: OpenAI) -> None:
+def test_refused_upload_leaves_nothing(system: System, store: RedisServer, client: OpenAI) -> None:
     def upload(size: int, **fields: str) -> None:
         client.files.create(file=("a", b"x" * size), **{"purpose": "batch", **fields})  # type: ignore[arg-type]
 
@@ -127,7 +127,7 @@ def test_what_is_wrong_or_has_no_room_leaves_nothing(system: System, store: Redi
     assert system.metric("rootstock_gateway_body_bytes", pool="large") == 0
 
 
-def test_a_client_that_leaves_in_an_upload_leaves_nothing(system: System, store: RedisServer) -> None:
+def test_aborted_upload_leaves_nothing(system: System, store: RedisServer) -> None:
     before = sorted(store.client.keys("*"))
     with socket.create_connection(("127.0.0.1", system.port)) as connection:
         lines = (b"POST /v1/files HTTP/1.1", b"host: a", b"content-type: " + TYPE.encode(), b"content-length: 1500000")
@@ -143,7 +143,7 @@ def test_without_a_store_there_are_no_batches(shared: System) -> None:
     assert shared.get("/v1/batches").json()["error"]["code"] == "no_store"
 
 
-def test_while_the_store_is_away_nothing_is_promised(system: System, store: RedisServer, client: OpenAI) -> None:
+def test_upload_fails_while_the_store_is_away(system: System, store: RedisServer, client: OpenAI) -> None:
     store.kill()
     for ask in (client.files.list, client.batches.list, lambda: client.batches.cancel("batch_a")):
         with pytest.raises(openai.InternalServerError, match="cannot be reached") as away:
