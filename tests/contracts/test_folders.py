@@ -8,12 +8,16 @@ import pytest
 
 from tests.contracts import imports
 
-ROOMS_OF_THE_WORKER = ("control", "core", "exec", "front", "grammar", "identity", "index", "loop", "metrics", "text")
+PACKAGES_OF_THE_WORKER = ("control", "core", "exec", "front", "grammar", "identity", "index", "loop", "metrics", "text")
 OTHER_SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim")
 IO = ("asyncio", "grpc", "redis", "socket", "threading", "time", "kubernetes", "prometheus_client", "os", "subprocess")
 WEB = ("starlette", "uvicorn", "services.gateway.http")
 NEVER = {
-    "services.worker.core": (*(f"services.worker.{room}" for room in ROOMS_OF_THE_WORKER if room != "core"), *IO, "torch"),
+    "services.worker.core": (
+        *(f"services.worker.{package}" for package in PACKAGES_OF_THE_WORKER if package != "core"),
+        *IO,
+        "torch",
+    ),
     "services.worker.core.kv": ("services.worker.core.requests",),
     "services.worker.core.contracts": ("services.worker.core.requests", "services.worker.core.kv"),
     "services.worker.exec.models": ("services.worker.exec.sampling",),
@@ -81,6 +85,19 @@ def test_circles_finds_the_modules_of_a_cycle() -> None:
     graph = {"a": frozenset("b"), "b": frozenset("cd"), "c": frozenset("b"), "d": frozenset("e"), "e": frozenset[str]()}
     assert imports.circles(graph) == [["b", "c"]]
     assert imports.circles(imports.part(graph, lambda name: name != "c")) == []
+
+
+@pytest.mark.parametrize("service", ["gateway", "tokenizer", "detokenizer", "worker", "local", "sim", "cli"])
+def test_class_names_are_unique_in_a_service_and_shared(service: str) -> None:
+    """A leading underscore does not make a name another one."""
+    found: dict[str, list[str]] = {}
+    for name, path in imports.house().modules.items():
+        if below(name, (f"services.{service}", "services.shared")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name.lstrip("_"), []).append(name)
+    assert found
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
 
 
 def test_no_module_outside_http_builds_an_asgi_scope() -> None:

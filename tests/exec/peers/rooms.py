@@ -16,7 +16,7 @@ import numpy as np
 from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, ReservationReleased, proof
 from services.worker.core.contracts.transfers import I32, Pull
 from services.worker.exec.peers import frames
-from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.frames import PageLayout, PageRequest, RequestKind, Status
 from services.worker.exec.peers.nixl_process import Carrier
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import ServerLimits, TcpRoomServer
@@ -74,8 +74,8 @@ def proof_of(opened: OpenReservation, end: int) -> bytes:
     return proof(opened.room.secret, opened.tree, opened.tokens[: end * PAGE_SIZE * 4])
 
 
-def read_request(opened: OpenReservation, first: int, count: int) -> Request:
-    return Request(RequestKind.READ, opened.room, first, count, proof_of(opened, first + count))
+def read_request(opened: OpenReservation, first: int, count: int) -> PageRequest:
+    return PageRequest(RequestKind.READ, opened.room, first, count, proof_of(opened, first + count))
 
 
 class Served:
@@ -142,7 +142,7 @@ class Asking:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.socket.close()
 
-    def ask(self, request: Request) -> tuple[Status, bytes]:
+    def ask(self, request: PageRequest) -> tuple[Status, bytes]:
         self.socket.sendall(frames.pack_request(request))
         return self.answer()
 

@@ -16,7 +16,7 @@ from rootstock.v1 import kv_pb2 as pb
 from services.shared import limits
 from services.worker.exec.peers import frames, peer_reader
 from services.worker.exec.peers import nixl_staging as staging
-from services.worker.exec.peers.frames import Request, RequestKind, Status
+from services.worker.exec.peers.frames import PageRequest, RequestKind, Status
 from services.worker.exec.peers.nixl_process import CarriedArea
 from services.worker.exec.peers.nixl_staging import Unstaged, parse_area, staging_shape
 from services.worker.exec.peers.room_server import ServerLimits
@@ -68,7 +68,7 @@ class Tapping(Asking):
     def __init__(self, served: Served, own: KeptCarrier) -> None:
         super().__init__(served.server.port)
         self.opened = served.opened(pages=PAGES)
-        status, told = self.ask(Request(RequestKind.STAGE, self.opened.room))
+        status, told = self.ask(PageRequest(RequestKind.STAGE, self.opened.room))
         assert status is Status.OK
         self.told = pb.StagingArea.FromString(told)
         self._area: CarriedArea = own.area(staging_shape(PAGE_BYTES).slot_bytes, time.monotonic() + PATIENCE_S)
@@ -164,10 +164,10 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
 def test_server_stages_once_per_connection_for_a_known_reservation(
     fakes: tuple[KeptCarrier, KeptCarrier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown = Request(RequestKind.STAGE, room(2, PAGES).room)
+    unknown = PageRequest(RequestKind.STAGE, room(2, PAGES).room)
     folder = SocketFolder(tmp_path / "kv")
     with Served(carrier=fakes[0], folder=folder) as served:
-        stage = Request(RequestKind.STAGE, served.opened().room)
+        stage = PageRequest(RequestKind.STAGE, served.opened().room)
         with Asking(served.server.port) as asking:
             assert asking.ask(unknown) == (Status.NO_ROOM, b"")
             assert asking.ask(stage)[0] is Status.OK
@@ -184,7 +184,7 @@ def test_server_stages_once_per_connection_for_a_known_reservation(
         one.close()
     with Served() as served, Asking(served.server.port) as asking:
         opened = served.opened(pages=PAGES)
-        assert asking.ask(Request(RequestKind.STAGE, opened.room)) == (Status.NO_AREA, b"") and not served.refused
+        assert asking.ask(PageRequest(RequestKind.STAGE, opened.room)) == (Status.NO_AREA, b"") and not served.refused
         assert asking.ask(read_request(opened, 0, 1)) == (Status.OK, served.pool.bytes_of(PAGES[:1]))
     with carrier("fake") as its, Served(carrier=its) as served:
         monkeypatch.setattr(limits, "MAX_STAGING_AREAS", 1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from services.worker.core.contracts.reservations import KvReservation, ReservationReleased
 from services.worker.exec.contracts.peer_pages import PeerCounts
 from services.worker.exec.peers import frames
-from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.frames import PageLayout, PageRequest, RequestKind, Status
 from services.worker.exec.peers.room_server import ServerLimits
 from tests.exec.peers.rooms import (
     EPOCH,
@@ -317,7 +317,7 @@ class TestShutting:
 
 
 class TestLeaving:
-    LEAVE = frames.pack_request(Request(RequestKind.LEAVE, OURS.room))
+    LEAVE = frames.pack_request(PageRequest(RequestKind.LEAVE, OURS.room))
 
     def test_released_reservation_is_reported_once_and_stays_open(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
@@ -332,7 +332,7 @@ class TestLeaving:
         """A release names the version that the reader knew."""
         whole = replace(room(7, (3, 8, 13)), opening=5)
         served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
-        leave = frames.pack_request(Request(RequestKind.LEAVE, whole.room))
+        leave = frames.pack_request(PageRequest(RequestKind.LEAVE, whole.room))
         with Asking(served.server.port) as asking:
             assert asking.ask(read_request(whole, 1, 2))[0] is Status.OUT_OF_RANGE
             assert asking.ask(read_request(whole, 0, 2)) == (Status.OK, served.pool.bytes_of([3, 8]))

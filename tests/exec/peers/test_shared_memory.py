@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.exec.peers import connection, frames, shared_ring
-from services.worker.exec.peers.frames import Answer, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.frames import Answer, PageLayout, PageRequest, RequestKind, Status
 from services.worker.exec.peers.room_server import ServerLimits
 from services.worker.exec.peers.shared_ring import RingShape, RingWriter
 from services.worker.exec.peers.socket_folder import SocketFolder
@@ -71,7 +71,7 @@ def test_server_ends_the_connection_when_the_reader_frees_no_slot(folder: Socket
         silent.connect(str(folder.path(served.server.port)))
         silent.sendall(frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)))
         silent.recv(frames.ANSWER_BYTES, socket.MSG_WAITALL)
-        asked = Request(RequestKind.READ, opened.room, 0, POOL_PAGES, proof_of(opened, POOL_PAGES))
+        asked = PageRequest(RequestKind.READ, opened.room, 0, POOL_PAGES, proof_of(opened, POOL_PAGES))
         silent.sendall(frames.pack_request(asked))
         until(lambda: len(served.pool.reads) == shared_ring.SLOTS)
         until(lambda: served.server.counts().num_connections == 0)

@@ -95,7 +95,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PageRequest:
     """A request for pages of a reservation."""
 
     kind: RequestKind
@@ -153,7 +153,7 @@ def pack_room(room: KvReservation) -> bytes:
         raise ValueError(f"no frame has room for this room: {error}") from error
 
 
-def pack_request(request: Request) -> bytes:
+def pack_request(request: PageRequest) -> bytes:
     """Returns the frame. Raises ValueError if a value does not fit into it."""
     if len(request.proof) != PROOF_BYTES:
         raise ValueError(f"a proof has {PROOF_BYTES} bytes, not {len(request.proof)}")
@@ -164,11 +164,11 @@ def pack_request(request: Request) -> bytes:
         raise ValueError(f"no frame has room for these pages: {error}") from error
 
 
-def parse_request(frame: bytes | bytearray) -> Request:
+def parse_request(frame: bytes | bytearray) -> PageRequest:
     """Returns the request of a frame. Raises Malformed."""
     kind, first, number, epoch, secret, count, proof = _REQUEST.unpack(frame)
     try:
-        return Request(RequestKind(kind), KvReservation(number, epoch, secret), first, count, proof)
+        return PageRequest(RequestKind(kind), KvReservation(number, epoch, secret), first, count, proof)
     except ValueError as error:
         raise Malformed(f"nothing is asked by {kind}") from error
 

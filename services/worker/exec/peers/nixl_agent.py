@@ -21,7 +21,7 @@ class AgentFailed(Exception):
     """Raised if the library fails. The message states the fault."""
 
 
-class Reading:
+class NixlRead:
     """A read that one agent runs."""
 
     def __init__(self, agent: Any, handle: Any, state: str, lock: threading.RLock) -> None:
@@ -97,14 +97,14 @@ class HostAgent:
                 del self._loaded[name]
                 self._agent.remove_remote_agent(name)
 
-    def read(self, name: Any, remote: int, local: int, size: int) -> Reading:
+    def read(self, name: Any, remote: int, local: int, size: int) -> NixlRead:
         """Begins to copy `size` bytes from the address `remote` of a remote agent's memory to `local`. Raises AgentFailed."""
         with self._lock, _saying("NIXL does not read"):
             here, there = (
                 self._agent.get_xfer_descs(np.array([[address, size, 0]], np.uint64), HOST_MEMORY) for address in (local, remote)
             )
             handle = self._agent.initialize_xfer("READ", here, there, name, backends=[BACKEND])
-            return Reading(self._agent, handle, self._agent.transfer(handle), self._lock)
+            return NixlRead(self._agent, handle, self._agent.transfer(handle), self._lock)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from services.worker.exec.peers import nixl_frames as frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import MOST_SENTENCE_BYTES
-from services.worker.exec.peers.nixl_agent import AgentFailed, HostAgent, Reading
+from services.worker.exec.peers.nixl_agent import AgentFailed, HostAgent, NixlRead
 from services.worker.exec.peers.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class CarriedMemory:
         self.address: int = memory.ctypes.data
         self._registered, self.metadata = agent.register(self.address, self._size)
         self._other: Any = None  # remote agent whose memory is read
-        self._unended: Reading | None = None
+        self._unended: NixlRead | None = None
 
     def do(self, order: Order) -> None:
         """Runs a LOAD or READ order. Raises AgentFailed or TimeoutError."""
@@ -104,7 +104,7 @@ class CarriedMemory:
         self._unended = None
 
     @staticmethod
-    def _is_ended(reading: Reading) -> bool:
+    def _is_ended(reading: NixlRead) -> bool:
         try:
             reading.end()
         except AgentFailed:  # the read still runs

@@ -26,7 +26,7 @@ from services.worker.core.contracts.transfers import Pull
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection, connect, connect_unix, is_local, parse_address
-from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
 from services.worker.exec.peers.nixl_process import Carrier
 from services.worker.exec.peers.nixl_staging import StagingReceiver, Unstaged
 from services.worker.exec.peers.page_receiver import PageReceiver
@@ -116,7 +116,7 @@ class TcpPeerReader:
     def read(self, pull: Pull, count: int, out: memoryview) -> int:
         assert count > 0 and out.nbytes == count * self._layout.page_bytes, "a page's room for every page"
         deadline = time.monotonic() + self._read_timeout_s
-        request = Request(RequestKind.READ, pull.source.room, pull.first, count, pull.proof)
+        request = PageRequest(RequestKind.READ, pull.source.room, pull.first, count, pull.proof)
         is_read, transport = False, ""
         with self._talking_to(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
@@ -139,7 +139,7 @@ class TcpPeerReader:
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._talking_to(source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
-                frame = frames.pack_request(Request(RequestKind.LEAVE, source.room))
+                frame = frames.pack_request(PageRequest(RequestKind.LEAVE, source.room))
                 connection = self._kept(peer) or self._connected(peer, deadline)
                 connection.send(frame, deadline)
 
@@ -200,7 +200,7 @@ class TcpPeerReader:
         if is_closed:
             _hang_up(peer)
 
-    def _ask(self, peer: _Peer, request: Request, out: memoryview, deadline: float) -> tuple[Status, str]:
+    def _ask(self, peer: _Peer, request: PageRequest, out: memoryview, deadline: float) -> tuple[Status, str]:
         """Sends a request, again over TCP if NIXL fails. Returns status and error message. Raises OSError or ValueError."""
         try:
             return self._ask_as_is(peer, request, out, deadline)
@@ -215,7 +215,7 @@ class TcpPeerReader:
         finally:
             _hang_up(staged)  # not earlier: the server releases a reservation when the connection of its last read ends
 
-    def _ask_as_is(self, peer: _Peer, request: Request, out: memoryview, deadline: float) -> tuple[Status, str]:
+    def _ask_as_is(self, peer: _Peer, request: PageRequest, out: memoryview, deadline: float) -> tuple[Status, str]:
         """Sends a request over the open connection, or over a new one.
 
         Raises:
@@ -232,7 +232,7 @@ class TcpPeerReader:
         return self._read_over(peer, self._connected(peer, deadline), request, out, deadline)
 
     def _read_over(
-        self, peer: _Peer, connection: Connection, request: Request, out: memoryview, deadline: float
+        self, peer: _Peer, connection: Connection, request: PageRequest, out: memoryview, deadline: float
     ) -> tuple[Status, str]:
         """Sends a request over a connection.
 
@@ -265,7 +265,7 @@ class TcpPeerReader:
             return True
         deadline = min(deadline, time.monotonic() + STAGE_TIMEOUT_S)
         try:
-            _send_request(connection, Request(RequestKind.STAGE, room), deadline)
+            _send_request(connection, PageRequest(RequestKind.STAGE, room), deadline)
             status, told = _receive_area(connection, deadline)
         except _Unanswered:
             raise
@@ -389,7 +389,7 @@ def _hang_up(peer: _Peer) -> None:
         peer.has_asked = False
 
 
-def _send_request(connection: Connection, request: Request, deadline: float) -> None:
+def _send_request(connection: Connection, request: PageRequest, deadline: float) -> None:
     """Sends a request. Raises _Unanswered if the connection has ended, and OSError."""
     try:
         connection.send(frames.pack_request(request), deadline)

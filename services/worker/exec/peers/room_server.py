@@ -24,7 +24,7 @@ from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection
-from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
 from services.worker.exec.peers.nixl_process import Carrier, NoAreaLeft
 from services.worker.exec.peers.nixl_staging import StagingSender
 from services.worker.exec.peers.open_rooms import OpenRooms
@@ -314,7 +314,7 @@ class TcpRoomServer:
         if received < len(rest):
             raise Malformed("a frame has broken off")
 
-    def _answer(self, connection: Connection, sender: PageSender, request: Request) -> None:
+    def _answer(self, connection: Connection, sender: PageSender, request: PageRequest) -> None:
         """Sends the pages of a READ, or refuses it. Raises OSError and the errors of read_pages."""
         standing = self._rooms.find(request.room)
         opened = None if standing is None else standing.room
@@ -333,7 +333,7 @@ class TcpRoomServer:
         elif sent < request.count:
             self._count_refused(Status.NO_ROOM.name.lower())  # the sender has marked the break for the reader
 
-    def _verdict(self, request: Request, room: OpenReservation) -> Status:
+    def _verdict(self, request: PageRequest, room: OpenReservation) -> Status:
         """Returns OK, or why these pages of a reservation that the reader knows cannot be read.
 
         It checks the sizes before it allocates anything.

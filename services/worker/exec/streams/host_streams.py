@@ -51,7 +51,7 @@ class _Collected(Generic[T]):
         return self._values.pop()
 
 
-class _Past:
+class _PastEvent:
     """A mark that has been passed, because all earlier work is done."""
 
     def wait(self) -> None:
@@ -123,7 +123,7 @@ class HostStreams:
             num_threads: threads with which torch computes. The executor sets the threads of our own kernels.
         """
         self._device = torch.device("cpu")
-        self._nothing, self._past = nullcontext(), _Past()
+        self._nothing, self._past = nullcontext(), _PastEvent()
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(num_threads,), name="cpu-forward", daemon=True)
