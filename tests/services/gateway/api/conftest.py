@@ -1,4 +1,4 @@
-"""A store for what clients have kept, of its own for each file that asks for one."""
+"""Fixture with a store for stored records, one per test file."""
 
 from __future__ import annotations
 

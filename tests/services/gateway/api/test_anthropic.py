@@ -1,4 +1,4 @@
-"""Anthropic's Messages API with its own client: blocks, streams, tools, thinking, counts and errors."""
+"""Tests of Anthropic's Messages API with its official client: blocks, streams, tools, thinking, counts and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def system() -> Iterator[System]:
 
 @pytest.fixture
 def says(system: System) -> Iterator[Any]:
-    """Sets what the model writes."""
+    """Yields a function that sets the model's output."""
     yield lambda text: setattr(system.worker, "answer", lambda submit: text)
     system.worker.answer = lambda submit: "Hello, world!"
 
@@ -53,13 +53,13 @@ def ask(client: Anthropic, **more: Any) -> Any:
 
 
 def shown(system: System) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and template variables of the last call."""
+    """Returns the messages and the template variables of the latest tokenizer call."""
     call = system.tokenizer.calls[-1]
     return orjson.loads(call.messages_json), orjson.loads(call.template_kwargs_json or b"{}")
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """Without what is made up anew every time."""
+    """Returns the message without random ids."""
     found = message.to_dict()
     found["content"] = [{name: value for name, value in block.items() if name != "id"} for block in found["content"]]
     return {name: value for name, value in found.items() if name not in ("id", "parsed_output", "stop_details")}
@@ -106,7 +106,7 @@ def test_stream_has_the_content_of_the_document(
 
 
 def test_calls_drop_arguments_that_are_not_json(client: Anthropic, says: Any) -> None:
-    """What was complete by then does; and numbers of any size."""
+    """The client receives the complete members before the fault. Numbers may have any size."""
     arguments = '{"city": "Bonn", "day": 123456789012345678901234567890, "x": nope}'
     says(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
     whole = ask(client, tools=[WEATHER])
@@ -172,7 +172,7 @@ def test_worker_gets_tool_choices_and_formats(system: System, client: Anthropic)
 
 
 def test_silent_stream_gets_pings(system: System, client: Anthropic, says: Any) -> None:
-    """Also one whose model thinks, where nobody has asked for its thoughts."""
+    """This includes a stream whose model thinks while the client does not ask for the thoughts."""
     system.do(lambda: system.worker.allow(0))
     with client.messages.stream(model=MODEL, max_tokens=400, messages=HI) as stream:
         lines = stream.response.iter_lines()

@@ -1,4 +1,4 @@
-"""Responses in the background with OpenAI's own client, at two gateways with one store."""
+"""Tests of background responses with OpenAI's official client, at two gateways with one store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPEN = ("queued", "in_progress")
 
 @pytest.fixture(scope="module", autouse=True)
 def often() -> Iterator[None]:
-    """Gateways look for what there is to do, and write what has come."""
+    """Shortens the intervals at which gateways look for work and write events."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background_runner, "LOOK_S", 0.05)
         patch.setattr("services.gateway.background.journal.PIECE_S", 0.01)
@@ -89,7 +89,7 @@ def said(events: Sequence[Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Without what is made up anew every time."""
+    """Returns the value without random ids."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     if not isinstance(value, dict):
@@ -102,7 +102,7 @@ def lease_of(response: Response, key: str = "alice") -> str:
 
 
 def lose(store: RedisServer, response: Response) -> None:
-    """As if its gateway had been stopped for long, and another one had taken its lease and died."""
+    """Gives the lease of a response to another owner, as if its gateway had stopped for longer than the lease."""
     store.client.set(lease_of(response), "another", px=2000)
 
 
@@ -200,7 +200,7 @@ def test_background_response_is_cancelled_once_at_any_gateway(system: System, bo
 
 
 def streamed_so_far(system: System, response: Response) -> list[Any]:
-    """What the store has, through a connection that is closed again."""
+    """Returns the events in the store. Opens a stream and closes it after 0.5 seconds of silence."""
     found = []
     url = system.url(f"/v1/responses/{response.id}?stream=true")
     try:
@@ -256,7 +256,7 @@ def test_background_refuses_requests_that_it_cannot_run(
 def test_background_computes_no_refused_request(
     system: System, both: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store has it, and the answer that said so was lost."""
+    """The store has recorded the response, but its reply to the gateway was lost."""
     background = system.gateway._background
     assert background is not None
     began, seen = background._store.begin, list[str]()
@@ -273,10 +273,10 @@ def test_background_computes_no_refused_request(
 
 
 def test_refused_background_response_frees_its_resources() -> None:
-    """Its key's place, and the gateway's one, which goes with it into the background."""
+    """A background response counts against max_concurrent of the API key and against the gateway's limit."""
     key = {"name": "a", "key": "a", "max_concurrent": 1}
     deepest: Any = {}
-    for _ in range(MAX_JSON_DEPTH - 4):  # levels around it, and its own
+    for _ in range(MAX_JSON_DEPTH - 4):  # minus the levels around the object and its own level
         deepest = {"a": deepest}
     with redis_server() as own, System(keys=[key], state_redis_url=own.url, max_concurrent_requests=1) as system:
         client = system.openai(api_key="a")
@@ -323,8 +323,7 @@ def test_background_response_counts_in_its_keys_concurrency() -> None:
 def test_other_gateway_continues_after_the_last_token(
     system: System, both: list[OpenAI], store: RedisServer, tokens: int
 ) -> None:
-    """In the middle of a mark, of reasoning, of a text, of a call and of its arguments; nobody sees an event twice, nor two ids
-    of one call."""
+    """The takeover happens in a mark, in reasoning, text, a call and arguments. No event is repeated; a call keeps its id."""
     system.worker.answer = lambda submit: ALL
     whole = both[0].responses.create(model=MODEL, input="Hi", tools=[WEATHER])
     before = len(system.worker.submits)
@@ -348,7 +347,7 @@ def test_other_gateway_continues_after_the_last_token(
 
 
 def test_log_probabilities_continue_at_another_gateway(system: System, both: list[OpenAI], store: RedisServer) -> None:
-    """And what is asked of a worker is the same to its last null."""
+    """The second submit has the same parameters, including nulls in the schema."""
     schema = {"type": "json_schema", "name": "a", "schema": {"anyOf": [{"const": None}, {"type": "string", "default": None}]}}
     asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "text": {"format": schema}}
     before = len(system.worker.submits) + 1
@@ -387,7 +386,7 @@ def begun_and_unreadable(system: System, both: list[OpenAI], store: RedisServer)
 
 
 def test_unreadable_response_is_failed_for_every_reader(system: System, both: list[OpenAI], store: RedisServer) -> None:
-    """By its record, of which anybody may build on or tell, and not for as long as somebody knows how it was asked."""
+    """The record of the failed response remains readable, and the temporary records are deleted."""
     response, owner = begun_and_unreadable(system, both, store), owner_of("alice")
     last = over(both[1], response)
     record = json.loads(store.client.hget(f"state:of:{owner}:{response.id}", "c") or "")
@@ -402,7 +401,7 @@ def test_unreadable_response_is_failed_for_every_reader(system: System, both: li
 def test_reader_gets_the_end_of_a_response_that_is_ending(
     system: System, both: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its record is read before it has ended, and what it was made of behind that."""
+    """The record is read before the response ends, and the state after it."""
     status = background_work.BackgroundWork.status
 
     async def late(work: background_work.BackgroundWork, owner: str, response_id: str) -> Any:
@@ -437,7 +436,7 @@ def test_gateway_hands_its_responses_over_when_it_stops() -> None:
 
 
 def test_other_gateway_continues_with_the_stored_parameters() -> None:
-    """Whatever the model's tokenizers and workers say by then; and what has been counted is not counted again."""
+    """Tokenizers and workers report different values after the takeover. Dropped calls are not counted twice."""
     answer = "<think>Hm.</think>" + CALL.replace("weather", "wether")
     seen, answer = len(answer), answer + "It rains.\n" + CALL
     with redis_server() as own:
@@ -465,7 +464,9 @@ def test_other_gateway_continues_with_the_stored_parameters() -> None:
 
 
 def test_gateway_continues_an_order_without_formats() -> None:
-    """Its output is read as tokenizers say. And what is written now has all that such a gateway reads."""
+    """An older gateway wrote the order, so the tokenizer's formats apply. A new order contains every field that an older gateway
+    reads.
+    """
     known = {"id", "owner", "key", "request_id", "routing_key", "created_at", "ends_at", "model", "asked", "rendered_end"}
     with redis_server() as own:
         with System(formats=("hermes", "think"), state_redis_url=own.url) as first:
@@ -497,7 +498,7 @@ def test_response_fails_when_its_tokenizer_has_changed() -> None:
 
 
 def test_gateway_waits_for_the_model_of_a_stored_response() -> None:
-    """As where its workers have not connected yet."""
+    """The workers of the model may not be connected yet."""
 
     def other(workers: list[FakeWorker]) -> None:
         workers[0].info.model = "other"
@@ -531,7 +532,7 @@ def test_gateway_waits_for_the_key_of_a_stored_response(monkeypatch: pytest.Monk
 def test_gateway_recomputes_output_that_the_store_did_not_take(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gateway answers others meanwhile."""
+    """The gateway serves other requests during the outage."""
     own = RedisServer(folder=tmp_path_factory.mktemp("away"))
     own.start()
     with System(state_redis_url=own.url, state_patience_s=0.1) as system:
@@ -582,7 +583,7 @@ def test_background_response_fails_when_its_time_is_over() -> None:
 
 
 def test_background_stream_sends_comments_while_it_waits() -> None:
-    """Not before there is one, whatever takes long."""
+    """The first comment follows the first event, even if the tokenizer takes longer than the interval."""
     with redis_server() as own, System(state_redis_url=own.url, sse_comment_s=0.05) as system:
         system.allow(0)
         system.do(system.tokenizer.gate.clear)
@@ -598,7 +599,7 @@ def test_background_stream_sends_comments_while_it_waits() -> None:
 
 
 def test_response_fails_when_its_model_version_is_gone() -> None:
-    """An answer is of one set of weights, whoever goes on with it."""
+    """All tokens of a response come from one model version."""
     with redis_server() as own:
         with System(state_redis_url=own.url) as first:
             first.allow(5)
@@ -614,4 +615,6 @@ def test_response_fails_when_its_model_version_is_gone() -> None:
         with System(state_redis_url=own.url, configure=others) as second:
             last = over(second.openai(), response)
             assert last.status == "failed" and last.error is not None and "weights" in last.error.message
-            assert last.output_text in ("Hell", "Hello") and not second.worker.submits  # the text of a token comes after it
+            assert (
+                last.output_text in ("Hell", "Hello") and not second.worker.submits
+            )  # the text of a token is stored after the token

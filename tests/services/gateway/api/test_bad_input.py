@@ -1,4 +1,4 @@
-"""Every bad request gets a 4xx in OpenAI's form that names the field, repeats nothing of the input and reaches no worker."""
+"""Tests of invalid requests: each gets a 4xx response that names the field, repeats no input and reaches no worker."""
 
 from __future__ import annotations
 
@@ -143,10 +143,9 @@ EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-# What chat and completions define once (a test below) is refused by chat. Completions refuse once more what is theirs, and one
-# value that a function which both call refuses: all fields of a message are looked at there, and so are all constraints.
-# How long lists may be, and of what, tests/contracts/test_sampling_parameters.py says of each field. One more than a limit is
-# refused in test_limits_walked.py, what is not served in test_known_fields.py.
+# Chats check the fields that chats and completions share (a test below shows the shared definition). Completions check their own
+# fields, and one value of a shared function: it checks all token ids and constraints. tests/contracts/test_sampling_parameters.py
+# checks lengths and types of lists, test_limits_walked.py values just above a limit, test_known_fields.py unsupported fields.
 APART = {"max_tokens"}
 AGAIN = {name: case for name, case in BOTH.items() if case[1] in APART or name == "stop_token_ids outside"}
 CASES = [
@@ -154,7 +153,8 @@ CASES = [
     *((f"chat: {name}", "/v1/chat/completions", *case) for name, case in (CHAT | BOTH).items()),
     *((f"completion: {name}", "/v1/completions", *case) for name, case in (COMPLETION | AGAIN).items()),
 ]
-# What pydantic refuses by a field's type and range alone, which /openapi.json has too: tests/e2e/test_fuzz.py draws from it.
+# Values that pydantic refuses by the declared type and range. /openapi.json has the declarations, and
+# tests/e2e/test_fuzz.py draws values from them.
 DECLARED = {
     *(f"embedding: {name}" for name in ("no input", "encoding_format", "dimensions 0", "normalize a string")),
     *(f"chat: {name}" for name in ("no messages", "max_completion_tokens 0", "tools of strings", "template kwargs a list")),
@@ -190,7 +190,7 @@ def expect_refusal(shared: System, path: str, change: dict[str, Any], param: str
 
 @pytest.mark.by_day(one_in=2, seed=90)
 @pytest.mark.parametrize(("path", "change", "param"), [case[1:] for case in OF_RULES], ids=[case[0] for case in OF_RULES])
-def test_bad_field(shared: System, path: str, change: dict[str, Any], param: str) -> None:
+def test_bad_field_is_refused_by_name(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     expect_refusal(shared, path, change, param)
 
 
@@ -219,7 +219,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-def test_bad_json(shared: System, body: bytes) -> None:
+def test_bad_json_is_refused(shared: System, body: bytes) -> None:
     answer = shared.post("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
@@ -233,7 +233,7 @@ def test_every_route_refuses_a_body_that_is_not_an_object(shared: System, path: 
 
 
 def nested(levels: int) -> dict[str, Any]:
-    """So many objects, one in another."""
+    """Returns `levels` objects, each inside the previous one."""
     return {"a": nested(levels - 1)} if levels > 1 else {}
 
 
@@ -243,7 +243,7 @@ def levels_of(value: Any) -> int:
 
 
 def test_body_has_a_limit_of_levels(shared: System) -> None:
-    """Its own object counts; brackets in a text do not, nor do those beside each other."""
+    """The body's own object counts as one level. Brackets in a string and sibling objects add none."""
     most = limits.MAX_JSON_DEPTH
     assert shared.chat(metadata=nested(most - 1)).status_code == 200
     assert shared.chat(metadata={"a": [{}] * 2 * most, "b": "[{" * most}).status_code == 200
@@ -258,7 +258,7 @@ def used(given: Any) -> dict[str, Any]:
     return {"max_tokens": 9, "messages": [*USER, {"role": "assistant", "content": [call]}, *USER]}
 
 
-# A route, and a body with what a client may nest.
+# A route, and a function that puts a client's nested value into a body.
 DEEP: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
     ("/v1/messages", used),
     ("/v1/messages/count_tokens", used),
@@ -287,7 +287,7 @@ DEEP: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
 
 
 def test_value_at_the_limit_of_levels_fails_nowhere() -> None:
-    """What is made of it, a few levels deeper, can be written. What could not be is refused before that."""
+    """The gateway can also write messages derived from it, which are a few levels deeper. A deeper body is refused first."""
     with System(formats=("hermes", "think")) as system:
         for path, body_of in DEEP:
             around = levels_of(body_of({})) - 1
@@ -312,7 +312,7 @@ def test_value_at_the_limit_of_levels_fails_nowhere() -> None:
         ("GET", "/v1/models%0A", 404),
     ],
 )
-def test_unknown_routes_and_methods(shared: System, method: str, path: str, status: int) -> None:
+def test_unknown_routes_and_methods_are_refused(shared: System, method: str, path: str, status: int) -> None:
     answer = httpx.request(method, shared.url(path))
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -322,14 +322,14 @@ def test_unknown_fields_are_ignored(shared: System) -> None:
     assert shared.chat(service_tier="auto", metadata={"a": 1}, user="u", parallel_tool_calls=True).status_code == 200
 
 
-def test_harmless_values_of_unsupported_fields(shared: System) -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted(shared: System) -> None:
     nulls = dict.fromkeys(("top_logprobs", "n", "stop", "temperature", "stream", "max_tokens"))
     answer = shared.chat(logprobs=False, response_format={"type": "text"}, tool_choice="auto", **nulls)
     assert answer.status_code == 200
     assert shared.complete(logprobs=False, best_of=1, suffix="").status_code == 200
 
 
-def test_errors_before_a_stream_are_plain_http(shared: System) -> None:
+def test_error_before_a_stream_is_a_plain_response(shared: System) -> None:
     answer = shared.chat(stream=True, temperature=-1)
     assert answer.status_code == 400 and answer.headers["content-type"] == "application/json"
 
@@ -341,21 +341,21 @@ def small() -> Iterator[System]:
 
 
 class TestBodySize:
-    def test_declared(self, small: System) -> None:
+    def test_declared_size_over_the_limit_is_413(self, small: System) -> None:
         answer = small.post("/v1/completions", {"model": MODEL, "prompt": "x" * 2000})
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
 
-    def test_chunked(self, small: System) -> None:
+    def test_chunked_body_over_the_limit_is_413(self, small: System) -> None:
         with socket.create_connection(("127.0.0.1", small.port), timeout=10) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
             for _ in range(3):
                 raw.sendall(b"1f4\r\n" + b"x" * 500 + b"\r\n")
             assert raw.recv(65536).startswith(b"HTTP/1.1 413 ")
 
-    def test_just_below(self, small: System) -> None:
+    def test_size_below_the_limit_is_accepted(self, small: System) -> None:
         assert small.complete(prompt="x" * 400).status_code == 200
 
-    def test_slow_body_is_given_up(self) -> None:
+    def test_slow_body_is_408(self) -> None:
         with System(body_timeout_s=0.1) as system, socket.create_connection(("127.0.0.1", system.port), timeout=10) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
             assert raw.recv(65536).startswith(b"HTTP/1.1 408 ")

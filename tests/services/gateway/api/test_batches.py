@@ -1,4 +1,4 @@
-"""Files and batches with OpenAI's own client."""
+"""Tests of files and batches with OpenAI's official client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OVER = ("completed", "failed", "expired", "cancelled")
 
 @pytest.fixture(scope="module", autouse=True)
 def often() -> Iterator[None]:
-    """Gateways look for what there is to do."""
+    """Shortens the interval at which gateways look for work."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_runner, "LOOK_S", 0.05)
         yield
@@ -139,7 +139,7 @@ def test_refusal_of_a_batch_names_the_field(client: OpenAI) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("endpoint", {"endpoint": "/v1/messages"}),
         ("completion_window", {"window": "a day"}),
-        ("completion_window", {"window": "8d"}),  # a window that is too long
+        ("completion_window", {"window": "8d"}),  # longer than the longest window
         ("metadata", {"metadata": {"a" * 65: "b"}}),
         ("output_expires_after", {"output_expires_after": {"anchor": "created_at", "seconds": 3}}),
     ]
@@ -194,7 +194,7 @@ def test_deletion_removes_a_file_unless_a_batch_reads_it(system: System, client:
 
 
 def test_cancelled_batch_keeps_its_results(system: System, client: OpenAI) -> None:
-    """What runs is aborted at its worker; each custom_id has a result, in one file or the other."""
+    """Running lines are aborted at the worker. Each custom_id has a result in one of the two files."""
     lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(40)]
     system.allow(0)
     batch = begin(client, lines)
@@ -239,7 +239,7 @@ def test_line_refuses_a_stream(client: OpenAI) -> None:
 
 
 def test_batch_retries_temporary_errors_only(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line whose fault may be its own is not tried for ever."""
+    """A fault may be caused by the line, so the number of tries is limited."""
     monkeypatch.setattr(batch_run, "PAUSES_S", (0.01, 0.05))
     fault = (pb.ERROR_CODE_INTERNAL, "a fault")
     for faults, counts in ((batch_run.TRIES - 1, (1, 0)), (batch_run.TRIES, (0, 1))):
@@ -254,7 +254,7 @@ def test_batch_retries_temporary_errors_only(system: System, client: OpenAI, mon
 
 
 def test_waiting_retry_leaves_its_lane(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others have it, and a gateway that ends waits for nobody."""
+    """Other lines use the lane, and a gateway that ends does not wait for the retry."""
     monkeypatch.setattr(batch_run, "PAUSES_S", (600.0, 600.0))
     before = system.metric("rootstock_gateway_batch_retries_total")
     system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INTERNAL, "a fault")))
@@ -296,7 +296,7 @@ def test_removed_key_gets_no_more_results(system: System, client: OpenAI, monkey
 
 
 def test_gateway_leaves_a_batch_of_an_unknown_key_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a Secret has come to some nodes only; it takes the batch itself once the key is there."""
+    """A Secret may reach some nodes later. The gateway takes the batch when it has the API key."""
     monkeypatch.setattr(key_file, "POLL_S", 0.05)
     asked, taken = list[str](), list[str]()
     named, take = key_ring.KeyRing.named, Leases.take
@@ -328,7 +328,7 @@ def test_gateway_leaves_a_batch_of_an_unknown_key_to_others(monkeypatch: pytest.
 
 
 def test_other_gateway_continues_a_batch_from_the_store() -> None:
-    """The one that had it has stopped with lines at its worker; each line has one result, of one gateway or the other."""
+    """The first gateway stopped with lines on its worker. Each line has one result from one of the gateways."""
     lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(20)]
     with redis_server() as own:
         with System(state_redis_url=own.url) as first:
@@ -346,7 +346,7 @@ def test_other_gateway_continues_a_batch_from_the_store() -> None:
 
 
 def test_line_without_a_result_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that something has cancelled, and nobody has asked for it: a batch is over when all its lines have a result."""
+    """The client did not cancel the batch, and a batch ends only when all lines have a result."""
     call, tries = LineCalls.call, list[str]()
 
     async def cut(calls: LineCalls, path: str, body: bytes, caller: Caller, request_id: str) -> Told:
@@ -364,7 +364,7 @@ def test_line_without_a_result_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gateway_records_no_line_after_it_has_lost_the_lease(system: System, store: RedisServer, client: OpenAI) -> None:
-    """Somebody else has it: what runs here is given up."""
+    """Another gateway owns the lease, so this gateway aborts its running lines."""
     system.allow(0)
     batch = begin(client, [line(1)])
     wait_until(lambda: system.running() == [1], "the line to be at the worker")
@@ -381,7 +381,7 @@ def test_gateway_records_no_line_after_it_has_lost_the_lease(system: System, sto
 def test_unreadable_batch_does_not_stop_other_batches(
     system: System, store: RedisServer, client: OpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fields that are unknown here are left out; one whose status is unknown waits for who knows it."""
+    """Unknown fields are ignored. A batch of unknown status waits for a gateway that knows the status."""
 
     def told(beginning: str) -> bool:
         said = [each.getMessage() for each in caplog.records if each.name == batch_runner.__name__]
@@ -405,16 +405,16 @@ def test_unreadable_batch_does_not_stop_other_batches(
     assert over(client, begin(client, [line(2)])).status == "completed"
     assert not told("batches wait for the store"), "no look is cut short by it"
     store.client.hset(key, "status", "in_progress")
-    store.client.delete(lease)  # as it runs out
+    store.client.delete(lease)  # as if the lease expired
     assert over(client, newer).status == "completed"
 
 
 def test_request_overtakes_a_waiting_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no priorities set, and though it came first, so long ago that it is not given up."""
+    """No priorities are set, and the line is too old to be interrupted."""
     monkeypatch.setattr(lanes, "YOUNG_S", 0.0)
 
     def one_at_a_time(workers: list[FakeWorker]) -> None:
-        workers[0].info.max_running_requests = 1  # of three that it is given
+        workers[0].info.max_running_requests = 1  # the gateway sends it up to three requests
 
     with redis_server() as own, System(state_redis_url=own.url, configure=one_at_a_time, batch_lines_beside=16) as system:
         client = system.openai()
@@ -448,7 +448,7 @@ def test_line_starts_between_two_requests(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_gateway_finishes_running_lines_when_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And kept, also by a store that takes its time; its lease is given back: nobody waits for it to run out."""
+    """Even a slow store records the results. The lease is released, so another gateway does not wait for its expiry."""
     record = BatchStore.record
 
     async def slowly(*args: Any) -> Sequence[LineResult]:
@@ -470,7 +470,7 @@ def test_gateway_finishes_running_lines_when_it_stops(monkeypatch: pytest.Monkey
 
 
 def test_waiting_batch_expires_and_can_be_cancelled(system: System, client: OpenAI) -> None:
-    """All places are taken by batches whose lines get no answer."""
+    """Batches whose lines never finish occupy all slots."""
     system.allow(0)
     long = [begin(client, [line(1)]) for _ in range(batch_runner.AT_ONCE)]
     wait_until(lambda: system.metric("rootstock_gateway_batches_running") == len(long), "all places to be taken")
@@ -484,7 +484,7 @@ def test_waiting_batch_expires_and_can_be_cancelled(system: System, client: Open
 
 
 def test_keys_share_the_lanes(system: System, client: OpenAI) -> None:
-    """The youngest batch of who has several makes way, and goes on where it was."""
+    """The newest batch of an API key with several batches makes way, and continues later."""
     bob, before = system.openai(api_key="bob"), len(system.worker.submits)
     system.allow(0)
     long = [begin(client, [line(1)]) for _ in range(batch_runner.AT_ONCE)]

@@ -1,4 +1,4 @@
-"""What the output must be: every way to say it, as the worker hears it."""
+"""Tests of constraints on the output: every form of a request, and the grammar that the worker receives."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("body", "grammar"), FORMS.values(), ids=FORMS.keys())
-def test_form(shared: System, body: dict[str, Any], grammar: dict[str, Any]) -> None:
+def test_constraint_reaches_the_worker(shared: System, body: dict[str, Any], grammar: dict[str, Any]) -> None:
     answer = shared.post("/v1/chat/completions", {"model": MODEL, **chat_body(), **body})
     assert answer.status_code == 200, answer.text
     assert shared.worker.submits[-1].sampling.grammar == pb.Grammar(**grammar)
@@ -58,7 +58,7 @@ def test_form(shared: System, body: dict[str, Any], grammar: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("form", ["json_schema", "structured tag"])
 def test_completions_accept_constraints(shared: System, form: str) -> None:
-    """Both bodies hold the same fields: see test_bad_input.py."""
+    """Both bodies declare the same fields; see test_bad_input.py."""
     body, grammar = FORMS[form]
     answer = shared.post("/v1/completions", {"model": MODEL, "prompt": "Hi", **body})
     assert answer.status_code == 200, answer.text
@@ -69,7 +69,7 @@ NONE = [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {
 
 
 @pytest.mark.parametrize("body", NONE, ids=["nothing", "text", "empty", "json_object false"])
-def test_no_constraint(shared: System, body: dict[str, Any]) -> None:
+def test_neutral_value_sets_no_constraint(shared: System, body: dict[str, Any]) -> None:
     assert shared.chat(**body).status_code == 200
     assert not shared.worker.submits[-1].sampling.HasField("grammar")
 
@@ -83,7 +83,7 @@ TEXTS = ['a"b', "back\\slash", "line\nbreak\ttab", "é 漢 🙂", "\x01a\x7fb\x1
 
 
 def test_guided_choice_matches_its_text_exactly(shared: System) -> None:
-    """The grammar that the worker is given takes the chosen text and nothing else, in the compiler that workers use."""
+    """The grammar accepts only the listed texts, in the compiler that workers use."""
     for text in TEXTS:
         assert shared.chat(guided_choice=[text, "other"]).status_code == 200
         source = shared.worker.submits[-1].sampling.grammar.ebnf
@@ -135,13 +135,13 @@ def bern(shared: System) -> Iterator[System]:
 
 
 class TestOpenAIClient:
-    def test_parses_a_model(self, bern: System) -> None:
+    def test_client_parses_a_model(self, bern: System) -> None:
         answer = bern.openai().chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=City, n=2)
         assert [choice.message.parsed for choice in answer.choices] == [BERN, BERN]
         schema = orjson.loads(bern.worker.submits[-1].sampling.grammar.json_schema)
         assert set(schema["properties"]) == {"name", "people"}
 
-    def test_parses_a_model_out_of_a_stream_with_logprobs(self, bern: System) -> None:
+    def test_client_parses_a_model_from_a_stream_with_logprobs(self, bern: System) -> None:
         with bern.openai().chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=City, logprobs=True) as stream:
             kinds = {event.type for event in stream}
             choice = stream.get_final_completion().choices[0]

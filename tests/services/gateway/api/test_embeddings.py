@@ -1,4 +1,4 @@
-"""/v1/embeddings, by the official client and by hand."""
+"""Tests of /v1/embeddings with OpenAI's official client and plain HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def embed(system: System, **body: Any) -> Any:
     ],
     ids=["strings", "lists of ids"],
 )
-def test_every_form_of_input_with_the_openai_client(shared: System, given: Any, prompts: list[str]) -> None:
+def test_client_gets_embeddings_for_every_form_of_input(shared: System, given: Any, prompts: list[str]) -> None:
     answer = shared.openai().embeddings.create(model=MODEL, input=given)
     assert [item.index for item in answer.data] == list(range(len(prompts)))
     assert [item.embedding for item in answer.data] == [vector_of(ids_of(prompt)) for prompt in prompts]
@@ -32,7 +32,7 @@ def test_every_form_of_input_with_the_openai_client(shared: System, given: Any, 
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, prompts))
 
 
-def test_floats_are_the_default_form(shared: System) -> None:
+def test_floats_are_the_default_encoding(shared: System) -> None:
     assert embed(shared).json()["data"][0]["embedding"] == vector_of(ids_of("Hi"))
     assert embed(shared, encoding_format="float").json() == embed(shared).json()
 
@@ -42,12 +42,12 @@ def test_base64_is_little_endian_float32(shared: System) -> None:
     assert list(struct.unpack(f"<{EMBEDDING_SIZE}f", raw)) == vector_of(ids_of("Hi"))
 
 
-def test_dimensions(shared: System) -> None:
+def test_dimensions_shorten_the_embedding(shared: System) -> None:
     answer = shared.openai().embeddings.create(model=MODEL, input=["ab", "c"], dimensions=2)
     assert [item.embedding for item in answer.data] == [vector_of(ids_of(text))[:2] for text in ("ab", "c")]
 
 
-def test_what_the_worker_is_given(shared: System) -> None:
+def test_fields_reach_the_worker(shared: System) -> None:
     answer = embed(shared, input=["ab", "c"], dimensions=3, normalize=False, cache_salt="s", priority=2, routing_key="k")
     assert answer.status_code == 200
     submits = shared.worker.submits[-2:]
@@ -61,7 +61,7 @@ def test_what_the_worker_is_given(shared: System) -> None:
     assert not sampling.embedding.HasField("dimensions") and not sampling.embedding.HasField("normalize")
 
 
-def test_an_input_can_be_cut_to_its_end(shared: System) -> None:
+def test_input_is_truncated_to_the_last_tokens(shared: System) -> None:
     for most, kept in ((2, "ld"), (2.0, "ld"), (99, "world"), (-1, "world")):
         answer = embed(shared, input="world", truncate_prompt_tokens=most).json()
         assert answer["usage"]["prompt_tokens"] == len(kept), "5.0 is 5 in JSON"
@@ -70,17 +70,17 @@ def test_an_input_can_be_cut_to_its_end(shared: System) -> None:
     assert embed(shared, truncate_prompt_tokens=0).json()["error"]["param"] == "truncate_prompt_tokens"
 
 
-def test_an_input_may_fill_the_context(shared: System) -> None:
+def test_input_may_fill_the_context(shared: System) -> None:
     assert embed(shared, input="x" * CONTEXT_LEN).status_code == 200
 
 
-def test_a_refusal_by_the_worker_ends_the_batch(system: System) -> None:
+def test_refusal_of_the_worker_ends_the_request(system: System) -> None:
     system.do(lambda: system.worker.refuse.append((2, "not today", "embedding")))
     answer = embed(system, input=["a", "b", "c"])
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
 
 
-def test_nothing_goes_to_the_detokenizer(system: System) -> None:
+def test_detokenizer_receives_nothing(system: System) -> None:
     assert embed(system, input=["a", "b"]).status_code == 200
     assert system.detokenizer.batches == []
     assert system.metric("rootstock_gateway_output_tokens_total") == 0
@@ -89,7 +89,7 @@ def test_nothing_goes_to_the_detokenizer(system: System) -> None:
 class TestKindsOfModels:
     @pytest.fixture
     def served(self, system: System) -> System:
-        """A system whose worker's `info` takes effect when it is started again."""
+        """Returns a system with a stopped worker, whose `info` may change before its next start."""
         system.call(system.workers[0].stop())
         return system
 
@@ -98,14 +98,14 @@ class TestKindsOfModels:
         system.worker.info.generates, system.worker.info.embedding_size = generates, embedding_size
         system.call(system.workers[0].start())
 
-    def test_one_that_only_embeds_generates_nothing(self, served: System) -> None:
+    def test_embedding_model_refuses_to_generate(self, served: System) -> None:
         self.start(served, False, 8)
         assert embed(served).status_code == 200
         for answer in (served.chat(), served.complete()):
             assert answer.status_code == 400
             assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("model", "unsupported_model")
 
-    def test_one_that_only_generates_gives_no_embeddings(self, served: System) -> None:
+    def test_generating_model_refuses_embeddings(self, served: System) -> None:
         self.start(served, True, 0)
         assert served.chat().status_code == 200
         answer = embed(served)

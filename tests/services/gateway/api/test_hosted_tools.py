@@ -1,4 +1,4 @@
-"""Hosted tools beside functions: they are left out and named in a header, or refused if the operator wants that."""
+"""Tests of hosted tools in a request: omitted and named in a header, or refused if the operator's setting says so."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def ask(system: System, path: str, tools: list[dict[str, Any]], **fields: Any) -
 
 
 def templated(system: System) -> list[str]:
-    """Names of the tools that the chat template of the newest request has seen."""
+    """Returns the names of the tools in the latest call of the chat template."""
     tools = system.tokenizer.calls[-1].tools_json
     return [tool["function"]["name"] for tool in orjson.loads(tools)] if tools else []
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", BODIES)
-def test_hosted_tools_are_left_out_and_named(system: System, path: str, stream: bool) -> None:
+def test_hosted_tools_are_omitted_and_named(system: System, path: str, stream: bool) -> None:
     tools, named = HOSTED[path]
     answer = ask(system, path, [tools[0], FUNCTIONS[path], *tools[1:]], stream=stream)
     assert (answer.status_code, answer.headers[HEADER]) == (200, named), answer.text
@@ -117,7 +117,7 @@ def test_response_lists_the_served_tools(system: System) -> None:
     assert ask(system, RESPONSES, tools).json()["tools"] == []
 
 
-def test_allowed_tools_keep_their_functions(system: System) -> None:
+def test_allowed_tools_keep_functions(system: System) -> None:
     tools = [*HOSTED[RESPONSES][0], FUNCTIONS[RESPONSES]]
     allowed = [{"type": "web_search"}, {"type": "function", "name": "weather"}]
     choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
@@ -127,7 +127,7 @@ def test_allowed_tools_keep_their_functions(system: System) -> None:
 
 
 @pytest.mark.parametrize(("path", "choice"), FORCED)
-def test_tool_choice_is_refused_when_it_forces_an_omitted_tool(system: System, path: str, choice: Any) -> None:
+def test_tool_choice_is_refused_when_an_omitted_tool_is_forced(system: System, path: str, choice: Any) -> None:
     answer = ask(system, path, [*HOSTED[path][0], FUNCTIONS[path]], tool_choice=choice)
     assert answer.status_code == 400
     assert "tool_choice" in answer.json()["error"]["message"] and "cannot run" in answer.json()["error"]["message"]
@@ -141,7 +141,7 @@ def test_required_call_is_refused_when_all_tools_are_hosted(system: System, path
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_required_call_is_one_of_a_function(system: System, path: str) -> None:
+def test_required_call_calls_a_function(system: System, path: str) -> None:
     system.worker.answer = lambda submit: '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
     answer = ask(system, path, [*HOSTED[path][0], FUNCTIONS[path]], tool_choice=REQUIRED[path])
     system.worker.answer = lambda submit: "Hello, world!"
@@ -150,19 +150,19 @@ def test_required_call_is_one_of_a_function(system: System, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_errors_keep_the_index_of_a_function_behind_hosted_tools(system: System, path: str) -> None:
+def test_error_keeps_the_index_of_a_function_after_hosted_tools(system: System, path: str) -> None:
     broken = {CHAT: {"type": "function", "function": {"name": "a b"}}, RESPONSES: {"type": "function", "name": "a b"}}
     answer = ask(system, path, [HOSTED[path][0][0], broken.get(path, {"name": "a b", "input_schema": SCHEMA})])
     assert answer.status_code == 400 and "tools[1]" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_hosted_tools_are_refused_when_the_operator_wants_it(strict: System, path: str) -> None:
+def test_hosted_tools_are_refused_when_the_setting_forbids_omission(strict: System, path: str) -> None:
     answer = ask(strict, path, [FUNCTIONS[path], HOSTED[path][0][0]])
     assert answer.status_code == 400 and "tools[1].type" in answer.json()["error"]["message"]
 
 
-def test_web_search_options_are_left_out_of_chats_alone(system: System, strict: System) -> None:
+def test_web_search_options_are_omitted_only_from_chats(system: System, strict: System) -> None:
     wanted = {"web_search_options": {"search_context_size": "low"}}
     answer = system.post(CHAT, {**BODIES[CHAT], **wanted})
     assert (answer.status_code, answer.headers[HEADER]) == (200, "web_search_options")
@@ -171,13 +171,13 @@ def test_web_search_options_are_left_out_of_chats_alone(system: System, strict: 
 
 
 @pytest.mark.parametrize(("path", "counted"), [(RESPONSES, f"{RESPONSES}/input_tokens"), (MESSAGES, f"{MESSAGES}/count_tokens")])
-def test_token_counts_leave_hosted_tools_out(system: System, path: str, counted: str) -> None:
+def test_token_counts_omit_hosted_tools(system: System, path: str, counted: str) -> None:
     body = {name: value for name, value in BODIES[path].items() if name != "max_tokens"}
     both = [system.post(counted, {**body, "tools": tools}) for tools in ([FUNCTIONS[path]], [*HOSTED[path][0], FUNCTIONS[path]])]
     assert both[0].json() == both[1].json() and both[1].headers[HEADER] == HOSTED[path][1]
 
 
-def test_calls_of_hosted_tools_are_left_out_of_a_history(system: System, strict: System) -> None:
+def test_history_omits_calls_of_hosted_tools(system: System, strict: System) -> None:
     call = {"type": "web_search_call", "id": "ws_a", "status": "completed", "action": {"type": "search", "query": "a"}}
     items = [*USER, call, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}]
     assert ask(system, RESPONSES, [], input=items, include=["web_search_call.action.sources"]).status_code == 200
@@ -198,7 +198,7 @@ def test_calls_of_hosted_tools_are_left_out_of_a_history(system: System, strict:
     assert ask(strict, MESSAGES, [], messages=messages).status_code == 400
 
 
-def test_response_in_the_background_is_made_without_hosted_tools(system: System) -> None:
+def test_background_response_omits_hosted_tools(system: System) -> None:
     tools, named = HOSTED[RESPONSES]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [tools[0], {"type": "function", "name": "weather"}]}
     begun = ask(system, RESPONSES, [*tools, FUNCTIONS[RESPONSES]], background=True, stream=True, tool_choice=choice)
@@ -207,14 +207,14 @@ def test_response_in_the_background_is_made_without_hosted_tools(system: System)
     assert (last["status"], [tool["name"] for tool in last["tools"]]) == ("completed", ["weather"])
 
 
-def test_header_is_cut_when_it_names_many_tools(system: System) -> None:
+def test_header_is_cut_when_many_tools_are_omitted(system: System) -> None:
     tools = [{"type": "custom", "name": f"{'x' * 60}{number:03}"} for number in range(100)]
     header = ask(system, RESPONSES, tools).headers[HEADER]
     assert len(header) < 4096 and header.endswith(", and 76 more")
 
 
 class CountedName(str):
-    """A tool's name that counts its comparisons with others."""
+    """A tool's name that counts comparisons with other names."""
 
     comparisons = 0
 
@@ -225,7 +225,7 @@ class CountedName(str):
     __hash__ = str.__hash__
 
 
-def test_origin_compares_no_tool_with_every_other_one() -> None:
+def test_origin_does_not_compare_every_pair_of_tools() -> None:
     names = [CountedName(f"tool{number}") for number in range(1000)]
     origin = Origin("a")
     for _ in range(2):

@@ -1,5 +1,7 @@
-"""No field that changes the answer is dropped: each name that openai's types, SGLang and vLLM know is served, asks for nothing,
-or gets 400 with its name."""
+"""Tests that no field with an effect is silently dropped.
+
+Each field name of openai's types, SGLang and vLLM is served, has a neutral value, or gets 400 with its name.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 SCHEMA = {"type": "object"}
 CONTENT = re.compile(r'"(?:content|text)":"([^"]*)"')
-# What is sent beside a field, and the value that must make a difference.
-OF_FORMATS = {"separate_reasoning"}  # makes none to a model that does not reason: test_tools.py
+# By field: the other fields of the request, and a value that must have an effect.
+OF_FORMATS = {"separate_reasoning"}  # without effect on a model that does not reason; see test_tools.py
 TOOL = {"type": "function", "function": {"name": "f"}}
 SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     **{row.names[Api.CHAT]: ({}, typical(row)) for row in SCALARS},
@@ -110,7 +112,7 @@ SERVED_BY_PATH = {(COMPLETIONS, "logprobs"): ({}, 1), (COMPLETIONS, "logprob_tok
 
 
 def evidence(system: System, path: str, body: dict[str, Any]) -> list[Any]:
-    """All that a request makes of its fields: what tokenizer, worker and detokenizer are asked, and the answer."""
+    """Returns everything that depends on a request's fields: calls to tokenizer, worker and detokenizer, and the response."""
     worker, tokenizer, detokenizer = system.worker, system.tokenizer, system.detokenizer
     before = len(worker.submits), len(tokenizer.calls), len(detokenizer.batches)
     answer = system.post(path, body, headers={"x-request-id": "walk"})
@@ -126,7 +128,7 @@ def evidence(system: System, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def in_one_piece(answer: str) -> tuple[str, list[str]]:
-    """An answer's text, its tokens' pieces put together: how many come at once is chance. And all else that it says, in order."""
+    """Returns a response's joined text, and the other parts in order. The division into chunks varies, so chunks are joined."""
     text = "".join(CONTENT.findall(answer))
     return text, list(dict.fromkeys(CONTENT.sub("", answer).split("\n\n")))
 
@@ -181,7 +183,7 @@ def test_refusal_names_the_unserved_field(shared: System, path: str) -> None:
     assert len(shared.worker.submits) == before
 
 
-def test_members_of_stream_options(shared: System) -> None:
+def test_members_of_stream_options_are_served_or_refused(shared: System) -> None:
     assert {"include_usage", *known_fields.STREAM_OPTIONS} == STREAM_OPTIONS
     for name in known_fields.STREAM_OPTIONS:
         assert shared.chat(stream=True, stream_options={name: False}).status_code == 200
@@ -189,8 +191,7 @@ def test_members_of_stream_options(shared: System) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"stream_options.{name}")
 
 
-def test_names_of_generate(shared: System) -> None:
-    """What is no field of ours is taken at null and refused by name at a value that asks for something."""
+def test_unknown_field_of_generate_is_refused_unless_null(shared: System) -> None:
     before = len(shared.worker.submits)
     others = set(SGLANG_GENERATE.split()) - NativeGenerateRequest.model_fields.keys() - known_fields.NATIVE.unused
     for name in others:
@@ -200,7 +201,7 @@ def test_names_of_generate(shared: System) -> None:
     assert shared.post("/generate", {"text": "Hi", **dict.fromkeys(others)}).status_code == 200
 
 
-def test_names_of_sampling_params(shared: System) -> None:
+def test_unknown_sampling_param_of_generate_is_refused(shared: System) -> None:
     for name in set(SGLANG_SAMPLING.split()) - NativeSampling.model_fields.keys():
         refused = shared.post("/generate", {"text": "Hi", "sampling_params": {name: {"x": 1}}})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"sampling_params.{name}")
@@ -246,7 +247,7 @@ def test_chat_template_must_read_documents(shared: System) -> None:
         assert list(shared.tokenizer.calls[-1].read_variables) == read
 
 
-def test_thinking_is_a_switch_when_it_has_a_type(shared: System) -> None:
+def test_thinking_object_becomes_a_switch(shared: System) -> None:
     for given, value in (("enabled", True), ("adaptive", True), ("disabled", False)):
         assert shared.chat(thinking={"type": given}).status_code == 200
         assert orjson.loads(shared.tokenizer.calls[-1].template_kwargs_json) == {"thinking": value}
@@ -257,7 +258,7 @@ def test_thinking_is_a_switch_when_it_has_a_type(shared: System) -> None:
 
 @pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_fields_of_chat_templates_are_refused_by_name_on_other_apis(shared: System, path: str, name: str) -> None:
+def test_chat_template_fields_are_refused_by_name_on_other_apis(shared: System, path: str, name: str) -> None:
     body = {"model": MODEL, "input": "Hi"} if path == "/v1/responses" else {"model": MODEL, "messages": USER, "max_tokens": 5}
     answer = shared.post(path, {**body, name: "x"})
     assert answer.status_code == 400 and f"'{name}'" in answer.json()["error"]["message"], answer.text
@@ -274,7 +275,7 @@ OF_CHATS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OF_CHATS)
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_fields_of_chats_are_refused_by_name_on_apis_that_lack_them(shared: System, path: str, name: str) -> None:
+def test_chat_fields_are_refused_by_name_on_apis_without_them(shared: System, path: str, name: str) -> None:
     body = {"model": MODEL, "input": "Hi"} if path == "/v1/responses" else {"model": MODEL, "messages": USER, "max_tokens": 5}
     served = name in (ResponsesRequest if path == "/v1/responses" else MessagesRequest).model_fields
     answer = shared.post(path, {**body, name: OF_CHATS[name], "store": False})
@@ -298,7 +299,7 @@ class TestTheSameAsGenerate:
             seen.add(shared.worker.submits[-1].cache_salt)
         assert len(seen) == 4 and all(len(name) <= 256 for name in seen)
 
-    def test_a_stop_string_that_stays(self, shared: System) -> None:
+    def test_no_stop_trim_keeps_the_stop_string(self, shared: System) -> None:
         def text(**body: Any) -> str:
             return str(shared.complete(stop="world", max_tokens=16, **body).json()["choices"][0]["text"])
 
@@ -308,7 +309,7 @@ class TestTheSameAsGenerate:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "no_stop_trim")
 
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-    def test_a_turn_of_a_session(self, shared: System, path: str) -> None:
+    def test_session_turn_reaches_the_worker(self, shared: System, path: str) -> None:
         params = {"id": "s", "rid": "before", "offset": 4, "replace": True, "drop_previous_output": True}
         answer = shared.post(path, {**BODIES[path], "session_params": params}, headers={"x-request-id": "walk"})
         assert answer.status_code == 200, answer.text
@@ -330,21 +331,21 @@ class TestTheSameAsGenerate:
             (CHAT, {"session_params": "s"}, "session_params"),
         ],
     )
-    def test_a_turn_that_cannot_be(self, shared: System, path: str, change: dict[str, Any], param: str) -> None:
+    def test_impossible_session_turn_is_refused(self, shared: System, path: str, change: dict[str, Any], param: str) -> None:
         before = len(shared.worker.submits)
         answer = shared.post(path, {**BODIES[path], "session_params": {"id": "s"}, **change})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
         assert len(shared.worker.submits) == before
 
-    def test_a_name_for_each_prompt(self, shared: System) -> None:
+    def test_each_prompt_has_a_request_id(self, shared: System) -> None:
         assert shared.complete(prompt=["a", "b"], rid="mine").status_code == 200
         assert [submit.request_id for submit in shared.worker.submits[-2:]] == ["mine_0", "mine_1"]
         answer = shared.complete(rid="mine", request_id="yours")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
 
 
-def test_an_abort_finds_a_request_by_its_name(system: System) -> None:
-    """While its prompt is made, and while it runs."""
+def test_abort_finds_a_request_by_name(system: System) -> None:
+    """The request is found during tokenization and while it runs."""
     system.do(system.tokenizer.gate.clear)
     for path in (CHAT, EMBEDDINGS):
         waiting = Waiting(system, path, {**BODIES[path], "rid": path})
@@ -370,7 +371,7 @@ def test_an_abort_finds_a_request_by_its_name(system: System) -> None:
 @pytest.mark.by_day(one_in=5, seed=7)
 @pytest.mark.parametrize("path", [*BODIES, "/generate", "/encode"])
 def test_priority_has_one_definition(shared: System, path: str) -> None:
-    """It orders and does not change an answer: without priority scheduling it is taken, handed on and orders nothing."""
+    """A priority changes only the order. Without priority scheduling, the value is passed on and has no effect."""
     body = BODIES.get(path, {"text": "Hi"})
     for value in (-5, 0, 7, None):
         assert shared.post(path, {**body, "priority": value}).status_code == 200

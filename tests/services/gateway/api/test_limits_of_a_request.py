@@ -1,4 +1,4 @@
-"""What one request may take of the gateway: memory for log probabilities and sets of tokens, and time on the event loop."""
+"""Tests of the resources that a request may use: memory for logprobs and token sets, and time on the event loop."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def error_of(answer: Any) -> Any:
     ],
     ids=["chat", "completion", "generate"],
 )
-def test_texts_that_no_tokenizer_takes_are_sent_to_none(
+def test_texts_over_the_tokenizer_limit_are_not_sent(
     shared: System, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:
-    """Over all messages, parts and prompts, in characters."""
+    """The limit counts the characters of all messages, parts and prompts."""
     monkeypatch.setattr(limits, "MAX_RENDERED_CHARS", 1001)
     calls = len(shared.tokenizer.calls)
     shared.post(path, {"model": MODEL, **body})
@@ -83,36 +83,36 @@ class TestLogprobValues:
         ],
         ids=["top", "chosen", "echo, without the first token", "no more than the context leaves"],
     )
-    def test_of_one_choice(self, body: dict[str, Any], values: int) -> None:
+    def test_values_of_one_choice(self, body: dict[str, Any], values: int) -> None:
         assert logprob_values(self.part(100, **body).generation, 100, CONTEXT) == values
 
-    def test_a_request_may_reach_the_limit_and_not_pass_it(self) -> None:
-        most = limits.MAX_LOGPROB_VALUES // 32  # 32 values per choice
+    def test_request_may_reach_the_limit(self) -> None:
+        most = limits.MAX_LOGPROB_VALUES // 32  # each choice has 32 values
         part = self.part(100, logprobs=1, max_tokens=16)
         check_logprobs([part] * most, CONTEXT)
         with pytest.raises(ApiError) as error:
             check_logprobs([part] * (most + 1), CONTEXT)
         assert error.value.param == "logprobs"
 
-    def test_without_logprobs_nothing_is_counted(self) -> None:
+    def test_request_without_logprobs_is_unlimited(self) -> None:
         check_logprobs([self.part(100, max_tokens=900)] * 10_000, CONTEXT)
 
     @pytest.mark.parametrize("echo", [False, True])
-    def test_completions(self, shared: System, echo: bool) -> None:
+    def test_completions_are_limited(self, shared: System, echo: bool) -> None:
         before = len(shared.worker.submits)
         error = error_of(shared.complete(logprobs=20, echo=echo, **WIDE))
         assert error["param"] == "logprobs" and str(limits.MAX_LOGPROB_VALUES) in error["message"]
         assert len(shared.worker.submits) == before
 
-    def test_chat(self, shared: System) -> None:
+    def test_chats_are_limited(self, shared: System) -> None:
         assert error_of(shared.chat(logprobs=True, top_logprobs=20, **WIDE))["param"] == "logprobs"
 
-    def test_generate(self, shared: System) -> None:
+    def test_generate_is_limited(self, shared: System) -> None:
         body = {"text": ["Hi"] * 32, "return_logprob": True, "top_logprobs_num": 20, "token_ids_logprob": list(range(256))}
         answer = shared.post(GENERATE, {**body, "sampling_params": {"max_new_tokens": None}})
         assert error_of(answer)["param"] == "return_logprob"
 
-    def test_a_stream_that_repeats_itself_may_have_fewer(self, shared: System) -> None:
+    def test_cumulative_stream_has_a_lower_limit(self, shared: System) -> None:
         body = {"text": "Hi", "return_logprob": True, "token_ids_logprob": list(range(256)), "sampling_params": {"n": 4}}
         assert shared.post(GENERATE, body).status_code == 200
         wide = {**body, "sampling_params": {"n": 8}}
@@ -123,7 +123,7 @@ class TestLogprobValues:
 class TestLogprobTable:
     WANTED = pb.Logprobs(top=2, token_ids=[66])
 
-    def test_rows_come_back_as_they_went_in(self) -> None:
+    def test_rows_are_returned_unchanged(self) -> None:
         table = LogprobTable()
         for tokens in ([10, 11], [12]):
             table.extend(logprob_rows(1, tokens, self.WANTED))
@@ -133,7 +133,7 @@ class TestLogprobTable:
             assert row.value == expected.values[0] and list(row.chosen_values) == list(expected.chosen_values)
             assert (list(row.top_ids), list(row.top_values)) == (list(expected.top_ids), list(expected.top_values))
 
-    def test_a_span_ends_where_the_rows_end(self) -> None:
+    def test_span_ends_at_the_last_row(self) -> None:
         table = LogprobTable()
         table.extend(logprob_rows(1, [10, 11], self.WANTED))
         assert (len(table.span(1, 9)), len(table.span(5, 9)), list(table.span(1, 0))) == (1, 0, [])
@@ -147,17 +147,17 @@ class TestLogprobTable:
         ],
         ids=["no top ones", "more values than ids", "chosen that do not divide"],
     )
-    def test_arrays_that_do_not_fit_are_the_workers_fault(self, rows: worker_pb2.LogprobRows) -> None:
+    def test_arrays_of_unequal_length_are_refused(self, rows: worker_pb2.LogprobRows) -> None:
         with pytest.raises(ValueError, match="do not fit"):
             LogprobTable().extend(rows)
 
-    def test_rows_of_another_shape_are_too(self) -> None:
+    def test_rows_of_another_shape_are_refused(self) -> None:
         table = LogprobTable()
         table.extend(logprob_rows(1, [10], self.WANTED))
         with pytest.raises(ValueError, match="do not fit"):
             table.extend(logprob_rows(1, [10], pb.Logprobs(top=1, token_ids=[66])))
 
-    def test_a_number_takes_four_bytes(self) -> None:
+    def test_number_takes_four_bytes(self) -> None:
         tokens, top = 2000, 20
         rows = logprob_rows(1, list(range(tokens)), pb.Logprobs(top=top))
         tracemalloc.start()
@@ -172,13 +172,13 @@ class TestLogprobTable:
 
 
 class KnownTexts:
-    """Of every token the same, at once."""
+    """Returns the same text for every token immediately."""
 
     async def of(self, ids: Collection[int]) -> Mapping[int, bytes]:
         return dict.fromkeys(ids, b"x")
 
 
-def test_others_have_their_turn_between_slices() -> None:
+def test_slices_let_other_tasks_run() -> None:
     slices = 5
     entries = [(token, TokenLogprob(0.0, (), (), ())) for token in range(slices * SLICE_VALUES)]
     turns = 0
@@ -199,7 +199,7 @@ def test_others_have_their_turn_between_slices() -> None:
     assert turns >= slices
 
 
-def test_a_slice_has_fewer_tokens_where_each_has_more_values() -> None:
+def test_slice_has_fewer_tokens_when_each_has_more_values() -> None:
     async def run() -> list[int]:
         entries = [(token, None) for token in range(100)]
         return [len(batch) async for batch, _ in LogprobSlices(20, range(256), None).of(entries)]
@@ -208,11 +208,11 @@ def test_a_slice_has_fewer_tokens_where_each_has_more_values() -> None:
 
 
 FULL_SET = list(range(limits.MAX_TOKEN_ID_SET))
-CHOICES = limits.MAX_REQUEST_SET_IDS // limits.MAX_TOKEN_ID_SET  # that may each have a full set
+CHOICES = limits.MAX_REQUEST_SET_IDS // limits.MAX_TOKEN_ID_SET  # number of choices that may each have a full set
 
 
 class TestSets:
-    def test_each_id_goes_on_once_and_in_order(self, shared: System) -> None:
+    def test_ids_are_sent_once_in_order(self, shared: System) -> None:
         assert shared.chat(allowed_token_ids=[9, 7, 9, 0], banned_token_ids=[5, 5]).status_code == 200
         sampling = shared.worker.submits[-1].sampling
         assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([0, 7, 9], [5])
@@ -221,49 +221,49 @@ class TestSets:
         sampling = shared.worker.submits[-1].sampling
         assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([0, 7, 9], [5])
 
-    def test_chat(self, shared: System) -> None:
+    def test_chats_are_limited(self, shared: System) -> None:
         assert error_of(shared.chat(banned_token_ids=FULL_SET, n=CHOICES + 1))["param"] == "banned_token_ids"
 
-    def test_completions(self, shared: System) -> None:
+    def test_completions_are_limited(self, shared: System) -> None:
         body = {"allowed_token_ids": FULL_SET, "max_tokens": 1}
         assert error_of(shared.complete(prompt=["a"] * (CHOICES + 1), **body))["param"] == "allowed_token_ids"
         assert shared.complete(prompt=["a"] * CHOICES, **body).status_code == 200
 
-    def test_generate(self, shared: System) -> None:
+    def test_generate_is_limited(self, shared: System) -> None:
         body = {"text": ["a"] * (CHOICES + 1), "sampling_params": {"allowed_token_ids": FULL_SET}}
         assert error_of(shared.post(GENERATE, body))["param"] == "sampling_params.allowed_token_ids"
 
-    def test_generate_with_parameters_for_each(self, shared: System) -> None:
+    def test_generate_with_separate_parameters_is_limited(self, shared: System) -> None:
         count = CHOICES + 1
         body = {"text": ["a"] * count, "sampling_params": [{"banned_token_ids": FULL_SET}] * count}
         assert error_of(shared.post(GENERATE, body))["param"] == f"sampling_params[{count - 1}].banned_token_ids"
 
 
 class TestRefusedBeforeItIsWalked:
-    """The cheap check comes first: what is wrong further on is not what the answer says."""
+    """Cheap checks come first, so the error names the first fault that they find."""
 
     LONG: list[Any] = [1] + ["x"] * CONTEXT_LEN
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("prompt", [LONG, [[1], LONG, [VOCAB_SIZE]]], ids=["ids", "lists of ids"])
-    def test_ids_longer_than_the_context(self, shared: System, prompt: Any) -> None:
+    def test_ids_longer_than_the_context_are_refused(self, shared: System, prompt: Any) -> None:
         assert error_of(shared.complete(prompt=prompt))["code"] == "context_length_exceeded"
         assert error_of(shared.post(GENERATE, {"input_ids": prompt}))["code"] == "context_length_exceeded"
         answer = shared.post("/v1/embeddings", {"model": MODEL, "input": prompt})
         assert error_of(answer)["code"] == "context_length_exceeded"
 
-    def test_content_parts_of_a_message(self, shared: System) -> None:
+    def test_content_parts_of_a_message_are_limited(self, shared: System) -> None:
         message = {"role": "user", "content": [5] * (limits.MAX_CONTENT_PARTS + 1)}
         assert error_of(shared.chat(messages=[message]))["param"] == "messages[0].content"
 
-    def test_content_parts_of_all_messages(self, shared: System) -> None:
+    def test_content_parts_of_all_messages_are_limited(self, shared: System) -> None:
         part = {"type": "text", "text": ""}
         count = limits.MAX_REQUEST_CONTENT_PARTS // limits.MAX_CONTENT_PARTS
         full = [{"role": "user", "content": [part] * limits.MAX_CONTENT_PARTS}] * count
         error = error_of(shared.chat(messages=[*full, {"role": "user", "content": [5]}]))
         assert error["param"] == "messages" and "parts" in error["message"]
 
-    def test_choices_that_are_too_large_are_not_written_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_large_choices_are_refused_before_a_grammar_is_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
         written: list[str] = []
         monkeypatch.setattr(constraints, "_literal", lambda text: written.append(text) or '""')
         half = "a" * (limits.MAX_GRAMMAR_BYTES // 2 + 1)
@@ -278,10 +278,10 @@ class TestRefusedBeforeItIsWalked:
             ("input_ids", [[1]] * limits.MAX_BATCH_PROMPTS + [5]),
         ],
     )
-    def test_too_many_prompts(self, shared: System, field: str, value: Any) -> None:
+    def test_number_of_prompts_is_limited(self, shared: System, field: str, value: Any) -> None:
         error = error_of(shared.post(GENERATE, {field: value}))
         assert error["param"] == field and str(limits.MAX_BATCH_PROMPTS) in error["message"]
 
-    def test_names_for_other_prompts(self, shared: System) -> None:
+    def test_number_of_names_must_equal_the_number_of_prompts(self, shared: System) -> None:
         error = error_of(shared.post(GENERATE, {"text": "Hi", "rid": ["a", 5]}))
         assert "one entry for each prompt" in error["message"]

@@ -1,4 +1,4 @@
-"""Every limit of a request over HTTP: what is at the limit passes, one more is refused by its field's name."""
+"""Tests every limit of a request over HTTP: a value at the limit passes, and a larger value is refused by field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, chat_body
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-Made = tuple[str, dict[str, Any], str]  # path, body, the field that is named
+Made = tuple[str, dict[str, Any], str]  # path, body and name of the refused field
 
 
 def completion(field: str, make: Callable[[int], Any], named: str = "", **more: Any) -> Callable[[int], Made]:
@@ -75,8 +75,8 @@ def value_of(name: str) -> int:
     return int(value[1] if isinstance(value, tuple) else value)
 
 
-def test_what_is_at_a_limit_passes_and_one_more_is_refused_by_name(shared: System) -> None:
-    """Passes: no field is complained of. Lengths of prompts are not what is asked here, and have a limit of their own."""
+def test_value_at_a_limit_passes_and_one_more_is_refused_by_name(shared: System) -> None:
+    """A request passes if no field is refused. Long prompts may exceed the context, which another test checks."""
     wrong: dict[str, Any] = {}
     for name, make in WALKED.items():
         limit = value_of(name)

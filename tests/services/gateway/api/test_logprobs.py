@@ -1,4 +1,4 @@
-"""Log probabilities over HTTP: OpenAI's two forms, aligned with the text that they come with."""
+"""Tests of logprobs over HTTP: OpenAI's two forms, aligned with the text of their chunk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chat_entries(chunks: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def half_characters(shared: System) -> Iterator[dict[int, bytes]]:
-    """Tokens whose texts are parts of a character."""
+    """Gives two tokens texts that are parts of one character."""
     halves = {ord("H"): "é".encode()[:1], ord("e"): "é".encode()[1:]}
     before = dict(shared.detokenizer.bytes_of)
     shared.do(lambda: shared.detokenizer.bytes_of.update(halves))
@@ -47,33 +47,33 @@ def half_characters(shared: System) -> Iterator[dict[int, bytes]]:
 
 
 class TestChat:
-    def test_every_token_has_its_own_and_the_top_ones(self, shared: System) -> None:
+    def test_every_token_has_a_logprob_and_top_tokens(self, shared: System) -> None:
         choice = shared.openai().chat.completions.create(model=MODEL, **chat_body(logprobs=True, top_logprobs=2)).choices[0]
         content = choice.logprobs.content
         assert [entry.model_dump(exclude={"top_logprobs"}) for entry in content] == [named(t, logprob_of(t)) for t in TOKENS]
         for token, entry in zip(TOKENS, content, strict=True):
             assert [top.model_dump() for top in entry.top_logprobs] == [named(*top) for top in tops_of(token, 2)]
 
-    def test_without_top_ones_the_list_is_empty(self, shared: System) -> None:
+    def test_top_logprobs_are_empty_by_default(self, shared: System) -> None:
         content = shared.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
         assert [entry["top_logprobs"] for entry in content] == [[]] * len(TOKENS)
 
-    def test_none_unless_asked(self, shared: System) -> None:
+    def test_logprobs_are_null_by_default(self, shared: System) -> None:
         assert shared.chat().json()["choices"][0]["logprobs"] is None
         assert not shared.worker.submits[-1].sampling.HasField("logprobs")
 
-    def test_chosen_ids(self, shared: System) -> None:
+    def test_requested_ids_have_logprobs(self, shared: System) -> None:
         content = shared.chat(logprobs=True, logprob_token_ids=[70, 66]).json()["choices"][0]["logprobs"]["content"]
         expected = [{"token_id": i, **named(i, chosen_of(i))} for i in (70, 66)]
         assert all(entry["requested_logprobs"] == expected for entry in content)
 
-    def test_stream_gives_the_same_as_the_whole(self, shared: System) -> None:
+    def test_stream_equals_the_whole_response(self, shared: System) -> None:
         whole = shared.chat(logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
         chunks = events(shared.chat(logprobs=True, top_logprobs=1, stream=True).text)
         assert chat_entries(chunks) == whole
 
-    def test_a_chunk_carries_the_tokens_of_its_own_text(self, shared: System) -> None:
-        """Text that is held back for a stop string keeps its tokens' log probabilities back with it."""
+    def test_chunk_has_the_logprobs_of_the_same_text(self, shared: System) -> None:
+        """Text that is withheld because of a stop string keeps its logprobs back as well."""
         chunks = events(shared.chat(logprobs=True, stream=True, stop="o, earth").text)
         for chunk in chunks[1:]:
             choice = chunk["choices"][0]
@@ -84,7 +84,7 @@ class TestChat:
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("merge", [2, 5])
-    def test_steps_that_came_merged_keep_their_order(self, shared: System, merge: int) -> None:
+    def test_merged_steps_keep_the_order(self, shared: System, merge: int) -> None:
         shared.worker.merge = merge
         try:
             content = chat_entries(events(shared.chat(logprobs=True, stream=True).text))
@@ -92,29 +92,29 @@ class TestChat:
             shared.worker.merge = 1
         assert [entry["token"] for entry in content] == NAMES
 
-    def test_half_a_character(self, shared: System, half_characters: dict[int, bytes]) -> None:
+    def test_part_of_a_character_has_bytes(self, shared: System, half_characters: dict[int, bytes]) -> None:
         content = shared.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
         assert [entry["bytes"] for entry in content[:2]] == [list(text) for text in half_characters.values()]
         assert content[0]["token"] == "\ufffd"
 
-    def test_n_choices(self, shared: System) -> None:
+    def test_every_choice_has_logprobs(self, shared: System) -> None:
         choices = shared.chat(logprobs=True, n=3).json()["choices"]
         assert [len(choice["logprobs"]["content"]) for choice in choices] == [len(TOKENS)] * 3
 
 
 class TestCompletion:
-    def test_four_columns(self, shared: System) -> None:
+    def test_completion_has_four_columns(self, shared: System) -> None:
         choice = shared.openai().completions.create(model=MODEL, prompt="Hi", logprobs=1).choices[0]
         assert choice.logprobs.tokens == NAMES
         assert choice.logprobs.token_logprobs == [logprob_of(token) for token in TOKENS]
         assert choice.logprobs.text_offset == list(range(len(TOKENS)))
         assert choice.logprobs.top_logprobs == [{name: logprob_of(t)} for name, t in zip(NAMES, TOKENS, strict=True)]
 
-    def test_zero_gives_the_tokens_own(self, shared: System) -> None:
+    def test_logprobs_0_returns_the_sampled_token(self, shared: System) -> None:
         logprobs = shared.complete(logprobs=0).json()["choices"][0]["logprobs"]
         assert logprobs["top_logprobs"] == [{name: logprob_of(t)} for name, t in zip(NAMES, TOKENS, strict=True)]
 
-    def test_echo_gives_the_prompts_too(self, shared: System) -> None:
+    def test_echo_returns_the_prompt_logprobs(self, shared: System) -> None:
         choice = shared.complete(prompt="Once", echo=True, logprobs=2, max_tokens=2).json()["choices"][0]
         assert choice["text"] == "OnceHe"
         logprobs = choice["logprobs"]
@@ -126,13 +126,13 @@ class TestCompletion:
         assert shared.worker.submits[-1].sampling.logprobs.prompt_from == 0
 
     @pytest.mark.parametrize("prompt", ["a", ["a", "bcd"]], ids=["one token", "two prompts"])
-    def test_echo_of_other_prompts(self, shared: System, prompt: Any) -> None:
+    def test_echo_works_for_short_and_several_prompts(self, shared: System, prompt: Any) -> None:
         choices = shared.complete(prompt=prompt, echo=True, logprobs=0, max_tokens=1).json()["choices"]
         prompts = [prompt] if isinstance(prompt, str) else prompt
         assert [choice["logprobs"]["tokens"] for choice in choices] == [[*text, "H"] for text in prompts]
 
-    def test_offsets_are_those_of_the_text(self, shared: System) -> None:
-        """The text shows no special token."""
+    def test_offsets_refer_to_the_text(self, shared: System) -> None:
+        """The text omits special tokens."""
         choice = shared.complete(prompt=[EOS, *ids_of("ab"), EOS, EOS, *ids_of("c")], echo=True, logprobs=0, max_tokens=2).json()
         (choice,) = choice["choices"]
         assert choice["text"] == "abcHe"
@@ -155,11 +155,11 @@ class TestCompletion:
             "bytes",
         ],
     )
-    def test_where_the_tokens_of_a_prompt_begin(self, prefix: str, tokens: list[str | bytes], offsets: list[int]) -> None:
+    def test_offsets_of_prompt_tokens(self, prefix: str, tokens: list[str | bytes], offsets: list[int]) -> None:
         steps = TextOffsets(prefix)
         assert [steps.step(text if isinstance(text, bytes) else text.encode()) for text in tokens] == offsets
 
-    def test_the_best_of_some(self, shared: System) -> None:
+    def test_best_of_returns_n_choices(self, shared: System) -> None:
         answer = shared.complete(n=2, best_of=5, max_tokens=3).json()
         assert "choices" in answer, answer
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
@@ -168,7 +168,7 @@ class TestCompletion:
         (one,) = shared.complete(best_of=2, max_tokens=3, logprobs=1).json()["choices"]
         assert len(one["logprobs"]["tokens"]) == 3
 
-    def test_the_best_have_the_highest_mean(self) -> None:
+    def test_best_of_sorts_by_mean_logprob(self) -> None:
         def delta(part: Part, *values: float) -> Any:
             table = LogprobTable()
             table.extend(worker_pb2.LogprobRows(values=values))
@@ -180,12 +180,12 @@ class TestCompletion:
         assert best_of(deltas) == [deltas[1], deltas[0], deltas[4], deltas[3]]
 
     @pytest.mark.parametrize("body", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}], ids=["fewer than n", "streamed"])
-    def test_what_cannot_be_the_best(self, shared: System, body: dict[str, Any]) -> None:
+    def test_impossible_best_of_is_refused(self, shared: System, body: dict[str, Any]) -> None:
         answer = shared.complete(**body)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "best_of"
 
-    def test_stream_with_echo(self, shared: System) -> None:
+    def test_stream_with_echo_equals_the_whole_response(self, shared: System) -> None:
         body = {"prompt": "Once", "echo": True, "logprobs": 1, "max_tokens": 3}
         whole = shared.complete(**body).json()["choices"][0]["logprobs"]
         chunks = events(shared.complete(**body, stream=True).text)
@@ -193,17 +193,17 @@ class TestCompletion:
         for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             assert [value for c in chunks for value in c["choices"][0]["logprobs"][column]] == whole[column]
 
-    def test_chosen_ids(self, shared: System) -> None:
+    def test_requested_ids_have_logprobs(self, shared: System) -> None:
         logprobs = shared.complete(logprobs=0, logprob_token_ids=[70], max_tokens=2).json()["choices"][0]["logprobs"]
         assert logprobs["requested_logprobs"] == [{"70": chosen_of(70)}] * 2
 
-    def test_half_a_character_is_written_as_bytes(self, shared: System, half_characters: dict[int, bytes]) -> None:
+    def test_part_of_a_character_is_written_as_bytes(self, shared: System, half_characters: dict[int, bytes]) -> None:
         logprobs = shared.complete(logprobs=0, max_tokens=3).json()["choices"][0]["logprobs"]
         assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "l"]
         assert logprobs["text_offset"] == [0, 0, 1]
 
 
-def test_an_answer_that_ends_while_token_texts_are_fetched_is_whole(system: System) -> None:
+def test_response_is_complete_when_the_worker_ends_before_token_texts_arrive(system: System) -> None:
     system.do(system.detokenizer.text_gate.clear)
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(system.chat, logprobs=True, stream=True)
@@ -214,7 +214,7 @@ def test_an_answer_that_ends_while_token_texts_are_fetched_is_whole(system: Syst
     assert [entry["token"] for entry in chat_entries(chunks)] == NAMES
 
 
-def test_token_texts_are_asked_for_once(system: System) -> None:
+def test_token_texts_are_requested_once(system: System) -> None:
     system.chat(logprobs=True)
     first = [token for call in system.detokenizer.text_calls for token in call]
     assert sorted(first) == sorted(set(TOKENS))
@@ -222,12 +222,12 @@ def test_token_texts_are_asked_for_once(system: System) -> None:
     assert sum(map(len, system.detokenizer.text_calls)) == len(first)
 
 
-def test_no_token_text_is_asked_for_without_logprobs(system: System) -> None:
+def test_token_texts_are_not_requested_without_logprobs(system: System) -> None:
     system.chat(stream=True, return_token_ids=True)
     assert system.detokenizer.text_calls == []
 
 
-def test_impossible_tokens_stay_json(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_tokens_have_finite_logprobs(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.services.gateway import fakes
 
     monkeypatch.setattr(fakes, "logprob_of", lambda token: float("-inf"))
@@ -235,7 +235,7 @@ def test_impossible_tokens_stay_json(shared: System, monkeypatch: pytest.MonkeyP
     assert all(e["logprob"] == -9999.0 for e in orjson.loads(answer.content)["choices"][0]["logprobs"]["content"])
 
 
-def test_a_worker_that_forgets_them_is_an_error_of_that_request(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_logprobs_of_a_worker_fail_only_the_request(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.services.gateway import fakes
 
     monkeypatch.setattr(fakes, "logprob_rows", lambda handle, tokens, wanted: fakes.worker_pb2.LogprobRows(handle=handle))

@@ -1,4 +1,4 @@
-"""The official openai client, unmodified, against the gateway."""
+"""Tests of the gateway with the unmodified openai client."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.services.gateway.system import System
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 PROMPT_TOKENS = len(chat_text(MESSAGES))
 ANSWER = "Hello, world!"
-ANSWER_TOKENS = len(ANSWER) + 1  # and the end of sequence
+ANSWER_TOKENS = len(ANSWER) + 1  # characters of ANSWER, and the end-of-sequence token
 
 
-def test_chat(shared: System) -> None:
+def test_chat_has_answer_and_usage(shared: System) -> None:
     answer = shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
@@ -26,7 +26,7 @@ def test_chat(shared: System) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 3
 
 
-def test_chat_stream_equals_the_whole_answer(shared: System) -> None:
+def test_chat_stream_equals_the_whole_response(shared: System) -> None:
     chunks = list(shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
     first = chunks[0].choices[0]
     assert (first.delta.role, first.delta.content, first.finish_reason) == ("assistant", "", None)
@@ -36,7 +36,7 @@ def test_chat_stream_equals_the_whole_answer(shared: System) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_stream_usage_comes_last_and_alone(shared: System) -> None:
+def test_stream_usage_is_the_last_chunk_without_choices(shared: System) -> None:
     stream = shared.openai().chat.completions.create(
         model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
     )
@@ -46,18 +46,18 @@ def test_stream_usage_comes_last_and_alone(shared: System) -> None:
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (PROMPT_TOKENS, ANSWER_TOKENS)
 
 
-def test_completion(shared: System) -> None:
+def test_completion_has_text_and_usage(shared: System) -> None:
     answer = shared.openai().completions.create(model=MODEL, prompt="Once", max_tokens=5)
     assert answer.choices[0].text == "Hello" and answer.choices[0].finish_reason == "length"
     assert answer.object == "text_completion" and answer.usage.completion_tokens == 5
 
 
-def test_completion_default_is_16_tokens(shared: System) -> None:
+def test_completion_has_16_tokens_by_default(shared: System) -> None:
     shared.openai().completions.create(model=MODEL, prompt="Once")
     assert shared.worker.submits[-1].sampling.max_new_tokens == 16
 
 
-def test_completion_stream(shared: System) -> None:
+def test_completion_stream_equals_the_whole_text(shared: System) -> None:
     chunks = list(shared.openai().completions.create(model=MODEL, prompt="Once", stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -73,31 +73,31 @@ def test_completion_stream(shared: System) -> None:
     ],
     ids=["string", "strings", "ids", "lists of ids"],
 )
-def test_prompt_forms_and_echo(shared: System, prompt: object, texts: list[str]) -> None:
+def test_completion_echoes_every_form_of_prompt(shared: System, prompt: object, texts: list[str]) -> None:
     answer = shared.openai().completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=5)
     assert [choice.text for choice in answer.choices] == [text + "Hello" for text in texts]
     assert answer.usage.prompt_tokens == sum(map(len, texts))
 
 
-def test_echo_in_a_stream_comes_once(shared: System) -> None:
+def test_stream_echoes_the_prompt_once(shared: System) -> None:
     chunks = list(shared.openai().completions.create(model=MODEL, prompt=ids_of("ab"), echo=True, max_tokens=5, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abHello"
 
 
-def test_n_choices_of_several_prompts(shared: System) -> None:
+def test_completion_returns_n_choices_of_several_prompts(shared: System) -> None:
     shared.worker.answer = lambda submit: f"{len(submit.prompt_ids)}/{submit.sampling.seed}"
     try:
         answer = shared.openai().completions.create(model=MODEL, prompt=["a", "bb"], n=3, seed=40, temperature=0)
         assert [choice.index for choice in answer.choices] == list(range(6))
         assert [choice.text for choice in answer.choices] == ["1/40", "1/41", "1/42", "2/40", "2/41", "2/42"]
-        assert answer.usage.prompt_tokens == 3  # each prompt once
+        assert answer.usage.prompt_tokens == 3  # each prompt counts once
         assert answer.usage.completion_tokens == 6 * 5
-        assert answer.usage.prompt_tokens_details.cached_tokens == 3  # of each prompt's first choice: 1 + 2
+        assert answer.usage.prompt_tokens_details.cached_tokens == 3  # 1 + 2, of the first choice of each prompt
     finally:
         shared.worker.answer = lambda submit: ANSWER
 
 
-def test_n_choices_in_a_stream_interleave_by_index(shared: System) -> None:
+def test_stream_interleaves_choices_by_index(shared: System) -> None:
     shared.worker.answer = lambda submit: f"seed {submit.sampling.seed}" + "." * submit.sampling.seed
     try:
         texts = {0: "", 1: "", 2: ""}
@@ -114,7 +114,7 @@ def test_n_choices_in_a_stream_interleave_by_index(shared: System) -> None:
 
 
 def test_unset_sampling_fields_stay_unset(shared: System) -> None:
-    """All but those that models have defaults for: whichever worker goes on with the answer has the same."""
+    """Fields with a default of the model are set, so that another worker continues the output with the same values."""
     shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
     sampling = shared.worker.submits[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1, 1, -1, 0, 1)
@@ -123,7 +123,7 @@ def test_unset_sampling_fields_stay_unset(shared: System) -> None:
         assert not sampling.HasField(name), name
 
 
-def test_fields_of_other_servers_by_the_clients_own_means(shared: System) -> None:
+def test_client_can_send_fields_of_other_servers(shared: System) -> None:
     answer = shared.openai().chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
@@ -144,8 +144,8 @@ def test_fields_of_other_servers_by_the_clients_own_means(shared: System) -> Non
     assert error.value.param == "custom_logit_processor"
 
 
-def test_a_seed_is_made_where_something_is_drawn(shared: System) -> None:
-    """So that another worker can go on with the same draws."""
+def test_seed_is_chosen_when_tokens_are_drawn(shared: System) -> None:
+    """With the seed, another worker continues with the same draws."""
     seeds = set()
     for _ in range(2):
         shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES, n=2)
@@ -155,7 +155,7 @@ def test_a_seed_is_made_where_something_is_drawn(shared: System) -> None:
     assert not shared.worker.submits[-1].sampling.HasField("seed")
 
 
-def test_models(shared: System) -> None:
+def test_models_are_listed_and_retrieved(shared: System) -> None:
     client = shared.openai()
     assert [model.id for model in client.models.list()] == [MODEL]
     theirs = Anthropic(base_url=shared.url(""), api_key="none", max_retries=0).models
@@ -166,7 +166,7 @@ def test_models(shared: System) -> None:
     assert error.value.code == "model_not_found"
 
 
-def test_errors_are_the_clients_own_exceptions(shared: System) -> None:
+def test_errors_have_the_exceptions_of_the_client(shared: System) -> None:
     client = shared.openai()
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="another", messages=MESSAGES)
@@ -179,7 +179,7 @@ def test_errors_are_the_clients_own_exceptions(shared: System) -> None:
     assert bad.value.param == "temperature"
 
 
-def test_api_keys() -> None:
+def test_api_keys_are_checked() -> None:
     with System(keys=("first", "second")) as system:
         with pytest.raises(openai.AuthenticationError) as error:
             system.openai(api_key="third").models.list()

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what is answered: all of it, and nothing else. Answers of real gateways are held against it."""
+"""Tests that the responses of real gateways match the OpenAPI document, and that every documented response occurs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def system_with_sessions(**settings: Any) -> Iterator[System]:
 
 
 class Seen:
-    """What gateways have answered, and where it is not what their documents say."""
+    """Collects responses of gateways, and their differences from the OpenAPI document."""
 
     def __init__(self) -> None:
         self.statuses: set[tuple[str, str, int]] = set()
@@ -155,13 +155,13 @@ def ask(system: System, method: str, path: str, body: Any = None, **headers: str
 
 
 def ask_all(system: System, bodies: dict[str, Any], **headers: str) -> list[Answered]:
-    """What takes a body, each with its own of `bodies`."""
+    """Sends every request with a body, each with its body from `bodies`."""
     methods = [("POST", path) for path in bodies] + ([("PUT", "/generate")] if "/generate" in bodies else [])
     return [ask(system, method, path, bodies[path], **headers) for method, path in methods]
 
 
 def raw(system: System, method: str, path: str, rest: bytes) -> Answered:
-    """An answer to what no client of HTTP sends."""
+    """Sends a raw request, which no HTTP client would send, and returns the response."""
     with socket.create_connection(("127.0.0.1", system.port), timeout=60) as connection:
         connection.sendall(f"{method} {path} HTTP/1.1\r\n".encode() + rest)
         received = b""
@@ -174,7 +174,7 @@ def raw(system: System, method: str, path: str, rest: bytes) -> Answered:
 
 
 def operations() -> list[tuple[str, str]]:
-    """One of each that is documented: method, path."""
+    """Returns a method and path for every documented operation."""
     gets = (*GETS, *MODEL_PATHS, *LISTS, *KEPT_GETS)
     found = [(method, path) for path in gets for method in ("GET", "HEAD")]
     found += [("POST", path) for path in POSTS] + [("PUT", "/generate")]
@@ -182,7 +182,7 @@ def operations() -> list[tuple[str, str]]:
 
 
 def of_store(system: System) -> list[Answered]:
-    """What is kept of a response and of a conversation, and what becomes of it."""
+    """Creates, reads, changes and deletes a stored response and a conversation."""
     response = json.loads(ask(system, "POST", RESPONSES, PLAIN[RESPONSES]).body)["id"]
     conversation = json.loads(ask(system, "POST", CONVERSATIONS, {}).body)["id"]
     background = json.loads(ask(system, "POST", RESPONSES, {**PLAIN[RESPONSES], "background": True}).body)["id"]
@@ -209,7 +209,7 @@ def upload(system: System, lines: bytes) -> Answered:
 
 
 def of_batches(system: System) -> list[Answered]:
-    """A batch that ends well and one that does not, their files, and what becomes of them."""
+    """Runs a valid and an invalid batch, and reads, cancels and deletes their files."""
     found = []
     for lines in (json.dumps(LINE).encode(), b"nonsense"):
         found.append(upload(system, lines))
@@ -229,7 +229,7 @@ def of_batches(system: System) -> list[Answered]:
 
 
 def at_work(seen: Seen, store: RedisServer) -> None:
-    """All is there: answers, and what is wrong with requests."""
+    """Checks responses of a complete system to valid and invalid requests."""
     limits = {"max_body_bytes": 2 * SMALL_BODY_BYTES, "max_file_bytes": SMALL_BODY_BYTES}
     with system_with_sessions(**limits, state_redis_url=store.url) as system:
         seen.look(system, of_store(system))
@@ -258,7 +258,7 @@ def at_work(seen: Seen, store: RedisServer) -> None:
 
 
 def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
-    """Faults, before a request and behind it: a stream of which something is out can only end with one."""
+    """Checks responses to faults before and during a response. A stream can only end with an error event."""
     with System() as system:
         system.do(lambda: system.worker.allow(1))
         with ThreadPoolExecutor(4) as pool:
@@ -279,7 +279,7 @@ def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
 
 
 def with_a_store_that_refuses(seen: Seen, patch: pytest.MonkeyPatch, store: RedisServer) -> None:
-    """It is full, others write all the time, and then it is gone."""
+    """Checks responses of a store that is full, then contended, then unreachable."""
     store.client.flushall()
     full: dict[str, Any] = {"state_bytes_per_key": 2000, "file_bytes_per_key": 2000, "state_records_per_key": 2}
     with System(state_redis_url=store.url, state_patience_s=0.1, batch_lines=0, **full) as system:
@@ -330,7 +330,7 @@ def without_workers(seen: Seen) -> None:
 
 
 def in_time(seen: Seen, patch: pytest.MonkeyPatch) -> None:
-    """Heads, bodies and answers that do not come in time, and heads that are none."""
+    """Checks responses to heads and bodies that arrive late or malformed, and to requests that time out."""
     with patch.context() as short:
         short.setattr(gateway_module, "_http_options", lambda *_: HttpOptions(head_s=0.5))
         system = System(request_timeout_s=0.3, body_timeout_s=0.3)
@@ -353,7 +353,7 @@ def in_time(seen: Seen, patch: pytest.MonkeyPatch) -> None:
 
 
 def overrun(seen: Seen, patch: pytest.MonkeyPatch) -> None:
-    """One connection is all that there is room for, and somebody has it."""
+    """Checks responses of a gateway whose only connection is in use."""
     with patch.context() as small:
         small.setattr(gateway_module, "_http_options", lambda *_: HttpOptions(connections=1))
         with System() as system:
@@ -381,16 +381,16 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     yield found
 
 
-def test_answers_are_as_documented(seen: Seen) -> None:
+def test_responses_match_the_document(seen: Seen) -> None:
     assert not seen.faults, "\n".join(seen.faults[:20])
     assert len(seen.answers) > 400
 
 
-def test_all_that_is_documented_is_answered(seen: Seen) -> None:
+def test_every_documented_response_occurs(seen: Seen) -> None:
     assert not sorted(seen.documented - seen.statuses)
 
 
-def test_an_answer_that_is_another_is_noticed(seen: Seen) -> None:
+def test_changed_response_is_a_fault(seen: Seen) -> None:
     document = Documented(seen.document)
     answer = next(each for each in seen.answers if each.path == CHAT and each.status == 200 and b'"usage"' in each.body)
     refused = next(each for each in seen.answers if each.path == "/open_session" and each.status == 503)
@@ -410,7 +410,7 @@ def test_an_answer_that_is_another_is_noticed(seen: Seen) -> None:
     assert [name for name, other in others.items() if not document.faults(other)] == []
 
 
-def test_every_route_is_documented_and_every_reference_leads_somewhere(shared: System) -> None:
+def test_every_route_is_documented_and_every_reference_resolves(shared: System) -> None:
     document = shared.get("/openapi.json").json()
     door: Any = shared.gateway.app
     routes = [(route.path.replace(":path", ""), method) for route in door._app.routes for method in route.methods]
@@ -426,7 +426,7 @@ def test_every_route_is_documented_and_every_reference_leads_somewhere(shared: S
         Draft202012Validator.check_schema(schema)
 
 
-def test_what_settings_change_is_documented() -> None:
+def test_document_follows_the_settings() -> None:
     with System(cors_allow_origins="https://page.test", metrics_on_http=False) as system:
         document = Documented(system.get("/openapi.json").json())
         assert "/metrics" not in document.document["paths"] and "securitySchemes" not in document.document["components"]
@@ -442,7 +442,7 @@ def test_document_prints_short_decimal_numbers(shared: System) -> None:
     assert numbers and [each for each in numbers if "e" in each.lower() or len(each.partition(".")[2]) > 3] == []
 
 
-def test_every_body_has_an_example_of_its_schema(shared: System) -> None:
+def test_every_body_has_a_valid_example(shared: System) -> None:
     document = shared.get("/openapi.json").json()
     found = []
     for path, item in document["paths"].items():
@@ -454,7 +454,7 @@ def test_every_body_has_an_example_of_its_schema(shared: System) -> None:
     assert len(found) > 15
 
 
-def test_paths_have_examples_of_their_ids(shared: System) -> None:
+def test_path_parameters_have_examples(shared: System) -> None:
     document = shared.get("/openapi.json").json()
     parameters = [each for item in document["paths"].values() for each in item.get("get", {}).get("parameters", ())]
     assert all(each["example"] for each in parameters if each["in"] == "path")

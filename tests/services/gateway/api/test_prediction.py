@@ -1,4 +1,4 @@
-"""OpenAI's `prediction`: its tokens go to workers that guess by them, its counts come with usage, and nothing else changes."""
+"""Tests of OpenAI's `prediction`: workers with draft support receive the tokens, and usage has the counts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_prediction_is_not_encoded_without_speculation(readers: System) -> None:
 
 
 def test_prediction_leaves_out_tokens_without_a_row(readers: System) -> None:
-    """A worker refuses them, and what is no more than a hint must not get a request refused."""
+    """A worker would refuse these tokens. A prediction is only a hint, so it must not cause a refusal."""
     assert readers.chat(prediction=predicted(f"a{chr(VOCAB_SIZE)}b{chr(VOCAB_SIZE - 1)}")).status_code == 200
     assert list(readers.worker.submits[-1].prediction_ids) == [*ids_of("ab"), VOCAB_SIZE - 1]
 

@@ -1,4 +1,4 @@
-"""What is turned away for want of a worker is counted by its reason, from zero on."""
+"""Tests of the counter of refusals for lack of a worker: each reason has its own count, which begins at zero."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.services.gateway.system import System
 REFUSALS = "rootstock_gateway_refusals_total"
 
 
-def test_each_refusal_is_counted_once_under_its_own_reason() -> None:
+def test_refusal_is_counted_once_by_reason() -> None:
     with System(configure=small, max_waiting_requests=1, queue_timeout_s=1.0) as system:
         assert [system.metric(REFUSALS, reason=reason) for reason in ("queue_full", "queue_timeout", "no_worker")] == [0, 0, 0]
         full(system)
@@ -18,6 +18,6 @@ def test_each_refusal_is_counted_once_under_its_own_reason() -> None:
         assert [system.metric(REFUSALS, reason=reason) for reason in ("queue_full", "queue_timeout", "no_worker")] == [1, 1, 0]
 
 
-def test_a_gateway_tells_its_grace_period() -> None:
+def test_grace_period_is_a_metric() -> None:
     with System(grace_s=7.5) as system:
         assert system.metric("rootstock_gateway_grace_period_seconds") == 7.5

@@ -1,4 +1,4 @@
-"""The Responses API with OpenAI's own client: output items, streams, what is kept and what follows it."""
+"""Tests of the Responses API with OpenAI's official client: output items, streams, stored responses and follow-ups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def system(store: RedisServer) -> Iterator[System]:
 
 @pytest.fixture
 def says(system: System) -> Iterator[Any]:
-    """Sets what the model writes."""
+    """Yields a function that sets the model's output."""
     yield lambda text: setattr(system.worker, "answer", lambda submit: text)
     system.worker.answer = lambda submit: "Hello, world!"
 
@@ -46,13 +46,13 @@ def client(system: System) -> OpenAI:
 
 
 def messages(system: System) -> list[dict[str, Any]]:
-    """That the model was shown last."""
+    """Returns the messages of the latest tokenizer call."""
     found: list[dict[str, Any]] = orjson.loads(system.tokenizer.calls[-1].messages_json)
     return found
 
 
 def plain(value: Any) -> Any:
-    """Without what is made up anew every time, and what the client adds."""
+    """Returns the value without random ids and without the fields that the client adds."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     if hasattr(value, "to_dict"):
@@ -96,7 +96,7 @@ def test_stream_has_the_output_of_the_document(client: OpenAI, says: Any, text: 
 
 
 def test_next_response_continues_the_models_turn(system: System, client: OpenAI, says: Any) -> None:
-    """Its reasoning, text and calls are one message of the chat, the tool's result is the next one; another gateway goes on."""
+    """A response becomes one chat message, followed by the tool's result. Another gateway serves the follow-up."""
     says(ALL)
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], instructions="Be brief.")
     call = next(item for item in first.output if item.type == "function_call")
@@ -194,7 +194,7 @@ def test_conversation_collects_its_items(system: System, client: OpenAI, says: A
         client.responses.create(model=MODEL, input="Hi", conversation=conversation.id)
 
 
-def test_log_probabilities_of_a_text_are_complete() -> None:
+def test_logprobs_of_a_response_are_complete() -> None:
     with System() as system:
         client = system.openai()
         asked: Any = {"model": MODEL, "input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
@@ -222,7 +222,7 @@ def test_chains_and_conversations_have_limits(client: OpenAI, monkeypatch: pytes
         client.conversations.items.create(conversation.id, items=[*items, items[0]])
 
 
-def test_stream_begins_in_progress_when_its_first_output_is_its_last(client: OpenAI) -> None:
+def test_stream_begins_in_progress_when_the_first_output_is_the_last(client: OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=1) as stream:
         created, begun, *_, last = list(stream)
     assert (created.type, begun.type) == ("response.created", "response.in_progress")
@@ -241,7 +241,7 @@ def test_cut_response_is_incomplete(client: OpenAI) -> None:
 
 
 def statuses(*events: Event) -> list[str]:
-    """Of the items that an answer with these events has when it has ended well."""
+    """Returns the status of each item of a completed response with these events."""
     output = OutputItems("", seals=False)
     told = [each for event in events for each in output.add(event)]
     told += output.finish("completed")
@@ -288,7 +288,7 @@ def test_truncation_drops_the_oldest_items(system: System, client: OpenAI) -> No
         assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
 
 
-def test_tokens_are_counted_without_an_answer(system: System, client: OpenAI) -> None:
+def test_input_tokens_are_counted_without_a_response(system: System, client: OpenAI) -> None:
     before = len(system.worker.submits)
     counted = client.responses.input_tokens.count(model=MODEL, input="Hi")
     assert counted.input_tokens == client.responses.create(model=MODEL, input="Hi").usage.input_tokens  # type: ignore[union-attr]

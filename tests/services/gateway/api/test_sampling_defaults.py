@@ -1,4 +1,4 @@
-"""What a request leaves out: the worker's defaults, put into it before any worker gets it."""
+"""Tests of sampling defaults: the gateway puts the worker's defaults into a request that lacks a value."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sampled(system: System, path: str, **params: Any) -> dict[str, float]:
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("path", BODIES)
-def test_the_request_goes_before_the_server(path: str) -> None:
+def test_value_of_the_request_overrides_the_default(path: str) -> None:
     with System(configure=prefer(**GIVEN)) as system:
         assert sampled(system, path) == pytest.approx(GIVEN)
         own = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
@@ -50,7 +50,7 @@ def test_the_request_goes_before_the_server(path: str) -> None:
     [("/v1/messages", {"model": MODEL, **chat_body(max_tokens=4)}), ("/v1/responses", {"model": MODEL, "input": "Hi"})],
     ids=["messages", "responses"],
 )
-def test_defaults_reach_the_apis_that_are_made_into_chats(path: str, body: dict[str, Any]) -> None:
+def test_defaults_reach_messages_and_responses(path: str, body: dict[str, Any]) -> None:
     with System(configure=prefer(**GIVEN | {"temperature": 0.0})) as system:
         for fields, temperature in (({}, 0.0), ({"temperature": 0.75}, 0.75)):
             assert system.post(path, {**body, **fields}).status_code == 200
@@ -58,7 +58,7 @@ def test_defaults_reach_the_apis_that_are_made_into_chats(path: str, body: dict[
             assert (sampling.temperature, sampling.top_k) == (temperature, 20)
 
 
-def test_one_default_leaves_the_others_alone() -> None:
+def test_one_default_leaves_other_fields_unset() -> None:
     with System(configure=prefer(temperature=0.0)) as system:
         plain = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
         assert sampled(system, "/v1/completions") == plain
@@ -69,20 +69,20 @@ def test_one_default_leaves_the_others_alone() -> None:
         assert not system.worker.submits[-1].sampling.HasField("temperature")
 
 
-def test_what_no_worker_can_mean_is_left_out() -> None:
+def test_invalid_default_of_a_worker_is_ignored() -> None:
     with System(configure=prefer(temperature=float("nan"), top_p=7.0, top_k=-5, min_p=0.25)) as system:
         plain = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0.25, "repetition_penalty": 1}
         assert sampled(system, "/v1/completions") == plain
 
 
-def test_clients_are_told() -> None:
+def test_clients_can_read_the_defaults() -> None:
     with System(configure=prefer(**GIVEN)) as system:
         assert system.get("/v1/models").json()["data"][0]["sampling_defaults"] == GIVEN
         assert system.get("/get_model_info").json()["preferred_sampling_params"] == GIVEN
         assert system.openai().models.retrieve(MODEL).sampling_defaults == GIVEN  # type: ignore[attr-defined]
 
 
-def test_a_worker_with_other_defaults_goes_on_with_the_first_ones() -> None:
+def test_hedge_uses_the_defaults_of_the_first_worker() -> None:
     def differ(workers: list[FakeWorker]) -> None:
         for worker, temperature in zip(workers, (0.25, 0.75), strict=True):
             prefer(temperature=temperature)([worker])

@@ -1,4 +1,4 @@
-"""/v1/score: a query and items by hand, with the fake worker's log probabilities of labels."""
+"""Tests of /v1/score: a query and items, with the fake worker's label logprobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expected(prompt: list[int], softmax: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("path", [SCORE, "/score"])
-def test_score_answers_in_the_form_of_sglang(shared: System, path: str) -> None:
+def test_score_has_the_form_of_sglang(shared: System, path: str) -> None:
     answer = ask(shared, path, model=MODEL).json()
     prompts = [ids_of("Is it? yes"), ids_of("Is it? no")]
     assert answer.pop("scores") == [expected(prompt) for prompt in prompts]
@@ -61,7 +61,7 @@ def test_score_joins_query_and_item(shared: System, body: dict[str, Any], prompt
     assert sorted(list(submit.prompt_ids) for submit in submits) == sorted(ids_of(prompt) for prompt in prompts)
 
 
-def test_score_reaches_the_worker_with_labels_and_names(shared: System) -> None:
+def test_score_reaches_the_worker_with_labels_and_request_ids(shared: System) -> None:
     assert ask(shared, priority=3, rid="s", extra_key="e", routing_key="k").status_code == 200
     submits = shared.worker.submits[-2:]
     for index, submit in enumerate(submits):
@@ -105,7 +105,7 @@ def test_score_names_the_wrong_field(shared: System, body: dict[str, Any], param
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_prompt_of_a_score_fills_the_context(shared: System) -> None:
+def test_prompt_of_a_score_may_fill_the_context(shared: System) -> None:
     query = [7] * (CONTEXT_LEN - 2)
     assert ask(shared, query=query, items=[[1, 2]]).status_code == 200
     error = ask(shared, query=query, items=[[1], [1, 2, 3]]).json()["error"]
@@ -114,7 +114,7 @@ def test_prompt_of_a_score_fills_the_context(shared: System) -> None:
     assert (error["param"], error["code"]) == ("items[1]", "context_length_exceeded")
 
 
-def test_prompts_of_a_score_have_a_limit_together(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_a_score_have_a_common_limit(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SCORE_TOKENS", 20)
     assert ask(shared, query=[7] * 8, items=[[1, 2], [3, 4]]).status_code == 200
     for body in ({"query": [7] * 8, "items": [[1, 2], [3, 4, 5]]}, {"query": "abcdefgh", "items": ["ab", "abc"]}):
@@ -122,13 +122,13 @@ def test_prompts_of_a_score_have_a_limit_together(shared: System, monkeypatch: p
         assert (answer.status_code, answer.json()["error"]["param"]) == (413, "items")
 
 
-def test_labels_share_equally_when_the_model_rules_all_of_them_out(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_share_equally_when_the_model_excludes_all_labels(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "label_logprob_of", lambda ids, label: -math.inf)
     assert ask(shared).json()["scores"] == [[0.0] * 3] * 2
     assert ask(shared, apply_softmax=True).json()["scores"] == [pytest.approx([1 / 3] * 3)] * 2
 
 
-def test_encoder_gives_no_scores() -> None:
+def test_encoder_refuses_scores() -> None:
     with System(down=("worker",)) as system:
         system.worker.info.generates = False
         system.call(system.workers[0].start())
@@ -146,7 +146,7 @@ def test_abort_ends_all_items_of_a_score(system: System) -> None:
     wait_until(lambda: not system.worker.running, "the aborts at the worker")
 
 
-def test_client_that_leaves_ends_all_items_of_a_score(system: System) -> None:
+def test_disconnect_ends_all_items_of_a_score(system: System) -> None:
     system.do(lambda: system.worker.allow(0))
     client = RawClient(system, SCORE, {"query": "a", "items": ["b", "c"], "label_token_ids": [1]})
     wait_until(lambda: len(system.worker.running) == 2, "the submits")
@@ -165,7 +165,7 @@ def test_score_fails_when_one_item_fails(system: System) -> None:
     assert ask(system).status_code == 200
 
 
-def test_score_fails_when_the_worker_gives_too_few_values(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_fails_when_the_worker_returns_too_few_values(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     real = FakeWorker._advance
 
     def cut(*args: Any) -> Any:
@@ -180,7 +180,7 @@ def test_score_fails_when_the_worker_gives_too_few_values(system: System, monkey
 
 
 class TestNoOutput:
-    """Requests for no tokens end with their prompt, as scores do."""
+    """A request for no tokens ends with its prompt, like a score."""
 
     ASKS = (
         (
@@ -192,8 +192,8 @@ class TestNoOutput:
 
     @pytest.mark.parametrize(("path", "body"), ASKS, ids=["generate", "completions"])
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-    def test_request_for_no_tokens_has_none_made(self, path: str, body: dict[str, Any], stream: bool) -> None:
-        """A worker of an earlier version makes a token that is not shown; the response is the same."""
+    def test_request_for_no_tokens_samples_none(self, path: str, body: dict[str, Any], stream: bool) -> None:
+        """An older worker samples a token, which the response omits. Both responses are equal."""
         answers = []
         for ends_with_prompt in (True, False):
 
@@ -233,8 +233,8 @@ class TestRouting:
             system.allow(None)
             assert len(waiting.result().json()["scores"]) == 12
 
-    def test_scores_go_to_no_worker_that_would_sample(self) -> None:
-        """A worker of an earlier version does not know the field and would generate."""
+    def test_scores_avoid_workers_that_would_sample(self) -> None:
+        """An older worker does not know the field and would generate tokens."""
 
         def older(workers: list[FakeWorker]) -> None:
             workers[0].info.ends_with_prompt = False

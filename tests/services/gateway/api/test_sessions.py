@@ -1,4 +1,4 @@
-"""Sessions: where they live, opening and closing, turns that reach their worker and go nowhere else."""
+"""Tests of sessions: placement, opening and closing, and turns that reach the session's worker only."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ NAMES = st.text(min_size=1, max_size=20)
 
 class TestPlace:
     @given(NAMES, WORKERS, st.randoms())
-    def test_gateways_agree_in_whatever_order_they_see_the_workers(self, name: str, workers: list[str], random: Any) -> None:
+    def test_place_is_independent_of_the_order_of_workers(self, name: str, workers: list[str], random: Any) -> None:
         shuffled = random.sample(workers, len(workers))
         index, other = place(name, workers), place(name, shuffled)
         assert index is not None and other is not None
         assert workers[index] == shuffled[other]
 
     @given(NAMES, WORKERS, st.text(min_size=1, max_size=9))
-    def test_a_new_worker_takes_sessions_only_for_itself(self, name: str, workers: list[str], new: str) -> None:
+    def test_new_worker_takes_sessions_only_for_itself(self, name: str, workers: list[str], new: str) -> None:
         index, after = place(name, workers), place(name, [*workers, new])
         assert index is not None and after is not None
         assert after in (index, len(workers)) or workers[index] == new
 
-    def test_sessions_spread(self) -> None:
+    def test_sessions_spread_over_workers(self) -> None:
         places = [place(f"session-{i}", ["a", "b", "c", "d"]) for i in range(400)]
         assert all(70 <= places.count(index) <= 130 for index in range(4))
 
     @given(WORKERS, WORKERS)
-    def test_an_id_made_here_stays_with_its_worker(self, workers: list[str], others: list[str]) -> None:
+    def test_generated_id_stays_with_the_worker(self, workers: list[str], others: list[str]) -> None:
         name = new_session_id(workers)
         index = place(name, workers)
         assert index is not None
@@ -49,15 +49,15 @@ class TestPlace:
         again = place(name, later)
         assert again is not None and later[again] == workers[index]
 
-    def test_an_id_made_here_goes_nowhere_else(self) -> None:
+    def test_generated_id_has_no_place_without_the_worker(self) -> None:
         assert place(new_session_id(["a"]), ["b", "c"]) is None
 
-    def test_nowhere_without_workers(self) -> None:
+    def test_session_has_no_place_without_workers(self) -> None:
         assert place("session", []) is None
 
 
 class SessionWorker(FakeWorker):
-    """Holds sessions, and refuses turns of others as a worker does."""
+    """A worker with sessions. It refuses turns of unknown sessions, as a real worker does."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -131,48 +131,48 @@ def turn(system: System, session_id: str, **body: Any) -> httpx.Response:
 
 
 def holder(system: System, session_id: str) -> Any:
-    """The host whose worker has the session."""
+    """Returns the host whose worker has the session."""
     (host,) = [host for host in system.workers if session_id in host.servicer.sessions]
     return host
 
 
 class TestOpenAndClose:
-    def test_the_id_is_the_answer(self, make: Callable[[int], System]) -> None:
+    def test_response_is_the_session_id(self, make: Callable[[int], System]) -> None:
         system = make(1)
         answer = open_session(system, session_id="mine", timeout=2.5)
         assert (answer.status_code, answer.json()) == (200, "mine")
         request = system.worker.sessions["mine"]  # type: ignore[attr-defined]
         assert (request.capacity_tokens, request.ttl_ms) == (1000, 2500)
 
-    def test_one_without_an_id_is_not_opened_where_nothing_runs(self, make: Callable[[int], System]) -> None:
+    def test_generated_session_avoids_paused_workers(self, make: Callable[[int], System]) -> None:
         system = make(2)
         pause(system, 0, True)
         assert all(holder(system, open_session(system).json()) is system.workers[1] for _ in range(8))
         pause(system, 1, True)
         assert open_session(system).status_code == 200, "its turns wait for the end of the pause"
 
-    def test_an_id_is_made(self, make: Callable[[int], System]) -> None:
+    def test_session_id_is_generated_when_absent(self, make: Callable[[int], System]) -> None:
         system = make(2)
         made = [open_session(system).json() for _ in range(8)]
         assert len(set(made)) == 8
         for session_id in made:
             assert not holder(system, session_id).servicer.sessions[session_id].HasField("ttl_ms")
 
-    def test_one_in_use_is_refused(self, make: Callable[[int], System]) -> None:
+    def test_session_id_in_use_is_refused(self, make: Callable[[int], System]) -> None:
         system = make(2)
         assert open_session(system, session_id="mine").status_code == 200
         answer = open_session(system, session_id="mine")
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["message"]) == (400, "session_id", "session is open already")
 
-    def test_close(self, make: Callable[[int], System]) -> None:
+    def test_closed_session_can_be_opened_again(self, make: Callable[[int], System]) -> None:
         system = make(2)
         open_session(system, session_id="mine")
         assert close_session(system, "mine").status_code == 200
         assert close_session(system, "mine").status_code == 404
         assert open_session(system, session_id="mine").status_code == 200
 
-    def test_no_model_of_that_name_has_any(self, system: System) -> None:
+    def test_unknown_model_is_404(self, system: System) -> None:
         answer = system.post("/close_session", {"session_id": "mine", "model": "nobody's"})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
@@ -186,12 +186,12 @@ class TestOpenAndClose:
             (grpc.StatusCode.INTERNAL, 500),
         ],
     )
-    def test_failures(self, make: Callable[[int], System], code: grpc.StatusCode, status: int) -> None:
+    def test_worker_errors_become_http_errors(self, make: Callable[[int], System], code: grpc.StatusCode, status: int) -> None:
         system = make(1)
         system.do(lambda: setattr(system.worker, "failure", code))
         assert open_session(system).status_code == status
 
-    def test_without_a_worker(self) -> None:
+    def test_open_is_503_without_a_worker(self) -> None:
         with System(down=("worker",), queue_timeout_s=0.2) as system:
             answer = open_session(system)
             assert answer.status_code == 503 and "retry-after" in answer.headers
@@ -208,13 +208,13 @@ class TestOpenAndClose:
             ({"capacity_of_str_len": 1, "streaming": True}, "streaming"),
         ],
     )
-    def test_bad_values(self, shared: System, body: dict[str, Any], param: str) -> None:
+    def test_bad_value_is_refused_by_name(self, shared: System, body: dict[str, Any], param: str) -> None:
         answer = shared.post("/open_session", body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
 class TestTurns:
-    def test_reach_the_sessions_worker(self, make: Callable[[int], System]) -> None:
+    def test_turns_reach_the_worker_of_the_session(self, make: Callable[[int], System]) -> None:
         system = make(3)
         for session_id in [*(f"chosen-{i}" for i in range(6)), None]:
             opened = open_session(system, session_id=session_id).json()
@@ -222,7 +222,7 @@ class TestTurns:
             worker = holder(system, opened).servicer
             assert [submit.session.session_id for submit in worker.submits[-2:]] == [opened, opened]
 
-    def test_what_the_worker_is_given(self, make: Callable[[int], System]) -> None:
+    def test_turn_fields_reach_the_worker(self, make: Callable[[int], System]) -> None:
         system = make(1)
         open_session(system, session_id="mine")
         assert turn(system, "mine", rid="t1").json()["meta_info"]["id"] == "t1"
@@ -234,9 +234,9 @@ class TestTurns:
         assert second.session == worker_pb2.SessionTurn(
             session_id="mine", parent_request_id="t1", offset=3, replace=True, drop_previous_output=True
         )
-        assert not second.sampling.HasField("max_new_tokens")  # only the worker knows what the context leaves
+        assert not second.sampling.HasField("max_new_tokens")  # only the worker knows how many tokens the context leaves
 
-    def test_a_named_parent_means_that_nothing_begins(self, make: Callable[[int], System]) -> None:
+    def test_turn_with_a_parent_adds_no_begin_of_sequence(self, make: Callable[[int], System]) -> None:
         system = make(1)
         open_session(system, session_id="mine")
         turn(system, "mine", rid="t1")
@@ -245,28 +245,28 @@ class TestTurns:
         assert [call.add_special_tokens for call in system.tokenizer.calls] == [True, False, True]
 
     @pytest.mark.parametrize("offset", [None, -1])
-    def test_all_of_the_parent_is_kept_unless_said(self, make: Callable[[int], System], offset: int | None) -> None:
+    def test_turn_keeps_the_whole_parent_by_default(self, make: Callable[[int], System], offset: int | None) -> None:
         system = make(1)
         open_session(system, session_id="mine")
         turn(system, "mine", session={"offset": offset})
         assert not system.worker.submits[-1].session.HasField("offset")
 
-    def test_streams(self, make: Callable[[int], System]) -> None:
+    def test_turn_can_be_streamed(self, make: Callable[[int], System]) -> None:
         system = make(1)
         open_session(system, session_id="mine")
         assert events(turn(system, "mine", stream=True).text)[-1]["text"] == "Hello, world!"
 
-    def test_without_a_session_id_it_is_a_plain_request(self, shared: System) -> None:
+    def test_request_without_a_session_id_is_no_turn(self, shared: System) -> None:
         assert shared.post("/generate", {"text": "Hi", "session_params": {"id": None}}).status_code == 200
         assert not shared.worker.submits[-1].HasField("session")
 
-    def test_of_an_unknown_session(self, make: Callable[[int], System]) -> None:
+    def test_turn_of_an_unknown_session_is_404(self, make: Callable[[int], System]) -> None:
         system = make(2)
         answer = turn(system, "never opened")
         assert answer.status_code == 404 and "no such session" in answer.json()["error"]["message"]
         assert sum(len(host.servicer.submits) for host in system.workers) == 1
 
-    def test_a_full_worker_is_not_passed_by(self, make: Callable[[int], System]) -> None:
+    def test_turn_is_refused_when_the_worker_is_full(self, make: Callable[[int], System]) -> None:
         system = make(2)
         open_session(system, session_id="mine")
         host = holder(system, "mine")
@@ -275,7 +275,7 @@ class TestTurns:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
         assert sum(len(host.servicer.submits) for host in system.workers) == 1
 
-    def test_a_lost_worker_is_not_replaced(self, make: Callable[[int], System]) -> None:
+    def test_turn_fails_when_the_worker_is_lost(self, make: Callable[[int], System]) -> None:
         system = make(2)
         open_session(system, session_id="mine")
         host = holder(system, "mine")
@@ -288,7 +288,7 @@ class TestTurns:
         assert "retry-after" in answer.headers
         assert sum(len(host.servicer.submits) for host in system.workers) == 1
 
-    def test_an_id_made_here_waits_for_its_worker(self, make: Callable[[int], System]) -> None:
+    def test_turn_of_a_generated_session_waits_for_the_worker(self, make: Callable[[int], System]) -> None:
         system = make(2)
         session_id = open_session(system).json()
         host = holder(system, session_id)
@@ -301,6 +301,6 @@ class TestTurns:
         wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the worker")
         assert turn(system, session_id).status_code == 200
 
-    def test_what_a_turn_adds_must_fit_the_context(self, shared: System) -> None:
+    def test_text_of_a_turn_must_fit_the_context(self, shared: System) -> None:
         answer = turn(shared, "mine", text="x" * CONTEXT_LEN)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "text"

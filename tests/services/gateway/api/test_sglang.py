@@ -1,4 +1,4 @@
-"""SGLang's /generate: the shape of answers, streams, batches, what the worker is given, and aborts by rid."""
+"""Tests of SGLang's /generate: forms of responses, streams, batches, fields that reach the worker, and aborts by rid."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def generate(system: System, **body: Any) -> httpx.Response:
 
 @pytest.fixture
 def echoing(shared: System) -> Iterator[System]:
-    """The worker answers with its prompt."""
+    """Yields a system whose worker returns its prompt."""
     shared.worker.answer = lambda submit: "".join(map(chr, submit.prompt_ids))
     yield shared
     shared.worker.answer = lambda submit: ANSWER
 
 
 class TestTiers:
-    """Where the cached tokens were, of a worker that says so."""
+    """Cached tokens by tier, if the worker reports them."""
 
     @pytest.fixture(autouse=True)
     def tiers(self, shared: System) -> Iterator[None]:
@@ -40,23 +40,23 @@ class TestTiers:
         yield
         shared.worker.by_tier = {}
 
-    def test_meta_info_says_where_they_were(self, shared: System) -> None:
+    def test_meta_info_has_cached_tokens_by_tier(self, shared: System) -> None:
         meta = generate(shared).json()["meta_info"]
         assert meta["cached_tokens_details"] == {"device": 1, "host": 2, "storage": 0}
 
-    def test_usage_adds_up_those_of_each_prompts_first_choice(self, shared: System) -> None:
+    def test_usage_adds_cached_tokens_of_first_choices(self, shared: System) -> None:
         answer = shared.openai().completions.create(model=MODEL, prompt=["a", "bb"], n=2)
         details = answer.usage.prompt_tokens_details
         assert details.cached_tokens == 3
         assert details.model_extra == {"cached_tokens_details": {"device": 2, "host": 4, "storage": 0}}
 
-    def test_the_responses_api_has_no_place_for_it(self, shared: System) -> None:
+    def test_responses_api_omits_cached_tokens_by_tier(self, shared: System) -> None:
         answer = shared.post("/v1/responses", {"model": MODEL, "input": "a"}).json()
         assert set(answer["usage"]["input_tokens_details"]) == {"cached_tokens", "cache_write_tokens"}
 
 
 class TestOneAnswer:
-    def test_shape(self, shared: System) -> None:
+    def test_response_has_text_ids_and_meta_info(self, shared: System) -> None:
         answer = generate(shared, rid="my-1").json()
         assert set(answer) == {"text", "output_ids", "meta_info"}
         assert answer["text"] == ANSWER and answer["output_ids"] == IDS
@@ -73,11 +73,11 @@ class TestOneAnswer:
             "num_retractions": 0,
         }
 
-    def test_input_ids(self, shared: System) -> None:
+    def test_input_ids_reach_the_worker(self, shared: System) -> None:
         assert generate(shared, input_ids=[7, 8, 9]).json()["meta_info"]["prompt_tokens"] == 3
         assert list(shared.worker.submits[-1].prompt_ids) == [7, 8, 9]
 
-    def test_without_a_rid_the_requests_id_is_it(self, shared: System) -> None:
+    def test_rid_is_the_request_id_by_default(self, shared: System) -> None:
         answer = shared.post(GENERATE, {"text": "Hi"}, headers={"x-request-id": "trace-9"})
         assert answer.json()["meta_info"]["id"] == "trace-9" == shared.worker.submits[-1].request_id
         longest = {"x-request-id": "x" * 248}
@@ -97,12 +97,14 @@ class TestOneAnswer:
         ],
         ids=["length", "stop string", "stop string kept", "stop token", "special tokens shown", "nothing to make"],
     )
-    def test_ends(self, shared: System, params: dict[str, Any], reason: dict[str, Any], text: str) -> None:
+    def test_finish_reason_and_text_follow_the_stop(
+        self, shared: System, params: dict[str, Any], reason: dict[str, Any], text: str
+    ) -> None:
         answer = generate(shared, sampling_params=params).json()
         assert answer["text"] == text and answer["meta_info"]["finish_reason"] == reason
         assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"])
 
-    def test_model_that_only_embeds(self) -> None:
+    def test_embedding_model_refuses_generate(self) -> None:
         with System(down=("worker",)) as system:
             system.worker.info.generates, system.worker.info.embedding_size = False, 4
             system.call(system.workers[0].start())
@@ -111,7 +113,7 @@ class TestOneAnswer:
 
 
 class TestStream:
-    def test_text_and_ids_are_those_so_far(self, shared: System) -> None:
+    def test_stream_is_cumulative(self, shared: System) -> None:
         chunks = events(generate(shared, stream=True, rid="s").text)
         texts = [chunk["text"] for chunk in chunks]
         assert texts[-1] == ANSWER and all(ANSWER.startswith(text) for text in texts)
@@ -126,7 +128,7 @@ class TestStream:
     @pytest.mark.parametrize(
         "text", ['"\\\n\t', "é 漢字 🙂", "data: [DONE]\n\n", ""], ids=["escapes", "unicode", "event", "empty"]
     )
-    def test_equals_the_whole_answer(self, echoing: System, text: str) -> None:
+    def test_stream_equals_the_whole_response(self, echoing: System, text: str) -> None:
         echoing.worker.answer = lambda submit: text
         whole = generate(echoing).json()
         last = events(generate(echoing, stream=True).text)[-1]
@@ -134,15 +136,15 @@ class TestStream:
             answer["meta_info"] = {"reason": answer["meta_info"]["finish_reason"]}
         assert last == whole and whole["text"] == text
 
-    def test_nothing_to_make(self, shared: System) -> None:
+    def test_stream_of_no_tokens_has_one_event(self, shared: System) -> None:
         (chunk,) = events(generate(shared, stream=True, sampling_params={"max_new_tokens": 0}).text)
         assert (chunk["text"], chunk["output_ids"]) == ("", [])
 
-    def test_error_before_it_is_plain_http(self, shared: System) -> None:
+    def test_error_before_a_stream_is_a_plain_response(self, shared: System) -> None:
         answer = generate(shared, stream=True, sampling_params={"top_p": 2})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "sampling_params.top_p"
 
-    def test_error_in_it_is_its_last_event(self) -> None:
+    def test_error_in_a_stream_is_the_last_event(self) -> None:
         with System(queue_timeout_s=0.2) as system:
             system.do(lambda: system.worker.allow(3))
             client = RawClient(system, GENERATE, {"text": "Hi", "stream": True})
@@ -153,42 +155,42 @@ class TestStream:
 
 
 class TestBatch:
-    def test_texts(self, echoing: System) -> None:
+    def test_texts_have_one_response_each(self, echoing: System) -> None:
         answers = generate(echoing, text=["one", "three"], rid="b").json()
         assert [answer["text"] for answer in answers] == ["one", "three"]
         assert [answer["meta_info"]["id"] for answer in answers] == ["b_0", "b_1"]
 
-    def test_ids_and_a_rid_for_each(self, echoing: System) -> None:
+    def test_every_prompt_can_have_a_rid(self, echoing: System) -> None:
         answers = generate(echoing, input_ids=[[65], [66, 67]], rid=["x", "y"]).json()
         assert [(answer["text"], answer["meta_info"]["id"]) for answer in answers] == [("A", "x"), ("BC", "y")]
 
-    def test_a_list_of_one_is_answered_with_a_list(self, echoing: System) -> None:
+    def test_list_of_one_prompt_returns_a_list(self, echoing: System) -> None:
         assert [answer["text"] for answer in generate(echoing, text=["one"]).json()] == ["one"]
 
-    def test_parameters_for_each(self, echoing: System) -> None:
+    def test_every_prompt_can_have_sampling_params(self, echoing: System) -> None:
         params = [{"max_new_tokens": 1, "stop": "x"}, {"max_new_tokens": 2, "temperature": 0.5}]
         answers = generate(echoing, text=["one", "two"], sampling_params=params).json()
         assert [answer["text"] for answer in answers] == ["o", "tw"]
         first, second = (submit.sampling for submit in echoing.worker.submits[-2:])
         assert (list(first.stop), first.temperature) == (["x"], 1.0) and (list(second.stop), second.temperature) == ([], 0.5)
 
-    def test_stream_has_indices(self, echoing: System) -> None:
+    def test_stream_of_a_batch_has_indices(self, echoing: System) -> None:
         chunks = events(generate(echoing, text=["one", "three"], stream=True).text)
         last = {chunk["index"]: chunk for chunk in chunks}
         assert [last[index]["text"] for index in (0, 1)] == ["one", "three"]
         assert sum(chunk["meta_info"]["finish_reason"] is not None for chunk in chunks) == 2
 
-    def test_answers_per_prompt(self, echoing: System) -> None:
+    def test_choices_of_several_prompts_are_ordered_by_prompt(self, echoing: System) -> None:
         answers = generate(echoing, text=["a", "b"], rid=["p", "q"], sampling_params={"n": 2, "sampling_seed": 5}).json()
         assert [answer["text"] for answer in answers] == ["a", "a", "b", "b"]
         ids = [answer["meta_info"]["id"] for answer in answers]
         assert ids == ["p-0", "p-1", "q-0", "q-1"] == [submit.request_id for submit in echoing.worker.submits[-4:]]
         assert [submit.sampling.seed for submit in echoing.worker.submits[-4:]] == [5, 6, 5, 6]
 
-    def test_answers_to_one_prompt_are_a_list(self, shared: System) -> None:
+    def test_choices_of_one_prompt_are_a_list(self, shared: System) -> None:
         assert [answer["text"] for answer in generate(shared, sampling_params={"n": 2}).json()] == [ANSWER] * 2
 
-    def test_one_that_fails_ends_all(self, system: System) -> None:
+    def test_failed_prompt_ends_the_batch(self, system: System) -> None:
         system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "cannot be")))
         system.do(lambda: setattr(system.worker, "answer", lambda submit: "x" * 400))
         answer = generate(system, text=["a", "b"])
@@ -197,7 +199,7 @@ class TestBatch:
 
 
 class TestWhatTheWorkerIsGiven:
-    def test_sampling(self, shared: System) -> None:
+    def test_sampling_params_reach_the_worker(self, shared: System) -> None:
         params = {
             **{"max_new_tokens": 10_000, "min_new_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.25},
             **{"frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5, "logit_bias": {"5": 2, "9": -100}},
@@ -219,7 +221,7 @@ class TestWhatTheWorkerIsGiven:
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize(("params", "most"), [({}, 128), ({"max_new_tokens": None}, CONTEXT_LEN - 2)], ids=["absent", "null"])
-    def test_default_length(self, shared: System, params: dict[str, Any], most: int) -> None:
+    def test_default_length_is_128_or_the_context(self, shared: System, params: dict[str, Any], most: int) -> None:
         generate(shared, sampling_params=params)
         assert shared.worker.submits[-1].sampling.max_new_tokens == most
 
@@ -235,11 +237,11 @@ class TestWhatTheWorkerIsGiven:
         ],
         ids=["schema as text", "schema", "any JSON", "regex", "ebnf", "structural tag"],
     )
-    def test_grammars(self, shared: System, params: dict[str, Any], grammar: pb.Grammar) -> None:
+    def test_grammars_reach_the_worker(self, shared: System, params: dict[str, Any], grammar: pb.Grammar) -> None:
         assert generate(shared, sampling_params=params).status_code == 200
         assert shared.worker.submits[-1].sampling.grammar == grammar
 
-    def test_a_refused_grammar_names_its_field(self, system: System) -> None:
+    def test_refused_grammar_names_the_field(self, system: System) -> None:
         system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "no such rule", "grammar")))
         answer = generate(system, sampling_params={"ebnf": "root ::= x"})
         assert answer.status_code == 400
@@ -252,7 +254,7 @@ def abort(system: System, **body: Any) -> httpx.Response:
 
 
 class Waiting:
-    """A call that is still going on."""
+    """A request in a thread of its own."""
 
     def __init__(self, system: System, path: str, body: dict[str, Any]) -> None:
         self._answers: list[httpx.Response] = []
@@ -266,7 +268,7 @@ class Waiting:
 
 class TestAbort:
     def begin(self, system: System, tokens: int, path: str = GENERATE, **body: Any) -> Waiting:
-        """A call whose every text has `tokens` tokens; nobody is served before all of its texts are at the worker."""
+        """Starts a request whose texts all reach the worker before a step, and waits until each has `tokens` tokens."""
         system.do(lambda: system.worker.allow(0))
         texts = len(body["text"]) if isinstance(body.get("text"), list) else 1
         waiting = Waiting(system, path, {"text": "Hi", **body} if path == GENERATE else body)
@@ -277,7 +279,7 @@ class TestAbort:
         return waiting
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-    def test_what_has_come_is_the_answer(self, system: System, stream: bool) -> None:
+    def test_abort_returns_the_output_so_far(self, system: System, stream: bool) -> None:
         waiting = self.begin(system, 3, rid="r1", stream=stream)
         assert abort(system, rid="r1").status_code == 200
         answer = waiting.result()
@@ -287,7 +289,7 @@ class TestAbort:
         assert last["meta_info"]["finish_reason"]["type"] == "abort" and last["meta_info"]["completion_tokens"] == 3
         wait_until(lambda: not system.worker.running, "the abort at the worker")
 
-    def test_does_not_wait_for_the_text(self, system: System) -> None:
+    def test_abort_does_not_wait_for_the_detokenizer(self, system: System) -> None:
         waiting = self.begin(system, 3, rid="r1")
         system.do(system.detokenizer.gate.clear)
         abort(system, rid="r1")
@@ -296,7 +298,7 @@ class TestAbort:
         system.do(system.detokenizer.gate.set)
         assert waiting.result().json()["output_ids"] == IDS[:3]
 
-    def test_others_go_on(self, system: System) -> None:
+    def test_abort_ends_only_the_named_prompt(self, system: System) -> None:
         waiting = self.begin(system, 2, text=["a", "b"], rid=["r1", "r2"])
         abort(system, rid="r1")
         wait_until(lambda: len(system.worker.running) == 1, "the abort at the worker")
@@ -305,12 +307,12 @@ class TestAbort:
         assert (first["text"], first["meta_info"]["finish_reason"]["type"]) == ("He", "abort")
         assert (second["text"], second["meta_info"]["finish_reason"]["type"]) == (ANSWER, "stop")
 
-    def test_a_batch_goes_by_the_one_name_that_it_was_given(self, system: System) -> None:
+    def test_abort_by_the_common_rid_ends_the_batch(self, system: System) -> None:
         waiting = self.begin(system, 2, text=["a", "b"], rid="r")
         assert abort(system, rid="r").json() == {"aborted": 2, "gateways": 1, "unreached": 0}
         assert [answer["meta_info"]["finish_reason"]["type"] for answer in waiting.result().json()] == ["abort"] * 2
 
-    def test_all_are_not_for_clients_to_end(self, system: System) -> None:
+    def test_abort_all_is_forbidden_for_clients(self, system: System) -> None:
         waiting = self.begin(system, 1, "/v1/chat/completions", model=MODEL, **chat_body())
         answer = abort(system, abort_all=True, rid="r")
         assert (answer.status_code, answer.json()["error"]["param"]) == (403, "abort_all")
@@ -318,7 +320,7 @@ class TestAbort:
         system.allow(None)
         assert waiting.result().json()["choices"][0]["finish_reason"] == "stop"
 
-    def test_while_the_prompt_is_being_made(self, system: System) -> None:
+    def test_abort_works_during_tokenization(self, system: System) -> None:
         system.do(system.tokenizer.gate.clear)
         waiting = Waiting(system, GENERATE, {"text": "Hi", "rid": "r1"})
         wait_until(lambda: bool(system.tokenizer.calls), "the tokenizer's call")
@@ -328,7 +330,7 @@ class TestAbort:
         assert system.worker.submits == []
         wait_until(lambda: system.tokenizer.cancelled == 1, "the end of the tokenizer's call")
 
-    def test_while_it_waits_for_a_worker(self, system: System) -> None:
+    def test_abort_works_in_the_queue(self, system: System) -> None:
         system.call(system.workers[0].stop())
         wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the break")
         waiting = Waiting(system, GENERATE, {"text": "Hi", "rid": "r1"})
@@ -338,23 +340,23 @@ class TestAbort:
         assert (answer["text"], answer["meta_info"]["finish_reason"]["type"]) == ("", "abort")
         assert system.total("rootstock_gateway_queue_length") == 0
 
-    def test_nobody(self, shared: System) -> None:
+    def test_abort_of_an_unknown_rid_succeeds(self, shared: System) -> None:
         assert abort(shared, rid="no such").status_code == 200
 
     @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": None, "abort_all": False}])
-    def test_needs_a_name(self, shared: System, body: dict[str, Any]) -> None:
+    def test_abort_needs_a_rid(self, shared: System, body: dict[str, Any]) -> None:
         answer = abort(shared, **body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "rid"
 
 
 class TestHealthGenerate:
-    def test_one_token_of_highest_priority(self, system: System) -> None:
+    def test_health_check_sends_one_token_of_the_highest_priority(self, system: System) -> None:
         assert system.get("/health_generate").status_code == 200
         (submit,) = system.worker.submits
         assert submit.sampling.max_new_tokens == 1 and submit.priority == (1 << 31) - 1
 
-    def test_a_model_that_only_embeds_is_asked_for_a_vector(self) -> None:
+    def test_health_check_of_an_embedding_model_requests_an_embedding(self) -> None:
         with System(down=("worker",)) as system:
             system.worker.info.generates, system.worker.info.embedding_size = False, 4
             system.call(system.workers[0].start())
@@ -362,7 +364,7 @@ class TestHealthGenerate:
             assert system.get("/health_generate").status_code == 200
             assert system.worker.submits[-1].sampling.HasField("embedding")
 
-    def test_a_busy_worker_is_not_asked(self, system: System) -> None:
+    def test_health_check_sends_no_request_to_a_busy_worker(self, system: System) -> None:
         system.do(lambda: setattr(system.worker, "answer", lambda submit: "x" * 400))
         client = RawClient(system, GENERATE, {"text": "Hi", "stream": True, "sampling_params": {"max_new_tokens": 400}})
         client.read_until(b'"text":"x')
@@ -370,24 +372,24 @@ class TestHealthGenerate:
         assert len(system.worker.submits) == 1
         client.vanish()
 
-    def test_no_worker(self) -> None:
+    def test_health_check_is_503_without_a_worker(self) -> None:
         with System(down=("worker",)) as system:
             answer = system.get("/health_generate")
             assert answer.status_code == 503 and "retry-after" in answer.headers
 
-    def test_a_refusal_is_unhealthy(self, system: System) -> None:
+    def test_health_check_is_503_when_the_worker_refuses(self, system: System) -> None:
         system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INTERNAL, "broken")))
         answer = system.get("/health_generate")
         assert answer.status_code == 503 and answer.json()["error"]["message"] == "broken"
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info"])
-def test_model_info(shared: System, path: str) -> None:
+def test_model_info_has_path_kind_and_context_length(shared: System, path: str) -> None:
     info = shared.get(path).json()
     assert (info["model_path"], info["is_generation"], info["max_model_len"]) == (MODEL, True, CONTEXT_LEN)
 
 
-def test_api_keys_protect_everything_but_operations() -> None:
+def test_api_keys_protect_every_route_except_operations() -> None:
     with System(keys=["secret"]) as system:
         assert generate(system).status_code == 401
         assert system.post("/abort_request", {"abort_all": True}).status_code == 401

@@ -1,4 +1,6 @@
-"""Every bad value on SGLang's routes gets a 4xx that names its field, repeats nothing of the prompt and reaches no worker."""
+"""Tests of invalid values on SGLang's routes: each gets a 4xx response that names the field, repeats no prompt and reaches no
+worker.
+"""
 
 from __future__ import annotations
 
@@ -82,17 +84,17 @@ def refused(system: System, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.by_day(one_in=4, seed=47)
 @pytest.mark.parametrize(("change", "param"), GENERATE.values(), ids=GENERATE.keys())
-def test_generate(shared: System, change: dict[str, Any], param: str) -> None:
+def test_bad_field_of_generate_is_refused_by_name(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/generate", {"text": SECRET, **change})["param"] == param
 
 
 @pytest.mark.parametrize(("value", "field"), SAMPLING.values(), ids=SAMPLING.keys())
-def test_sampling_params(shared: System, value: Any, field: str) -> None:
+def test_bad_sampling_param_is_refused_by_name(shared: System, value: Any, field: str) -> None:
     error = refused(shared, "/generate", {"text": SECRET, "sampling_params": {field: value}})
     assert error["param"] == f"sampling_params.{field}"
 
 
-def test_two_grammars_name_both(shared: System) -> None:
+def test_two_grammars_are_refused_and_named(shared: System) -> None:
     error = refused(shared, "/generate", {"text": SECRET, "sampling_params": {"regex": "a", "ebnf": "root ::= [a]"}})
     assert error["param"] == "sampling_params.ebnf" and "'regex' and 'ebnf'" in error["message"]
 
@@ -109,7 +111,7 @@ ENCODE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.by_day(one_in=2, seed=28)
 @pytest.mark.parametrize(("change", "param"), ENCODE.values(), ids=ENCODE.keys())
-def test_encode(shared: System, change: dict[str, Any], param: str) -> None:
+def test_bad_field_of_encode_is_refused_by_name(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/encode", {"text": SECRET, **change})["param"] == param
 
 
@@ -125,21 +127,21 @@ def test_encode(shared: System, change: dict[str, Any], param: str) -> None:
     ],
     ids=["a list", "NaN", "empty", "not UTF-8", "another list"],
 )
-def test_bad_json(shared: System, path: str, body: bytes) -> None:
+def test_bad_json_is_refused(shared: System, path: str, body: bytes) -> None:
     answer = shared.post(path, body)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
-def test_another_model(shared: System) -> None:
+def test_unknown_model_is_404(shared: System) -> None:
     answer = shared.post("/generate", {"text": "Hi", "model": "nobody"})
     assert answer.status_code == 404 and answer.json()["error"]["param"] == "model"
 
 
-def test_a_small_request_that_is_large(shared: System) -> None:
+def test_large_body_of_a_small_request_is_413(shared: System) -> None:
     assert shared.post("/abort_request", {"rid": "x" * 100_000}).status_code == 413
 
 
-def test_the_tokenizers_refusal_names_the_text(system: System) -> None:
+def test_tokenizer_refusal_names_the_text(system: System) -> None:
     system.do(lambda: system.tokenizer.failures.append((grpc.StatusCode.INVALID_ARGUMENT, "no")))
     answer = system.post("/generate", {"text": "Hi"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "text"

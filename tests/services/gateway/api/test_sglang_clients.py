@@ -1,4 +1,4 @@
-"""Bodies as SGLang's own clients send them: the whole form, most of it at values that ask for nothing."""
+"""Tests of bodies in the form of SGLang's own clients, which send most fields with neutral values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER = "Hello, world!"
 
 
 def bench_serving(**fields: Any) -> dict[str, Any]:
-    """Of `python -m sglang.bench_serving --backend sglang`."""
+    """Returns a body as `python -m sglang.bench_serving --backend sglang` sends it."""
     return {
         "text": "Hi",
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 5, "ignore_eos": True},
@@ -25,7 +25,7 @@ def bench_serving(**fields: Any) -> dict[str, Any]:
     }
 
 
-def test_bench_serving(shared: System) -> None:
+def test_body_of_bench_serving_is_served(shared: System) -> None:
     answer = shared.post("/generate", bench_serving())
     assert answer.status_code == 200, answer.text
     last = events(answer.text)[-1]
@@ -51,15 +51,15 @@ NEUTRAL: dict[str, Any] = {
 
 @pytest.mark.by_day(one_in=4, seed=27)
 @each_value(name=list(NEUTRAL), path=["/generate", "/encode"])
-def test_what_asks_for_nothing_is_taken(shared: System, name: str, path: str) -> None:
-    """Both routes ask one table (services/gateway/api/known_fields.NATIVE)."""
+def test_neutral_value_is_accepted(shared: System, name: str, path: str) -> None:
+    """Both routes use the table services/gateway/api/known_fields.NATIVE."""
     answer = shared.post(path, {"text": "Hi", name: NEUTRAL[name]})
     assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("name", ["custom_params", "surprise", "temperature"])
-def test_null_among_the_sampling_parameters(shared: System, name: str) -> None:
+def test_null_sampling_param_is_accepted(shared: System, name: str) -> None:
     answer = shared.post("/generate", {"text": "Hi", "sampling_params": {name: None}})
     assert answer.status_code == 200 and answer.json()["text"] == ANSWER
 
@@ -74,7 +74,7 @@ ASKING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "value"), ASKING.items(), ids=ASKING.keys())
-def test_what_asks_for_something_is_refused(shared: System, name: str, value: Any) -> None:
+def test_unsupported_value_is_refused(shared: System, name: str, value: Any) -> None:
     answer = shared.post("/generate", {"text": "Hi", name: value})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")

@@ -1,4 +1,4 @@
-"""SGLang's /encode: vectors of texts or ids."""
+"""Tests of SGLang's /encode: embeddings of texts or ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.services.gateway.fakes import ids_of, vector_of
 from tests.services.gateway.system import System, wait_until
 
 
-def test_one(shared: System) -> None:
+def test_one_text_has_one_embedding(shared: System) -> None:
     answer = shared.post("/encode", {"text": "Hi", "rid": "e1", "priority": 3}).json()
     assert answer["embedding"] == vector_of(ids_of("Hi"))
     meta = answer["meta_info"]
@@ -27,17 +27,17 @@ def test_one(shared: System) -> None:
     assert submit.sampling.HasField("embedding") and submit.priority == 3
 
 
-def test_many(shared: System) -> None:
+def test_list_of_ids_has_a_list_of_embeddings(shared: System) -> None:
     answers = shared.post("/encode", {"input_ids": [[8, 16], [24]], "rid": "e"}).json()
     assert [answer["embedding"] for answer in answers] == [vector_of([8, 16]), vector_of([24])]
     assert [answer["meta_info"]["id"] for answer in answers] == ["e_0", "e_1"]
 
 
-def test_dimensions(shared: System) -> None:
+def test_dimensions_shorten_the_embedding(shared: System) -> None:
     assert shared.post("/encode", {"text": "Hi", "dimensions": 2}).json()["embedding"] == vector_of(ids_of("Hi"))[:2]
 
 
-def test_a_model_without_vectors() -> None:
+def test_model_without_embeddings_is_refused() -> None:
     with System(down=("worker",)) as system:
         system.worker.info.embedding_size = 0
         system.call(system.workers[0].start())
@@ -45,7 +45,7 @@ def test_a_model_without_vectors() -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
 
 
-def test_an_abort_leaves_nothing_to_answer_with(system: System) -> None:
+def test_aborted_encode_is_400(system: System) -> None:
     system.do(lambda: system.worker.allow(0))
     waiting = Waiting(system, "/encode", {"text": "Hi", "rid": "e1"})
     wait_until(lambda: bool(system.worker.running), "the submit")

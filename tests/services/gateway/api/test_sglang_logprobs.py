@@ -1,4 +1,4 @@
-"""SGLang's log probabilities: three parallel lists for the prompt and for the output, entries [logprob, id, text]."""
+"""Tests of SGLang's logprobs: parallel lists for prompt and output with entries [logprob, id, text]."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def tops(ids: list[int], k: int) -> list[list[list[Any]]]:
     return [[[value, top, None] for top, value in tops_of(token, k)] for token in ids]
 
 
-def test_none_unless_asked(shared: System) -> None:
+def test_logprobs_are_absent_by_default(shared: System) -> None:
     meta = meta_of(shared, return_logprob=False, top_logprobs_num=3)
     assert not [key for key in meta if "logprobs" in key]
     assert not shared.worker.submits[-1].sampling.HasField("logprobs")
 
 
-def test_of_the_output(shared: System) -> None:
+def test_output_has_logprobs(shared: System) -> None:
     meta = meta_of(shared)
     assert {key: value for key, value in meta.items() if "logprobs" in key} == {
         "input_token_logprobs": [],
@@ -50,12 +50,12 @@ def test_of_the_output(shared: System) -> None:
     }
 
 
-def test_of_the_top_ones(shared: System) -> None:
+def test_output_has_top_logprobs(shared: System) -> None:
     meta = meta_of(shared, top_logprobs_num=2)
     assert meta["output_top_logprobs"] == tops(IDS, 2) and meta["input_top_logprobs"] == []
 
 
-def test_of_chosen_ids(shared: System) -> None:
+def test_requested_ids_have_logprobs(shared: System) -> None:
     meta = meta_of(shared, token_ids_logprob=[66, 70])
     assert meta["output_token_ids_logprobs"] == [[[chosen_of(66), 66, None], [chosen_of(70), 70, None]]] * len(IDS)
     assert meta["input_token_ids_logprobs"] == []
@@ -63,8 +63,8 @@ def test_of_chosen_ids(shared: System) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("start", [0, 1, 4], ids=["first", "second", "last"])
-def test_of_the_prompt_from_a_position_on(shared: System, start: int) -> None:
-    """The first that is listed has no value, wherever it is."""
+def test_prompt_has_logprobs_from_the_start_position(shared: System, start: int) -> None:
+    """The first listed position has no value, even if it is not the first token of the prompt."""
     meta = meta_of(shared, logprob_start_len=start, top_logprobs_num=1, token_ids_logprob=[66])
     first, *rest = ids_of(PROMPT)[start:]
     assert meta["input_token_logprobs"] == [[None, first, None], *own(rest)]
@@ -72,13 +72,13 @@ def test_of_the_prompt_from_a_position_on(shared: System, start: int) -> None:
     assert meta["input_token_ids_logprobs"] == [None, *([[[chosen_of(66), 66, None]]] * len(rest))]
 
 
-def test_of_a_prompt_that_is_only_scored(shared: System) -> None:
+def test_prompt_has_logprobs_when_no_token_is_sampled(shared: System) -> None:
     meta = meta_of(shared, logprob_start_len=0, sampling_params={"max_new_tokens": 0})
     assert meta["input_token_logprobs"] == [[None, ord("H"), None], *own(ids_of("ello"))]
     assert meta["output_token_logprobs"] == [] and meta["completion_tokens"] == 0
 
 
-def test_with_texts(shared: System) -> None:
+def test_logprobs_have_texts_when_requested(shared: System) -> None:
     meta = meta_of(shared, return_text_in_logprobs=True, logprob_start_len=3, top_logprobs_num=1, token_ids_logprob=[66])
     assert meta["input_token_logprobs"] == [[None, ord("l"), "l"], [logprob_of(ord("o")), ord("o"), "o"]]
     assert [entry[2] for entry in meta["output_token_logprobs"]] == [*ANSWER, "<eos>"]
@@ -87,7 +87,7 @@ def test_with_texts(shared: System) -> None:
 
 
 @pytest.mark.parametrize("texts", [False, True], ids=["ids", "texts"])
-def test_a_streams_last_event_has_them_all(shared: System, texts: bool) -> None:
+def test_last_event_of_a_stream_has_all_logprobs(shared: System, texts: bool) -> None:
     body = {"return_text_in_logprobs": texts, "logprob_start_len": 1, "top_logprobs_num": 2, "token_ids_logprob": [66]}
     whole = meta_of(shared, **body)
     chunks = events(shared.post("/generate", {"text": PROMPT, "return_logprob": True, "stream": True, **body}).text)
@@ -99,7 +99,7 @@ def test_a_streams_last_event_has_them_all(shared: System, texts: bool) -> None:
         assert meta["input_token_logprobs"] == whole["input_token_logprobs"]
 
 
-def test_each_prompt_its_own(shared: System) -> None:
+def test_every_prompt_can_have_logprob_parameters(shared: System) -> None:
     body = {"return_logprob": [True, False, True], "logprob_start_len": [0, -1, -1], "top_logprobs_num": [1, 0, 0]}
     answers = shared.post("/generate", {"text": ["ab", "cd", "ef"], "token_ids_logprob": [[66], None, None], **body}).json()
     first, second, third = (answer["meta_info"] for answer in answers)
@@ -108,6 +108,6 @@ def test_each_prompt_its_own(shared: System) -> None:
     assert third["input_token_logprobs"] == [] and "output_top_logprobs" not in third
 
 
-def test_with_several_answers(shared: System) -> None:
+def test_every_choice_has_logprobs(shared: System) -> None:
     answers = shared.post("/generate", {"text": "ab", "return_logprob": True, "sampling_params": {"n": 2}}).json()
     assert [answer["meta_info"]["output_token_logprobs"] for answer in answers] == [own(IDS)] * 2

@@ -1,4 +1,4 @@
-"""What a stream's bytes are: forms, merging for slow clients, batches downstream."""
+"""Tests of streams: their events, merged pieces for slow clients, and batches for the detokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER = "Hello, world!"
 
 @pytest.fixture
 def answers(shared: System) -> Any:
-    """Sets the fake worker's answer, and puts the usual one back."""
+    """Yields a function that sets the fake worker's output."""
     yield lambda text: setattr(shared.worker, "answer", lambda submit: text)
     shared.worker.answer = lambda submit: ANSWER
 
@@ -36,7 +36,7 @@ def answers(shared: System) -> Any:
     },
     path=["/v1/chat/completions", "/v1/completions"],
 )
-def test_stream_equals_whole(shared: System, answers: Any, path: str, text: str) -> None:
+def test_stream_equals_the_whole_response(shared: System, answers: Any, path: str, text: str) -> None:
     answers(text.replace("\x00", ""))
     body = {"model": MODEL, "max_tokens": 100, **({"prompt": "Hi"} if path == "/v1/completions" else chat_body())}
     whole = shared.post(path, body).json()["choices"][0]
@@ -53,7 +53,7 @@ def test_stream_equals_whole(shared: System, answers: Any, path: str, text: str)
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize(("merge", "stream"), [(5, True), (100, True), (5, False)])
-def test_steps_that_came_merged_lose_no_token(shared: System, merge: int, stream: bool) -> None:
+def test_merged_steps_lose_no_token(shared: System, merge: int, stream: bool) -> None:
     shared.worker.merge = merge
     try:
         answer = shared.chat(stream=stream, return_token_ids=True)
@@ -75,20 +75,20 @@ def test_usage_is_null_before_the_last_chunk(shared: System) -> None:
 
 
 class TestStops:
-    def test_string_is_cut_off_and_named(self, shared: System) -> None:
+    def test_stop_string_is_removed_and_named(self, shared: System) -> None:
         choice = shared.chat(stop=["world", "zzz"]).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "world")
 
-    def test_string_in_a_stream_never_shows(self, shared: System) -> None:
+    def test_stop_string_never_appears_in_a_stream(self, shared: System) -> None:
         chunks = events(shared.chat(stop="world", stream=True).text)
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hello, "
         assert chunks[-1]["choices"][0]["stop_reason"] == "world"
 
-    def test_string_included_when_asked(self, shared: System) -> None:
+    def test_stop_string_is_kept_when_requested(self, shared: System) -> None:
         choice = shared.chat(stop="world", include_stop_str_in_output=True).json()["choices"][0]
         assert choice["message"]["content"] == "Hello, world"
 
-    def test_token_id(self, shared: System) -> None:
+    def test_stop_token_ends_the_output(self, shared: System) -> None:
         choice = shared.chat(stop_token_ids=[ord(",")]).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello,", "stop", ord(","))
 
@@ -96,15 +96,15 @@ class TestStops:
         choice = shared.chat().json()["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
 
-    def test_length(self, shared: System) -> None:
+    def test_max_completion_tokens_ends_the_output(self, shared: System) -> None:
         choice = shared.chat(max_completion_tokens=2, max_tokens=9).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("He", "length", None)
 
-    def test_special_tokens_shown_when_asked(self, shared: System) -> None:
+    def test_special_tokens_are_shown_when_requested(self, shared: System) -> None:
         assert shared.chat(skip_special_tokens=False).json()["choices"][0]["message"]["content"] == ANSWER + "<eos>"
 
 
-def test_token_ids(shared: System) -> None:
+def test_token_ids_are_returned_when_requested(shared: System) -> None:
     ids = [*ids_of(ANSWER), EOS]
     whole = shared.chat(return_token_ids=True).json()
     assert whole["prompt_token_ids"] == ids_of(PROMPT) and whole["choices"][0]["token_ids"] == ids
@@ -156,8 +156,8 @@ def test_tokenizer_gets_the_request(shared: System) -> None:
     assert orjson.loads(call.messages_json)[0]["content"] == [{"type": "text", "text": "a"}]
 
 
-def test_one_batch_per_step(system: System) -> None:
-    """64 choices advance together: messages to the detokenizer grow with steps, not with tokens."""
+def test_detokenizer_gets_one_batch_per_step(system: System) -> None:
+    """64 choices advance together. The number of messages to the detokenizer grows with steps, not with tokens."""
     system.complete(n=64, max_tokens=10, stream=True)
     rows = sum(len(batch.handles) for batch in system.detokenizer.batches)
     assert rows <= 64 * 10 and len(system.detokenizer.batches) <= 10
@@ -165,7 +165,7 @@ def test_one_batch_per_step(system: System) -> None:
 
 
 def test_slow_client_gets_merged_pieces(system: System) -> None:
-    """While the transport takes nothing, what comes merges into one piece; every character arrives once."""
+    """Text merges into one piece while the transport accepts no data. Every character arrives once."""
     text = "0123456789" * 30
     system.do(lambda: setattr(system.worker, "answer", lambda submit: text))
 
@@ -198,7 +198,7 @@ def test_slow_client_gets_merged_pieces(system: System) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
 
 
-def test_request_ids(shared: System) -> None:
+def test_request_id_is_returned_or_generated(shared: System) -> None:
     assert shared.chat().headers["x-request-id"] != shared.chat().headers["x-request-id"]
     given = shared.get("/health", headers={"x-request-id": "trace-1.a:b_c"})
     assert given.headers["x-request-id"] == "trace-1.a:b_c"
@@ -209,7 +209,7 @@ def test_request_ids(shared: System) -> None:
         assert shared.get("/health", headers={"x-request-id": bad}).headers["x-request-id"] != bad
 
 
-def test_metrics(system: System) -> None:
+def test_metrics_count_requests_and_tokens(system: System) -> None:
     system.chat(n=2)
     system.chat(model="nobody")
     system.get("/v1/nothing")
@@ -229,22 +229,22 @@ def test_metrics(system: System) -> None:
 
 
 class TestStopPatterns:
-    def test_what_a_pattern_matched_stays_and_the_pattern_is_named(self, shared: System) -> None:
+    def test_matched_text_stays_and_the_pattern_is_named(self, shared: System) -> None:
         choice = shared.chat(stop_regex="w[a-z]r").json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, wor", "stop", "w[a-z]r")
 
-    def test_in_a_stream(self, shared: System) -> None:
+    def test_pattern_ends_a_stream(self, shared: System) -> None:
         chunks = events(shared.chat(stop_regex=["zz", "l+o"], stream=True).text)
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hello"
         assert chunks[-1]["choices"][0]["stop_reason"] == "l+o"
 
-    def test_a_bad_one_is_refused_by_the_worker_and_named(self, shared: System) -> None:
+    def test_bad_pattern_is_refused_by_the_worker(self, shared: System) -> None:
         shared.do(lambda: shared.worker.refuse.append((2, "cannot be used: missing )", "stop_regex", 1)))
         answer = shared.chat(stop_regex=["a", "("])
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "stop_regex"
 
 
-def test_extensions_that_the_worker_is_given(shared: System) -> None:
+def test_extensions_reach_the_worker(shared: System) -> None:
     dry = {"dry_multiplier": 0.5, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 64}
     answer = shared.chat(
         **{"allowed_token_ids": [0, 1, 2], "banned_token_ids": [3], "stop_regex": ["a+", "b"], "routing_key": "key"},
@@ -264,29 +264,29 @@ def test_extensions_that_the_worker_is_given(shared: System) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("off", [{}, {"dry_multiplier": 0}, {"dry_multiplier": 1, "dry_penalty_last_n": 0}])
-def test_no_dry_penalty(shared: System, off: dict[str, Any]) -> None:
+def test_dry_penalty_is_off_by_default(shared: System, off: dict[str, Any]) -> None:
     assert shared.chat(**off).status_code == 200
     assert not shared.worker.submits[-1].sampling.HasField("dry")
 
 
-def test_dry_over_the_whole_context_by_default(shared: System) -> None:
+def test_dry_penalty_covers_the_whole_context_by_default(shared: System) -> None:
     for window in ({}, {"dry_penalty_last_n": -1}):
         shared.chat(dry_multiplier=1, **window)
         assert not shared.worker.submits[-1].sampling.dry.HasField("window")
 
 
 class TestRoutingKey:
-    def test_by_header(self, shared: System) -> None:
+    def test_header_sets_the_routing_key(self, shared: System) -> None:
         for path, body in (("/v1/chat/completions", chat_body()), ("/v1/embeddings", {"input": "a"})):
             answer = shared.post(path, {"model": MODEL, **body}, headers={"x-smg-routing-key": "tenant-7"})
             assert answer.status_code == 200
             assert shared.worker.submits[-1].routing_key == "tenant-7"
 
-    def test_the_body_goes_first(self, shared: System) -> None:
+    def test_body_overrides_the_header(self, shared: System) -> None:
         body = {"model": MODEL, **chat_body(routing_key="body")}
         shared.post("/v1/chat/completions", body, headers={"x-smg-routing-key": "header"})
         assert shared.worker.submits[-1].routing_key == "body"
 
-    def test_too_long(self, shared: System) -> None:
+    def test_long_routing_key_is_refused(self, shared: System) -> None:
         answer = shared.post("/v1/chat/completions", {"model": MODEL, **chat_body()}, headers={"x-smg-routing-key": "x" * 257})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-smg-routing-key"

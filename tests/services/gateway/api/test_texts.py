@@ -1,4 +1,4 @@
-"""What works on texts without generating: token ids, calls and reasoning in outputs, refusals by kind of model."""
+"""Tests of routes for texts without generation: token ids, calls and reasoning in outputs, server state, and refused routes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def system() -> Iterator[System]:
         yield started
 
 
-def test_ids_and_texts_go_both_ways(system: System) -> None:
+def test_texts_become_ids_and_ids_become_texts(system: System) -> None:
     one = system.post("/tokenize", {"model": MODEL, "prompt": "Hi"}).json()
     many = system.post("/tokenize", {"prompt": ["Hi", "you"]}).json()
     assert one["count"] == len(one["tokens"]) and one["max_model_len"] > one["count"]
@@ -33,7 +33,7 @@ def test_ids_and_texts_go_both_ways(system: System) -> None:
     assert system.post("/detokenize", {"tokens": [[72], [], [105, 33]]}).json() == {"text": ["H", "", "i!"]}
 
 
-def test_calls_and_reasoning_are_found_in_outputs(system: System) -> None:
+def test_calls_and_reasoning_are_parsed(system: System) -> None:
     body: dict[str, Any] = {"text": f"So: {CALL}", "tools": TOOLS, "tool_call_parser": "qwen25"}
     found = system.post("/parse_function_call", body).json()
     assert found["normal_text"].strip() == "So:"
@@ -56,7 +56,7 @@ def test_calls_and_reasoning_are_found_in_outputs(system: System) -> None:
         ("/classify", {"text": "a"}, None),
     ],
 )
-def test_a_bad_field_is_named(system: System, path: str, body: dict[str, Any], param: str | None) -> None:
+def test_bad_field_is_named(system: System, path: str, body: dict[str, Any], param: str | None) -> None:
     answer = system.post(path, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 

@@ -1,4 +1,4 @@
-"""Chats with tools and reasoning: what is asked of a worker, and what a client is told of what the model wrote."""
+"""Tests of chats with tools and reasoning: the grammar that the worker receives, and the output that the client receives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def system() -> Iterator[System]:
 
 @pytest.fixture
 def says(system: System) -> Iterator[Any]:
-    """Sets what the model writes."""
+    """Yields a function that sets the model's output."""
     yield lambda text: setattr(system.worker, "answer", lambda submit: text)
     system.worker.answer = lambda submit: "Hello, world!"
 
@@ -45,7 +45,7 @@ def client(system: System) -> OpenAI:
 
 
 def gathered(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """The message that a stream's deltas make, ids of calls apart, and its finish reason."""
+    """Returns the message from a stream's deltas, without the ids of calls, and its finish reason."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
     reason = None
     for chunk in chunks:
@@ -112,7 +112,7 @@ def test_call_is_cut_off_when_the_output_reaches_max_tokens(system: System, says
     assert gathered(events(system.chat(stream=True, **asked).text)) == (message, reason)
 
 
-def test_logprobs_and_ids_of_a_stream_with_calls_are_complete(system: System, says: Any) -> None:
+def test_stream_with_calls_has_complete_logprobs_and_ids(system: System, says: Any) -> None:
     says("So:\n" + TWO)
     more = {"logprobs": True, "return_token_ids": True, **TOOLS}
     document = system.chat(**more).json()["choices"][0]
@@ -122,7 +122,7 @@ def test_logprobs_and_ids_of_a_stream_with_calls_are_complete(system: System, sa
     assert [token for choice in choices for token in choice.get("token_ids", ())] == document["token_ids"]
 
 
-def test_the_official_client_gathers_calls(system: System, says: Any) -> None:
+def test_openai_client_collects_calls(system: System, says: Any) -> None:
     says(TWO)
     messages: Any = [{"role": "user", "content": "Hi"}]
     with client(system).chat.completions.stream(model=MODEL, messages=messages, tools=[STRICT, CLOCK]) as stream:  # type: ignore[list-item]
@@ -226,10 +226,14 @@ def test_parser_gets_marks_when_special_tokens_are_skipped(system: System) -> No
     )
 
 
-def test_tokens_of_reasoning_are_counted() -> None:
-    """By the ids of its marks, here of single letters; the others count the text between."""
+def test_reasoning_tokens_are_counted() -> None:
+    """The count uses the ids of the marks, which are single letters here, and includes an end of sequence within reasoning."""
     with System(formats=("", "think"), reasoning_marks=(ord("("), ord(")"))) as system:
-        for text, tokens in (("(Hm.)Hello.", 5), ("Hello (you).", 0), ("(Hm", 4)):  # the last with its end of sequence
+        for text, tokens in (
+            ("(Hm.)Hello.", 5),
+            ("Hello (you).", 0),
+            ("(Hm", 4),
+        ):  # the last output ends with the end of sequence
             system.worker.answer = lambda submit, text=text: text  # type: ignore[misc]
             usage = system.chat().json()["usage"]
             assert usage["completion_tokens_details"] == {"reasoning_tokens": tokens}
@@ -237,7 +241,7 @@ def test_tokens_of_reasoning_are_counted() -> None:
         assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}
 
 
-def test_limits(system: System) -> None:
+def test_numbers_of_tools_and_name_lengths_are_limited(system: System) -> None:
     tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(limits.MAX_TOOLS)]
     assert system.chat(tools=tools).status_code == 200
     error = system.chat(tools=[*tools, CLOCK])
@@ -252,7 +256,7 @@ def test_calls_have_a_limit(system: System, says: Any, monkeypatch: pytest.Monke
     assert len(whole(system.chat(**TOOLS).json())[0]["calls"]) == 1
 
 
-def test_tools_go_to_the_template(system: System) -> None:
+def test_tools_reach_the_template(system: System) -> None:
     body = chat_body(messages=[{"role": "user", "content": "Hi"}])
     system.post("/v1/chat/completions", {**body, "model": MODEL, "tools": [CLOCK]})
     assert orjson.loads(system.tokenizer.calls[-1].tools_json) == [CLOCK]

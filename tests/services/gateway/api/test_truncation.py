@@ -1,4 +1,4 @@
-"""Prompts that exceed the context, where the workers say that they cut: the first tokens are taken, on every endpoint."""
+"""Tests of prompts beyond the context on workers that truncate: every endpoint keeps the first tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def last_submit(system: System) -> Any:
     return max((submit for host in system.workers for submit in host.servicer.submits), key=lambda submit: submit.handle)
 
 
-def test_every_endpoint_takes_the_first_tokens(cutting: System) -> None:
+def test_every_endpoint_keeps_the_first_tokens(cutting: System) -> None:
     before = cutting.metric("rootstock_gateway_truncated_prompts_total")
     for name, (body, most) in BODIES.items():
         answer = cutting.post(name.split()[0], body)
@@ -57,13 +57,13 @@ def test_every_endpoint_takes_the_first_tokens(cutting: System) -> None:
     assert cutting.metric("rootstock_gateway_truncated_prompts_total") == before + len(BODIES)
 
 
-def test_one_that_fits_is_left_alone(cutting: System) -> None:
+def test_fitting_prompt_is_unchanged(cutting: System) -> None:
     assert cutting.complete(prompt="x" * MOST).status_code == 200
     assert len(last_submit(cutting).prompt_ids) == MOST
     assert cutting.complete(prompt="").json()["error"]["param"] == "prompt"
 
 
-def test_echo_and_its_log_probabilities_are_of_what_was_computed(cutting: System) -> None:
+def test_echo_and_logprobs_cover_the_truncated_prompt(cutting: System) -> None:
     answer = cutting.complete(prompt=[LONG, "short"], echo=True, logprobs=1, max_tokens=5).json()
     cut, short = answer["choices"]
     assert cut["text"] == LONG[:MOST] + "H" and short["text"] == "shortHello"
@@ -72,7 +72,7 @@ def test_echo_and_its_log_probabilities_are_of_what_was_computed(cutting: System
     assert cutting.complete(prompt=LONG, return_token_ids=True).json()["prompt_token_ids"] == ids_of(LONG)[:MOST]
 
 
-def test_positions_count_in_what_is_left(cutting: System) -> None:
+def test_logprob_start_counts_in_the_truncated_prompt(cutting: System) -> None:
     body = {"text": LONG, "return_logprob": True}
     answer = cutting.post("/generate", {**body, "logprob_start_len": MOST - 1})
     assert [entry[1] for entry in answer.json()["meta_info"]["input_token_logprobs"]] == [ord(LONG[MOST - 1])]
@@ -80,18 +80,18 @@ def test_positions_count_in_what_is_left(cutting: System) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_start_len")
 
 
-def test_ids_behind_the_cut_are_checked_too(cutting: System) -> None:
+def test_ids_beyond_the_cut_are_checked(cutting: System) -> None:
     refused = cutting.complete(prompt=[*ids_of(LONG), -1])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_a_turn_of_a_session_is_not_cut(cutting: System) -> None:
+def test_session_turn_is_not_truncated(cutting: System) -> None:
     for path, body in (("/generate", {"text": LONG}), ("/v1/completions", {"model": MODEL, "prompt": LONG})):
         refused = cutting.post(path, {**body, "session_params": {"id": "s"}})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_another_worker_goes_on_with_the_same_beginning() -> None:
+def test_second_worker_gets_the_same_truncated_prompt() -> None:
     with System(workers=2, configure=cut_all) as system:
         system.allow(0)
         with_ids = {"input_ids": ids_of(LONG), "stream": True}
@@ -106,7 +106,7 @@ def test_another_worker_goes_on_with_the_same_beginning() -> None:
         assert sent[0] == sent[1] == ids_of(LONG)[:MOST]
 
 
-def test_only_where_all_workers_say_so() -> None:
+def test_prompt_is_refused_unless_all_workers_truncate() -> None:
     def cut_one(workers: list[FakeWorker]) -> None:
         workers[0].info.auto_truncates = True
 
@@ -121,7 +121,7 @@ def test_only_where_all_workers_say_so() -> None:
 class TestRoom:
     MODEL = ModelInfo("m", 3 * BLOCK_TOKENS, 1000, auto_truncates=True)
 
-    def test_names_of_blocks_are_those_of_the_beginning(self) -> None:
+    def test_truncated_prompt_keeps_the_block_hashes_of_the_beginning(self) -> None:
         ids = list(range(300))
         prompt = Prompt(ids, "text", block_hashes(b"\0" * HASH_BYTES, ids))
         for budget, left in ((for_an_answer(self.MODEL), 3 * BLOCK_TOKENS - 1), (for_a_vector(self.MODEL), 3 * BLOCK_TOKENS)):
@@ -129,6 +129,6 @@ class TestRoom:
             assert (list(cut.ids), cut.text, cut.num_cut) == (ids[:left], None, 300 - left)
             assert cut.block_hashes == block_hashes(b"\0" * HASH_BYTES, ids[:left])
 
-    def test_what_fits_stays_as_it_is(self) -> None:
+    def test_fitting_prompt_is_returned_unchanged(self) -> None:
         prompt = Prompt([1] * (3 * BLOCK_TOKENS - 1), "text")
         assert for_an_answer(self.MODEL).fit(prompt, "prompt") is prompt

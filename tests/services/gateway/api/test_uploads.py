@@ -1,4 +1,4 @@
-"""Files as they are uploaded: forms whole, in pieces and wrong; what is over a limit or has no room leaves nothing."""
+"""Tests of file uploads: forms in pieces, invalid forms, and uploads over a limit, which leave no record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(system: System) -> OpenAI:
 
 
 def read(form: bytes, size: int) -> list[Event]:
-    """In pieces of that size. What of contents comes in several is joined."""
+    """Feeds the form in pieces of `size` bytes. Joins the pieces of a part's content."""
     reader, found = FormReader(b"x"), list[Event]()
     for at in range(0, len(form), size):
         for event in reader.feed(form[at : at + size]):
@@ -89,7 +89,7 @@ def test_wrong_form_is_refused() -> None:
 
 
 def test_file_content_is_returned_unchanged(client: OpenAI) -> None:
-    content = bytes(range(256)) * 8000  # of chunks, the last one not full
+    content = bytes(range(256)) * 8000  # several chunks, of which the last is not full
     name = "é" * (limits.MAX_FILE_NAME_CHARS + 1)
     file = client.files.create(file=(name, content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200})
     assert len(content) > limits.FILE_CHUNK_BYTES and client.files.content(file.id).content == content
@@ -137,7 +137,7 @@ def test_aborted_upload_leaves_nothing(system: System, store: RedisServer) -> No
     assert sorted(store.client.keys("*")) == before
 
 
-def test_without_a_store_there_are_no_batches(shared: System) -> None:
+def test_files_and_batches_are_refused_without_a_store(shared: System) -> None:
     answer = shared.post("/v1/files", FORM, headers={"content-type": TYPE})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_store") and "batches" in answer.text
     assert shared.get("/v1/batches").json()["error"]["code"] == "no_store"
