@@ -48,7 +48,7 @@ class System:
         reasoning_marks: Sequence[int] = (),
         **settings: Any,
     ) -> None:
-        """Creates the services without starting them.
+        """Stores the parameters. The services start in __enter__.
 
         Args:
             workers: number of fake workers.
