@@ -1,13 +1,13 @@
-"""python -m tests.cluster [ARGUMENTS OF PYTEST]: tests on a real Kubernetes, begun and ended here.
+"""python -m tests.cluster [ARGUMENTS OF PYTEST]: runs tests on a real Kubernetes, which the run can start and stop.
 
-CLUSTER names a command that starts one on this machine (tests/cluster/kubernetes.py says what it must do), BASE_IMAGE another one
-that is run where no image registry is reached, and the base image is not there yet. Images are built from docker/Dockerfile by
-buildah, while the cluster starts. What is missing of Debian's packages is installed by apt-get, for root.
-Or CLUSTER_TEST_KUBECONFIG names the kubeconfig of a cluster that is there, and CLUSTER_TEST_LOAD a command that gives it an
-archive; tests that disturb all of it are run there with CLUSTER_TEST_DISRUPT=1 alone.
-CLUSTER_TEST_NODES says of how many nodes it is: 2, and 3 for what stands on three (test_long_far_pools.py).
-A whole run has two passes: tests that keep to their namespaces, some at a time (CLUSTER_TEST_LANES, 3), then those that disturb
-the cluster or measure, by themselves. It writes docs/reference/kubernetes/proof.md, and proof.json beside it.
+CLUSTER names a command that starts a cluster on this machine (tests/cluster/kubernetes.py lists what the command must do). If no
+image registry is reachable, BASE_IMAGE names a command that makes the base image; it runs if the image is missing. Buildah builds
+the images of docker/Dockerfile while the cluster starts. Run as root, apt-get installs missing Debian packages.
+Alternatively, CLUSTER_TEST_KUBECONFIG names the kubeconfig of an existing cluster and CLUSTER_TEST_LOAD a command that loads an
+image archive into it. There, tests that disturb the whole cluster run only with CLUSTER_TEST_DISRUPT=1.
+CLUSTER_TEST_NODES sets the number of nodes: 2 by default; test_long_far_pools.py needs 3.
+A whole run has two passes. First, tests that use only their own namespaces run in parallel (CLUSTER_TEST_LANES, default 3). Then
+tests that disturb the cluster or measure run one by one. The run writes docs/reference/kubernetes/proof.md and proof.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.cluster.conftest import HANDLE, PROOF
 from tests.cluster.kubernetes import ROOT, Cluster, run, start, until
 
 NODES = int(os.environ.get("CLUSTER_TEST_NODES", "2"))
-ADDONS = ("prometheus", "metrics-server", "keda")  # of a whole run, from its begin on
+ADDONS = ("prometheus", "metrics-server", "keda")  # installed at the start of a whole run
 IN_ORDER = ("--no-loadscope-reorder", "--max-worker-restart=0")
 WHOLE = ("tests/cluster", "--ignore-glob=*/test_long_*")
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _cluster(local: str, kubeconfig: str, folder: Path, told: proof.Proof, addons: Sequence[str]) -> Cluster:
-    """With all images, which are built while it starts."""
+    """Returns a cluster with all images. The images are built while the cluster starts."""
     base_image = os.environ.get("BASE_IMAGE", "")
     if base_image and not images.has_base():
         run(base_image, limit_s=1800)
@@ -94,19 +94,19 @@ def _local(command: str, folder: Path, addons: Sequence[str]) -> Cluster:
 
 
 def _test_whole(cluster: Cluster, lines: Path) -> int:
-    """pytest's status: of the first pass, unless that is 0."""
+    """Runs both passes. Returns the status of pytest in the first pass, or in the second one if the first is 0."""
     lanes = os.environ.get("CLUSTER_TEST_LANES", "3")
     beside = _test(cluster, [*WHOLE, "-m", "not alone", "-n", lanes, "--dist", "loadfile", *IN_ORDER], lines)
     if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):
         print("left out without CLUSTER_TEST_DISRUPT=1: what disturbs the whole cluster", flush=True)
         return beside
     _settle(cluster)
-    alone = _test(cluster, [*WHOLE, "-m", "alone"], lines)  # also behind a failure: what it shows is worth its time
+    alone = _test(cluster, [*WHOLE, "-m", "alone"], lines)  # also after a failed first pass
     return beside or alone
 
 
 def _settle(cluster: Cluster) -> None:
-    """What earlier tests have left goes away by itself; whoever measures has the machine alone."""
+    """Waits up to 120 s for the deletion of earlier tests' namespaces, so that measurements have an idle machine."""
 
     def is_quiet() -> bool:
         return all(each["status"]["phase"] == "Active" for each in cluster.get("namespaces")["items"])

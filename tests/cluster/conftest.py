@@ -1,6 +1,6 @@
-"""Tests on a real Kubernetes. `make cluster-test` starts it, with ROOTSTOCK_CLUSTER_ENV, and has them collected.
+"""Fixtures of the tests on a real Kubernetes, which are collected only if `make cluster-test` sets ROOTSTOCK_CLUSTER_ENV.
 
-Those that are marked `alone` disturb the whole cluster, or measure; the others keep to namespaces of their own, some at a time.
+Tests with the mark `alone` disturb the whole cluster or measure. Other tests use only their own namespaces and run in parallel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ collect_ignore_glob = [] if os.environ.get(HANDLE) else ["test_*.py"]
 DEMO = CHART / "ci" / "cpu-demo-values.yaml"
 BASE = (DEMO, Path(__file__).with_name("little-values.yaml"))
 LONGEST_FIRST = ("scaling", "nodes", "admission", "mtls", "diagnosis", "disruptions", "scaling_taken_over", "monitoring")  # files
-TEST_S = 900.0  # of a test that says nothing else: others may run beside it
+TEST_S = 900.0  # time limit of a test without its own; other tests may run in parallel
 Install = Callable[..., Release]
 seconds = pytest.StashKey[float]()
 
@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests on a cluster; others may be collected beside them."""
+    """Sets time limits, starts long files first, and deselects tests with the mark `local` on an existing cluster."""
     mine = [item for item in items if item.nodeid.startswith("tests/cluster/")]
     for item in mine:
         if item.get_closest_marker("timeout") is None:
@@ -48,7 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that fails is told with what there is in its namespace; a skip fails, for a cluster was asked for."""
+    """Adds the state of the namespace to a failed test, turns a skip into a failure, and writes the result for the run's page.
+
+    A skip is a failure because the caller asked for a cluster.
+    """
     report = yield
     if report.skipped:
         report.outcome, report.longrepr = "failed", f"{report.nodeid} was skipped: {report.longrepr}"
@@ -66,7 +69,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _write(item: pytest.Item, **what: Any) -> None:
-    """A line of what the run's page is made of."""
+    """Appends a line to the file from which the run's page is made."""
     if path := os.environ.get(PROOF):
         entry = {"test": item.nodeid.partition("::")[2], "file": item.path.name, **what}
         with Path(path).open("a") as file:
@@ -75,26 +78,26 @@ def _write(item: pytest.Item, **what: Any) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Cluster:
-    """As `python -m tests.cluster` has started it."""
+    """The cluster that `python -m tests.cluster` has started."""
     told = json.loads(os.environ[HANDLE])
     return Cluster(told["env"], told["local"], tuple(told["addons"]))
 
 
 def space_name(*names: str) -> str:
-    """Of a namespace."""
+    """Returns a name for a namespace, of at most 50 characters."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower().removeprefix("test_"))[:50].strip("-")
 
 
 @pytest.fixture
 def space(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A restricted namespace of the test's own. It goes with the test."""
+    """The test's own namespace with restricted Pod Security. It is deleted after the test."""
     with namespace(cluster, space_name(request.node.name)) as made:
         yield made
 
 
 @pytest.fixture
 def install(cluster: Cluster, space: str) -> Install:
-    """install(values): a release of the demo model in the test's namespace."""
+    """install(values, wait): installs the demo model in the test's namespace and returns the release."""
 
     def start(values: dict[str, Any] | None = None, wait: bool = True) -> Release:
         release = Release(cluster, "rootstock", space, BASE)
@@ -106,7 +109,7 @@ def install(cluster: Cluster, space: str) -> Install:
 
 @pytest.fixture
 def broken_nodes(cluster: Cluster) -> Iterator[BrokenNodes]:
-    """They are whole again after the test."""
+    """Nodes that a test may break. They are repaired after the test."""
     nodes = BrokenNodes(cluster)
     yield nodes
     nodes.mend()
@@ -114,7 +117,7 @@ def broken_nodes(cluster: Cluster) -> Iterator[BrokenNodes]:
 
 @pytest.fixture
 def proved(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """proved(line): what has happened, for the page that the run writes."""
+    """proved(line): prints a result and adds it to the page that the run writes."""
 
     def write(line: str) -> None:
         print(line)

@@ -1,4 +1,4 @@
-"""What gateways are connected with."""
+"""Checks the connections of gateways by their metrics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ SERVICES = ("tokenizer", "detokenizer", "worker")
 
 
 def known(release: Release) -> bool:
-    """Both gateways are connected with both of each: one that is ready is found a few seconds later, by two looks at the DNS at
-    most, and until then the other one is the only one. The gateways' metrics are open (tests/cluster/pulls.py)."""
+    """Whether both gateways are connected to two tokenizers, two detokenizers and two workers.
+
+    A gateway finds a ready service after at most two DNS lookups, a few seconds later. The release must have METRICS_OPEN
+    (tests/cluster/pulls.py).
+    """
     seen = [_connected(f"http://{pod.ip}:9104/metrics") for pod in release.ready("gateway")]
     return len(seen) == 2 and all(each[service] == 2 for each in seen for service in SERVICES)
 
 
 def _connected(url: str) -> dict[str, float]:
-    """By service."""
+    """Returns the number of connections by service."""
     families = text_string_to_metric_families(httpx.get(url, timeout=10).text)
     found = [each for family in families for each in family.samples if each.name == "rootstock_gateway_connected"]
     return {each.labels["service"]: each.value for each in found}

@@ -1,4 +1,4 @@
-"""What an installation takes for granted, as an operator would have made it: Secrets, and a Redis that is not the chart's."""
+"""Objects that an installation expects from the operator: Secrets, and a Redis outside the chart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def secret(release: Release, name: str, data: dict[str, str]) -> None:
 
 
 def redis_elsewhere(port: int) -> Object:
-    """A pod and a service of that name, without a password."""
+    """Returns a pod with a Redis without a password, and its service `elsewhere`."""
     labels = {"app": "elsewhere"}
     container = {
         "name": "redis",

@@ -1,4 +1,4 @@
-"""The images that a cluster without a registry is given: ours by buildah from the Dockerfile as it is, and a Redis."""
+"""Builds the images for a cluster without a registry: the project's, with buildah and the unchanged Dockerfile, and a Redis."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tests.cluster.kubernetes import CHART, ROOT, run
 
-SERVICES = ("gateway", "tokenizer", "detokenizer", "worker")  # targets of docker/Dockerfile: all but that for GPUs
+SERVICES = ("gateway", "tokenizer", "detokenizer", "worker")  # targets of docker/Dockerfile except the one for GPUs
 DOCKERFILE = "docker/Dockerfile"
-REGISTRY = "localhost"  # of cpu-demo-values.yaml: for images that are loaded into the nodes
-REDIS_PROGRAMS = ("redis-server", "redis-cli", "sh", "grep", "mv", "touch", "tail")  # what the chart and its values files call
+REGISTRY = "localhost"  # registry in cpu-demo-values.yaml, for images that are loaded into the nodes
+REDIS_PROGRAMS = ("redis-server", "redis-cli", "sh", "grep", "mv", "touch", "tail")  # programs that the chart and its files call
 
 
 def release() -> str:
@@ -26,7 +26,7 @@ def release() -> str:
 
 
 def redis_image(component: str = "redis") -> str:
-    """That of the index, or of the store of `state`."""
+    """Returns the Redis image of the index, or of the store for the component `state`."""
     wanted = rf"^{component}:.*?image: \{{.*?repository: (\S+), tag: (\S+?)[,}}]"
     found = re.search(wanted, (CHART / "values.yaml").read_text(), re.M | re.S)
     assert found
@@ -35,27 +35,27 @@ def redis_image(component: str = "redis") -> str:
 
 @dataclass(frozen=True)
 class Built:
-    """archive: in docker's layout. seconds: that it took."""
+    """An image that was built."""
 
     name: str
-    archive: Path
-    seconds: float
+    archive: Path  # in docker's archive format
+    seconds: float  # duration of the build
 
 
 def base() -> str:
-    """The name that FROM asks for."""
+    """Returns the full name of the base image in the Dockerfile."""
     found = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / DOCKERFILE).read_text(), re.M)
     assert found
     return f"docker.io/library/{found[1]}"
 
 
 def has_base() -> bool:
-    """Layers that were built on it before are good for as long as it stays."""
+    """Whether the base image exists on this machine. Layers that were built on it are reused as long as it does not change."""
     return subprocess.run(["buildah", "inspect", "--type", "image", base()], capture_output=True, check=False).returncode == 0
 
 
 def build(service: str, folder: Path) -> Built:
-    """What else runs on this machine comes first."""
+    """Builds the image of a service and writes its archive, at a low priority."""
     begun = time.monotonic()
     name, archive = f"rootstock/{service}:{release()}", folder / f"{service}.tar"
     archive.unlink(missing_ok=True)
@@ -69,8 +69,11 @@ def build(service: str, folder: Path) -> Built:
 
 
 def _torch_index() -> list[str]:
-    """ROOTSTOCK_TEST_TORCH_INDEX_URL: a URL, a folder of wheels, or nothing, which asks none but pip's own. Where that is not
-    said and torch's wheel lies in a folder, none is asked either: one that is not reached costs minutes."""
+    """Returns the build argument for torch's package index.
+
+    ROOTSTOCK_TEST_TORCH_INDEX_URL is a URL or a folder of wheels; empty means pip's default index only. If it is unset and a
+    wheel folder has torch, the argument is also empty, because each unreachable index costs minutes.
+    """
     index = os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL")
     if index is None:
         if not any(any(Path(folder).glob("torch-*.whl")) for folder in _folders()):
@@ -80,7 +83,7 @@ def _torch_index() -> list[str]:
 
 
 def _wheel_folders() -> list[str]:
-    """Where pip of this machine takes wheels from folders, builds see them too."""
+    """Returns flags that mount into builds the wheel folders from which pip on this machine installs."""
     return [word for folder in _folders() for word in ("--volume", f"{folder}:{folder}:ro")]
 
 
@@ -92,7 +95,7 @@ def _folders() -> list[str]:
 
 
 def redis_archives(cluster: str, folder: Path) -> list[Path]:
-    """This machine's own by the names of the chart's, with the libraries that it takes, by the local cluster's command."""
+    """Builds archives of Redis from this machine's programs and their libraries, under the image names of the chart."""
     files: dict[str, str] = {}
     for program in REDIS_PROGRAMS:
         path = shutil.which(program)

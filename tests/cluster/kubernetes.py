@@ -1,6 +1,6 @@
-"""A cluster as tests see it: kubectl and helm by its kubeconfig, and what a local one can do besides.
+"""A cluster as tests use it: kubectl and helm with its kubeconfig, and further actions if the cluster is local.
 
-A local one is started by a command of its own (`CLUSTER`): `up --nodes N FLAGS`, `env`, `load FILE ...`, `addon NAME ...`,
+A local cluster is controlled by a command (`CLUSTER`): `up --nodes N FLAGS`, `env`, `load FILE ...`, `addon NAME ...`,
 `node stop|start|cut|join NAME`, `gpus NODE N`, `image NAME FILE --file HERE=THERE`, `down`.
 """
 
@@ -22,16 +22,20 @@ Object = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rootstock"
 WITHIN_S = 240.0
-GREEDY = {"keda": "keda", "prometheus": "monitoring"}  # namespaces of addons that ask for half of two nodes, and use little
-ASK_S = 60.0  # for one question to an API server
+GREEDY = {"keda": "keda", "prometheus": "monitoring"}  # namespaces of addons that request half of two nodes and use little of it
+ASK_S = 60.0  # time limit of one request to the API server
 
 
 class CommandFailed(Exception):
-    """A program ended with another status than 0, or not in time."""
+    """Raised if a program ends with a status other than 0 or exceeds its time limit. The text has the command and its output."""
 
 
 def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, limit_s: float = 600) -> str:
-    """What it writes to stdout. Raises CommandFailed with what it said."""
+    """Runs a command and returns its stdout.
+
+    Raises:
+        CommandFailed: the command failed or did not end in time.
+    """
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=limit_s, check=False
@@ -44,7 +48,10 @@ def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, li
 
 
 def until(holds: Callable[[], Any], what: str, within_s: float = WITHIN_S, pause_s: float = 0.5) -> float:
-    """Seconds that it took. A look that fails is one that sees nothing; the last such fault is told at the end of the wait."""
+    """Waits for a condition and returns the seconds until it was true.
+
+    A check that raises CommandFailed or an HTTP error counts as false. If the wait fails, the text names the last such error.
+    """
     begun, fault = time.monotonic(), ""
     while True:
         try:
@@ -80,15 +87,14 @@ def as_pod(found: Object) -> Pod:
 
 @dataclass(frozen=True)
 class Cluster:
-    """local: the command that started it; empty for one that was there before. env: of kubectl and helm. addons: that it has from
-    its begin on."""
+    """A Kubernetes cluster and the environment for kubectl and helm."""
 
-    env: Mapping[str, str]
-    local: str = ""
-    addons: tuple[str, ...] = ()
+    env: Mapping[str, str]  # environment of kubectl and helm
+    local: str = ""  # command that started the cluster; empty for an existing cluster
+    addons: tuple[str, ...] = ()  # addons that the cluster has from its start
 
     def kubectl(self, *arguments: str, given: str = "") -> str:
-        if arguments[0] == "get":  # what waits for something says for how long itself
+        if arguments[0] == "get":  # other commands that wait have their own limit
             arguments = (*arguments, f"--request-timeout={ASK_S:.0f}s")
         return run("kubectl", *arguments, given=given, env=self.env)
 
@@ -107,7 +113,7 @@ class Cluster:
         run(self.local, "node", action, name)
 
     def addon(self, *names: str) -> None:
-        """Those that it has not."""
+        """Installs the addons that the cluster does not have yet."""
         missing = [name for name in names if name not in self.addons]
         if missing:
             run(self.local, "addon", *missing)
@@ -119,21 +125,21 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Release:
-    """One installation of the chart in a namespace of its own. name: one that the names of its objects begin with as it is."""
+    """An installation of the chart in its own namespace."""
 
     cluster: Cluster
-    name: str
+    name: str  # the names of all objects begin with it; it must contain "rootstock"
     namespace: str
-    base: tuple[Path, ...]
+    base: tuple[Path, ...]  # values files
     chart: Path = CHART
 
     def install(self, values: Object, wait: bool = True) -> None:
-        """Or upgrade. values: all beside the base."""
+        """Installs or upgrades the release with these values over the base files."""
         files = [word for path in self.base for word in ("-f", str(path))]
         waiting = ["--wait", "--timeout", "300s"] if wait else []
         arguments = ["upgrade", "--install", self.name, str(self.chart), "-n", self.namespace, *files, "-f", "-", *waiting]
         self.cluster.helm(*arguments, given=json.dumps(values))
-        if wait:  # helm has seen enough once no more pods are missing than a rollout may do without: of one worker, none is there
+        if wait:  # helm does not wait for pods that a rollout may miss; with a single worker, it waits for none
             self.kubectl("rollout", "status", "deployment", "-l", f"app.kubernetes.io/instance={self.name}", "--timeout=300s")
 
     def kubectl(self, action: str, *arguments: str, given: str = "") -> str:
@@ -147,7 +153,7 @@ class Release:
         return "-".join(filter(None, (self.name, component, model)))
 
     def pods(self, component: str, model: str = "", leaving: bool = False) -> list[Pod]:
-        """leaving: also those that are on their way out."""
+        """Returns the pods of a component, with the terminating ones if `leaving`."""
         found = self.get("pods", "-l", f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}")
         mine = [as_pod(each) for each in found["items"]]
         prefix = self.object_name(component, model)
@@ -157,18 +163,18 @@ class Release:
         return [pod for pod in self.pods(component, model) if pod.ready]
 
     def replicas(self, component: str, model: str = "") -> int:
-        """That its Deployment asks for."""
+        """Returns the number of replicas in the spec of the Deployment."""
         replicas: int = self.get("deployment", self.object_name(component, model))["spec"]["replicas"]
         return replicas
 
     def restart(self, component: str, model: str = "") -> None:
-        """A rollout, to its end."""
+        """Restarts the pods of a component and waits for the end of the rollout."""
         name = f"deployment/{self.object_name(component, model)}"
         self.kubectl("rollout", "restart", name)
         self.kubectl("rollout", "status", name, "--timeout=300s")
 
     def urls(self) -> list[str]:
-        """Of its ready gateways, from this machine."""
+        """Returns the URLs of the ready gateways, which are reachable from this machine."""
         return [f"http://{pod.ip}:8000" for pod in self.ready("gateway")]
 
     def uninstall(self) -> None:
@@ -176,14 +182,14 @@ class Release:
 
 
 class BrokenNodes:
-    """Nodes of a local cluster that something was done to, and what undoes it."""
+    """Nodes of a local cluster that a test has stopped or cut off, with the action that repairs each."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._remedies: dict[str, str] = {}
 
     def names(self) -> list[str]:
-        """Of all nodes."""
+        """Returns the names of all nodes, broken or not."""
         return self._cluster.nodes()
 
     def take(self, action: str, node: str, remedy: str) -> None:
@@ -191,7 +197,7 @@ class BrokenNodes:
         self._remedies[node] = remedy
 
     def mend(self) -> None:
-        """All of them, until they are ready."""
+        """Repairs all broken nodes and waits until they are ready."""
         while self._remedies:
             node, remedy = self._remedies.popitem()
             self._cluster.node(remedy, node)
@@ -203,7 +209,7 @@ class BrokenNodes:
 
 
 def start(command: str, nodes: int, flags: Sequence[str] = ()) -> Cluster:
-    """A local one."""
+    """Starts a local cluster."""
     run(command, "up", "--nodes", str(nodes), *flags)
     said = run("sh", "-c", f'eval "$({shlex.quote(command)} env)"; echo "$KUBECONFIG"; echo "$PATH"').splitlines()
     return Cluster({"KUBECONFIG": said[0], "PATH": said[1]}, command)

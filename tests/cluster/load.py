@@ -1,4 +1,4 @@
-"""Greedy streams one after the other, over several gateways in turn: what each said, how long it paused, and why one was cut."""
+"""Greedy streams in sequence over several gateways: records texts, pauses, and the cause of each failure."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.cluster.spaces import gateway_state
 
 QUESTIONS = tuple(f"Count from {first} to {first + 24}." for first in range(1, 9))
 REQUEST_S = 330.0
-LOOK_S = 0.5  # whether clients are to go
-FRESH_S = 1.0  # for which it is known where gateways are
-AGAIN_S = 0.5  # behind a failure
-LEAVE_S = 30.0  # in which clients that have left are gone
+LOOK_S = 0.5  # between checks whether clients must disconnect
+FRESH_S = 1.0  # for which a list of gateways is used
+AGAIN_S = 0.5  # pause after a failure
+LEAVE_S = 30.0  # limit for the clients to disconnect
 
 Urls = Callable[[], Sequence[str]]
 Witness = Callable[[str], str]
 
 
 class Gateways:
-    """Where they are, asked beside the event loop: a question takes a process of its own, and no stream stands still for it."""
+    """URLs of the ready gateways. A lookup starts a process, so it runs in a thread and does not block the streams."""
 
     def __init__(self, look: Urls) -> None:
         self._look = look
@@ -39,7 +39,14 @@ class Gateways:
         self._fresh_until = 0.0
 
     async def urls(self, since: float = 0.0) -> Sequence[str]:
-        """since: not older than that, on the monotonic clock. Raises ConnectionError where none is ready."""
+        """Returns the URLs of ready gateways.
+
+        Args:
+            since: monotonic time; the result must not be older.
+
+        Raises:
+            ConnectionError: no gateway is ready.
+        """
         async with self._lock:
             now = time.monotonic()
             if now >= self._fresh_until or since > self._fresh_until - FRESH_S:
@@ -49,7 +56,7 @@ class Gateways:
             return self._known
 
     async def has_left(self, url: str) -> bool:
-        """Whether others are ready, and that one is not among them any more."""
+        """Whether other gateways are ready and that one is not."""
         try:
             return url not in await self.urls(time.monotonic())
         except ConnectionError:
@@ -59,27 +66,25 @@ class Gateways:
         try:
             return await asyncio.to_thread(self._look)
         except CommandFailed:
-            return self._known  # where they were; who is not there any more refuses the connection, and is told
+            return self._known  # an old list is harmless: a gateway that is gone refuses the connection, which is counted
 
 
 @dataclass
 class Load:
-    """streams: at once. urls: those of gateways at the moment. witness: of a gateway, how it is, asked at the first failure of
-    each kind. longest_pause_s: since it was last set to 0. texts: by question, all that were said. max_tokens: of an answer.
-    elsewhere: how often a gateway that has left took no connection, and the next one was asked."""
+    """Clients that send requests in a loop, on an event loop in a thread, and the record of the results."""
 
-    streams: int
-    urls: Urls
+    streams: int  # number of concurrent clients
+    urls: Urls  # returns the URLs of the ready gateways
     model: str = "demo"
     questions: Sequence[str] = QUESTIONS
-    ended: int = 0
-    elsewhere: int = 0
-    longest_pause_s: float = 0.0
-    failures: Counter[str] = field(default_factory=Counter)
-    firsts: dict[str, str] = field(default_factory=dict)
-    texts: dict[str, set[str]] = field(default_factory=dict)
-    max_tokens: int = 200
-    witness: Witness | None = None
+    ended: int = 0  # requests that have ended well
+    elsewhere: int = 0  # connections refused by a gateway that is no longer ready; the request is sent to the next one
+    longest_pause_s: float = 0.0  # between two lines of a stream; a test may reset it to 0
+    failures: Counter[str] = field(default_factory=Counter)  # failed requests by error
+    firsts: dict[str, str] = field(default_factory=dict)  # details of the first failure by error
+    texts: dict[str, set[str]] = field(default_factory=dict)  # all different answers by question
+    max_tokens: int = 200  # limit of an answer
+    witness: Witness | None = None  # returns the state of a gateway; called at the first failure of each kind
     _begun: float = field(default_factory=time.monotonic)
     _left: threading.Event = field(default_factory=threading.Event)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -92,7 +97,7 @@ class Load:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        """What runs comes to its end; behind a failure of the test it is left as it is."""
+        """Waits until running requests end. If the test has failed, disconnects all clients at once."""
         if error is not None:
             error.add_note(self._told())
             self.leave()
@@ -105,12 +110,16 @@ class Load:
                 raise self._fault
 
     def leave(self) -> None:
-        """All clients go away, whatever they wait for."""
+        """Disconnects all clients immediately."""
         self._stop.set()
         self._left.set()
 
     def check(self) -> str:
-        """A line about it. AssertionError where a request has failed, or texts differ."""
+        """Returns a line with the results.
+
+        Raises:
+            AssertionError: a request has failed, no request has ended, or answers to the same question differ.
+        """
         assert not self.failures, self._told()
         different = {question: texts for question, texts in self.texts.items() if len(texts) > 1}
         assert not different, different
@@ -130,7 +139,7 @@ class Load:
 
     async def _run(self) -> None:
         turn, gateways = itertools.count(), Gateways(self.urls)
-        # No connection is used twice: one that idles while its gateway goes would be lost with the next request on it.
+        # Each request has its own connection, because an idle connection breaks when its gateway ends.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as session:
             clients = [asyncio.create_task(self._client(session, gateways, turn)) for _ in range(self.streams)]
@@ -153,7 +162,7 @@ class Load:
                 text = await self._ask(session, url, question, said)
             except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
                 if self._left.is_set():
-                    return  # what becomes of the requests of those who have left is not theirs
+                    return  # errors after `leave` are caused by the disconnection
                 if isinstance(error, aiohttp.ClientConnectorError) and await gateways.has_left(url):
                     self.elsewhere += 1
                     continue
@@ -178,7 +187,11 @@ class Load:
                 self.firsts[what] += f"\nhow it is cannot be seen: {unseen}"
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, question: str, said: list[str]) -> str:
-        """said: the text so far, in place. Raises ValueError for an error, whole or in mid-stream."""
+        """Sends a request and returns the text. Updates said[0] with the text so far.
+
+        Raises:
+            ValueError: the response is an error, contains one, or ends early.
+        """
         messages = [{"role": "user", "content": question}]
         body = {"model": self.model, "messages": messages, "temperature": 0, "stream": True, "max_tokens": self.max_tokens}
         last = time.monotonic()
@@ -201,5 +214,5 @@ class Load:
 
 
 def load_on(release: Release, streams: int, urls: Urls | None = None, **more: Any) -> Load:
-    """On the gateways of a release that are ready, unless urls says others; a request that fails tells how its gateway was."""
+    """Returns a load on the ready gateways of a release, unless `urls` is given. A failure records the state of its gateway."""
     return Load(streams, urls or release.urls, witness=partial(gateway_state, release), **more)

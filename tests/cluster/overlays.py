@@ -1,6 +1,6 @@
-"""What is installed of each values file of ci/: the file, and over it what replaces what this machine lacks, and no more.
+"""Overlays with which the values files of ci/ are installed here. An overlay replaces only values that this machine cannot serve.
 
-tests/chart/test_cluster_values.py holds that nothing of it waits for what a node of a local cluster does not have.
+tests/chart/test_cluster_values.py checks that no installation waits for something that nodes of a local cluster lack.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ CI = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "
 DEMO = "/app/models/demo"
 SMALL: Object = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
 FEW: Object = {"max_total_tokens": 16384, "max_running_requests": 8, "grammar_workers": 1}
-LOADED: Object = {  # into the nodes, by the names that tests/cluster/images.py gives
+LOADED: Object = {  # images that are loaded into the nodes, with the names of tests/cluster/images.py
     "image": {"registry": REGISTRY},
     "redis": {"image": {"registry": "docker.io"}},
     "state": {"image": {"registry": "docker.io"}},
 }
 OF_A_GPU = ("gpus", "gpuMemoryGB", "gpuResource", "resourceClaims")
-OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes, GPUs and the hub are not those of the file
+OWN: dict[str, Object] = {  # further overlays by file, where its images, models, volumes or limits do not fit this machine
     "air-gapped": {"image": {"pullSecrets": []}, "worker": {"affinity": None}},
     "eight-gpus-two-models": {
         "gateway": {"replicas": 1, "autoscaling": {"minReplicas": 1}, "settings": {"max_concurrent_requests": 64}},
         "worker": {"priorityClassName": ""},
-        "networkPolicy": {"clients": [], "apiServer": []},  # the tests are no ingress
+        "networkPolicy": {"clients": [], "apiServer": []},  # the tests call gateways directly, not by an ingress
         "tracing": {"otlpEndpoint": ""},
     },
     "kv-in-tiers": {"worker": {"resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "4Gi"}}}},
-    "operators-overlay": {  # no such class, no mirror that the proxy leads to, no second node for a worker that comes first
+    "operators-overlay": {  # the priority class, the image mirror and the API server's port of the file do not exist here
         "image": {"pullPolicy": "IfNotPresent", "pullSecrets": []},
         "gateway": {"priorityClassName": ""},
         "networkPolicy": {"apiServerPorts": [443, 6443]},
@@ -41,7 +41,7 @@ OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes
         "autoscaling": {"prometheusUrl": "http://prometheus-server.monitoring.svc:80"},
     },
 }
-TIERS: Object = {  # of a pool that fits here, on disks that are here; a Redis that is elsewhere is not
+TIERS: Object = {  # sizes for a small pool on the local disk, without an external Redis
     "hostGB": 1,
     "files": {"sizeGB": 1, "claimSize": 0, "storageClass": ""},
     "shared": {"secret": "", "peers": []},
@@ -49,13 +49,13 @@ TIERS: Object = {  # of a pool that fits here, on disks that are here; a Redis t
 
 
 def installed(name: str) -> Object:
-    """The file of that name and its overlay, in one."""
+    """Returns the values file of that name, merged with its overlay."""
     values: Object = yaml.safe_load(CI[name].read_text())
     return merged(values, _overlay(name, values))
 
 
 def merged(values: Object, over: Object) -> Object:
-    """As helm merges: maps key by key, everything else replaced; None takes a key away."""
+    """Merges values as helm does: maps are merged by key, other values are replaced, and None removes a key."""
     return _without_none(_over(values, over))
 
 
@@ -64,7 +64,7 @@ def _without_none(values: Object) -> Object:
 
 
 def _overlay(name: str, values: Object) -> Object:
-    few: Object = dict.fromkeys(values["worker"].get("settings", {}))  # none of the file's own: they are a GPU's
+    few: Object = dict.fromkeys(values["worker"].get("settings", {}))  # removes the file's settings, which are for a GPU
     tiers = {"kvTiers": TIERS} if "kvTiers" in values["worker"] else {}
     worker = {
         "gpus": 0,
@@ -91,7 +91,7 @@ def _overlay(name: str, values: Object) -> Object:
 
 
 def _over(values: Object, over: Object) -> Object:
-    """Two overlays in one: None stays what it says."""
+    """Merges two overlays. A None stays in the result."""
     out = dict(values)
     for key, value in over.items():
         mine = out.get(key)
@@ -100,7 +100,7 @@ def _over(values: Object, over: Object) -> Object:
 
 
 def _model(entry: Object) -> Object:
-    """The demo model in its place."""
+    """Returns the model entry with the demo model instead, and without GPUs."""
     own: dict[str, Any] = {key: value for key, value in entry.get("worker", {}).items() if key not in OF_A_GPU}
     for part in filter(None, (own, own.get("prefill"))):
         if scaled := part.get("autoscaling"):

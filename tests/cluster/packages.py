@@ -1,4 +1,4 @@
-"""Programs that a run takes, by Debian's packages; what is missing is installed by apt-get, for root."""
+"""Checks the programs that a run needs. As root, installs missing ones as Debian packages with apt-get."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ OF_A_LOCAL_CLUSTER = {
     "conntrack": "conntrack",
     "ip": "iproute2",
     "/usr/lib/cni/bridge": "containernetworking-plugins",
-    "debootstrap": "debootstrap",  # of a base image that no registry gives
+    "debootstrap": "debootstrap",  # makes the base image if no registry has it
 }
-TOOLS = ("helm", "kubectl")  # which a local cluster brings along
+TOOLS = ("helm", "kubectl")  # the command of a local cluster provides them
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def provide(local: bool) -> None:
-    """local: for a cluster that starts on this machine. Ends the process with a sentence where something stays missing."""
+    """Installs missing packages. Exits with a message if a program stays missing.
+
+    Args:
+        local: the cluster runs on this machine and needs further programs.
+    """
     wanted = ALWAYS | OF_A_LOCAL_CLUSTER if local else ALWAYS
     packages = _missing(wanted)
     if packages and os.geteuid() == 0 and shutil.which("apt-get"):

@@ -1,4 +1,4 @@
-"""The page of a run: versions, what was done, what happened and how long it took. Written by the run, as text and as JSON."""
+"""The page of a run, as text and as JSON: versions, tests, results and durations."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Proof:
         }
 
     def ready(self, seconds: float) -> None:
-        """Images and cluster are there, so long after the run's begin."""
+        """Records and prints the time from the start of the run until images and cluster are ready."""
         self.found["seconds_to_ready"] = round(seconds)
         print(f"images and cluster are there after {seconds:.0f} s", flush=True)
 
     def write(self, folder: Path, lines: Path, seconds: float, status: int) -> None:
-        """status: pytest's. A run that failed is written as one."""
+        """Writes both files. A `status` of pytest other than 0 marks the run as failed."""
         self.found |= {"date": time.strftime("%Y-%m-%d"), "minutes": round(seconds / 60, 1), "passed": status == 0}
         self.found["tests"] = gathered(lines.read_text() if lines.exists() else "")
         (folder / "proof.json").write_text(json.dumps(self.found, indent=1) + "\n")
@@ -61,7 +61,10 @@ class Proof:
 
 
 def gathered(lines: str) -> list[dict[str, Any]]:
-    """One entry for each test: file, test, outcome, seconds, lines; by file, and in it in the order in which they ended."""
+    """Returns an entry for each test, sorted by file and then by the first line of each test.
+
+    Entries have file, test, outcome, seconds and lines.
+    """
     tests: dict[tuple[str, str], dict[str, Any]] = {}
     for told in map(json.loads, lines.splitlines()):
         key = (told.pop("file"), told.pop("test"))

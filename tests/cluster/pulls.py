@@ -1,4 +1,4 @@
-"""What workers have read of each other and of their tiers, as their metrics have it."""
+"""Reads from the workers' metrics the KV that they have read from remote workers and from tiers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.kubernetes import Release
 
-# Tests look at metrics from this machine; the KV port stays shut.
+# Lets tests read metrics from this machine. The KV port stays closed.
 METRICS_OPEN = {"monitoring": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}
 
 
 def worker_metric(release: Release, name: str) -> float:
-    """The sum of a counter over the workers that are there."""
+    """Returns the sum of a counter over the ready workers."""
     total = 0.0
     for pod in release.ready("worker", "demo"):
         with urllib.request.urlopen(f"http://{pod.ip}:9103/metrics", timeout=30) as answer:
@@ -24,5 +24,5 @@ def worker_metric(release: Release, name: str) -> float:
 
 
 def pulled(release: Release) -> float:
-    """Tokens whose KV the decode workers that are there have read."""
+    """Returns the tokens whose KV the ready decode workers have read."""
     return worker_metric(release, "rootstock_worker_pulled_tokens_total")

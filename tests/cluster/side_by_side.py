@@ -1,4 +1,4 @@
-"""Installations that wait more than they compute: some at a time, while each test looks at what became of its own."""
+"""Runs several installations in parallel, because they mostly wait. Each test checks the result of its own installation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import TypeVar
 
 import pytest
 
-JOB_S = 850.0  # a job's own waits end before
+JOB_S = 850.0  # longer than the waits within a job
 T = TypeVar("T")
 
 
 @contextmanager
 def side_by_side(jobs: Mapping[str, Callable[[], T]], at_once: int) -> Iterator[Mapping[str, Future[T]]]:
-    """One that fails is told by its own test, and the others go on. Those that have begun come to their end; the others are not
-    begun any more once nobody looks."""
+    """Runs jobs in threads and yields their futures.
+
+    A failed job fails only its own test. On exit, running jobs are finished and waiting jobs are cancelled.
+    """
     pool = ThreadPoolExecutor(at_once)
     try:
         yield {name: pool.submit(job) for name, job in jobs.items()}
@@ -26,7 +28,7 @@ def side_by_side(jobs: Mapping[str, Callable[[], T]], at_once: int) -> Iterator[
 
 
 def what_became_of(job: Future[T]) -> T:
-    """Raises what it has raised, or AssertionError where it has not ended in time."""
+    """Returns the result of a job or raises its exception. Raises AssertionError if the job does not end in time."""
     try:
         return job.result(JOB_S)
     except FutureTimeout:
@@ -34,6 +36,6 @@ def what_became_of(job: Future[T]) -> T:
 
 
 def asked_for(request: pytest.FixtureRequest, test: str) -> list[str]:
-    """The names with which a test of the fixture's module was collected."""
+    """Returns the `name` parameters with which a test of the fixture's module was collected."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     return [str(item.callspec.params["name"]) for item in items if item.originalname == test]

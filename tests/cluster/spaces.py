@@ -1,4 +1,4 @@
-"""Namespaces of tests, and what there is in one instead of what was waited for."""
+"""Namespaces of tests, and a description of a namespace for a failed test."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.cluster.kubernetes import Cluster, CommandFailed, Object, Release
 
 LOG_LINES = 12
 EVENTS = 20
-ENDS = ("reason", "exitCode", "finishedAt", "message")  # of a container that has ended or waits
+ENDS = ("reason", "exitCode", "finishedAt", "message")  # fields of a container that has ended or is waiting
 
 
 def told_of(cluster: Cluster, pods: Sequence[Object]) -> str:
-    """A line about each pod, and the last lines of the logs of those that are not ready or were restarted."""
+    """Returns a line about each pod, and the last log lines of pods that are not ready or were restarted."""
     lines = []
     for pod in pods:
         name, space = pod["metadata"]["name"], pod["metadata"]["namespace"]
@@ -46,7 +46,7 @@ def _log(cluster: Cluster, space: str, pod: str, *flags: str) -> str:
 
 
 def state_of(cluster: Cluster, space: str) -> str:
-    """What there is instead of what was waited for: a namespace's pods, with logs, and what has happened there of late."""
+    """Returns the pods of a namespace, with log lines, and its last events."""
     try:
         events = cluster.kubectl("get", "events", "-n", space, "--sort-by=.lastTimestamp").splitlines()
         return "\n".join([told_of(cluster, cluster.get("pods", "-n", space)["items"]), *events[-EVENTS:]])
@@ -55,7 +55,7 @@ def state_of(cluster: Cluster, space: str) -> str:
 
 
 def gateway_state(release: Release, url: str) -> str:
-    """Of the gateway at that URL: its pod, how often its container was restarted and why, the last lines of its log."""
+    """Returns the pod of the gateway at that URL, the number and causes of restarts, and the last log lines."""
     items = release.get("pods", "-l", f"app.kubernetes.io/instance={release.name},app.kubernetes.io/component=gateway")["items"]
     found = [each for each in items if f"//{each['status'].get('podIP')}:" in url]
     return told_of(release.cluster, found) if found else f"no gateway is at {url} any more; there are {release.urls()}"
@@ -63,7 +63,10 @@ def gateway_state(release: Release, url: str) -> str:
 
 @contextmanager
 def namespace(cluster: Cluster, name: str) -> Iterator[str]:
-    """With restricted Pod Security. It goes with all that is in it, and nobody waits for that. Who fails is told how it was."""
+    """Creates a namespace with restricted Pod Security and deletes it on exit, without waiting for the end of its objects.
+
+    An exception gets the state of the namespace as a note.
+    """
     cluster.kubectl("create", "namespace", name)
     cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
     try:

@@ -1,4 +1,4 @@
-"""Every values file of ci/: its objects pass the API server's own validation, and start where they get what the machine has."""
+"""Every values file of ci/ passes the API server's validation and starts with the resources of this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.cluster.overlays import CI, installed
 from tests.cluster.side_by_side import asked_for, side_by_side, what_became_of
 from tests.cluster.spaces import namespace
 
-AT_ONCE = 2  # two dozen processes that start; other tests are beside them
+AT_ONCE = 2  # installations, with about two dozen starting processes; other tests run in parallel
 KEY = "sk-of-the-cluster-tests"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def definitions(cluster: Cluster) -> None:
-    """Of what the chart renders besides Kubernetes' own kinds."""
+    """Installs definitions of the kinds that the chart renders in addition to Kubernetes' own kinds."""
     if cluster.local:
         cluster.addon("prometheus", "keda")
         cluster.kubectl("apply", "--server-side", "-f", "-", given=json.dumps(definition("httproutes", HTTP_ROUTE)))
@@ -33,7 +33,7 @@ def definitions(cluster: Cluster) -> None:
 
 
 def definition(plural: str, schema: Schema) -> Object:
-    """A CustomResourceDefinition of what a schema of tests/chart says."""
+    """Returns a CustomResourceDefinition from a schema of tests/chart."""
     properties = schema["properties"]
     group, _, version = properties["apiVersion"]["const"].partition("/")
     kind = properties["kind"]["const"]
@@ -56,7 +56,7 @@ def definition(plural: str, schema: Schema) -> Object:
 
 
 def structural(schema: Schema) -> Schema:
-    """As a CRD's schema must be: each part says its type, and fields that are not named are refused by strict decoding."""
+    """Returns a schema as a CRD requires it: with a type everywhere. Strict decoding refuses fields that are not in it."""
     out = {key: value for key, value in schema.items() if key not in ("$schema", "additionalProperties", "properties", "items")}
     if "enum" in out:
         out["type"] = "string"
@@ -68,13 +68,13 @@ def structural(schema: Schema) -> Schema:
 
 
 @pytest.mark.parametrize("name", CI)
-def test_the_api_server_admits_it(cluster: Cluster, name: str, proved: Callable[[str], None]) -> None:
-    """Without a warning: also of restricted Pod Security, of pod templates."""
+def test_api_server_admits_values_file(cluster: Cluster, name: str, proved: Callable[[str], None]) -> None:
+    """The API server gives no warning, also not about restricted Pod Security of pod templates."""
     with namespace(cluster, f"admitted-{name}") as space:
         cluster.kubectl("label", "namespace", space, "pod-security.kubernetes.io/warn=restricted")
         values = yaml.safe_load(CI[name].read_text())
         prepare(Release(cluster, "rootstock", space, (CI[name],)), values)
-        if values.get("serviceAccount", {}).get("create", True):  # of helm test's pods, which a dry run does not make
+        if values.get("serviceAccount", {}).get("create", True):  # for the pods of helm test; a dry run creates no account
             for account in ("rootstock", "rootstock-diagnosis"):
                 cluster.kubectl("-n", space, "create", "serviceaccount", account)
         version = cluster.get("--raw", "/version")["gitVersion"]
@@ -93,13 +93,13 @@ Starts = Mapping[str, Future[tuple[float, dict[str, str]]]]
 
 @pytest.fixture(scope="module")
 def starts(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Starts]:
-    names = asked_for(request, test_it_starts_with_what_the_machine_has.__name__)
+    names = asked_for(request, test_values_file_starts_on_this_machine.__name__)
     with side_by_side({name: partial(start, cluster, name) for name in names}, AT_ONCE) as running:
         yield running
 
 
 def start(cluster: Cluster, name: str) -> tuple[float, dict[str, str]]:
-    """Installs a file. Returns how long it took to be up, in seconds, and what each of its models answers."""
+    """Installs a file. Returns the seconds until it is ready and the answer of each model by name."""
     values = yaml.safe_load(CI[name].read_text())
     with namespace(cluster, f"started-{name}") as space:
         release = Release(cluster, "rootstock", space, ())
@@ -112,15 +112,15 @@ def start(cluster: Cluster, name: str) -> tuple[float, dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", [each for each in CI if each != "cpu-demo"])
-def test_it_starts_with_what_the_machine_has(name: str, starts: Starts, proved: Callable[[str], None]) -> None:
-    """Everything of the file but GPUs, its images' registry, its volumes and its models, which are the demo model."""
+def test_values_file_starts_on_this_machine(name: str, starts: Starts, proved: Callable[[str], None]) -> None:
+    """The overlay replaces GPUs, the image registry, volumes and the models, all of which become the demo model."""
     took, answers = what_became_of(starts[name])
     assert answers and set(answers.values()) == {"17 + 25 = 42."}, answers
     proved(f"{name}: up after {took:.0f} s, {' and '.join(answers)} answered")
 
 
 def prepare(release: Release, values: Object) -> None:
-    """What a file takes for granted: its Secrets, its account, its Redis."""
+    """Creates the objects that a values file expects: Secrets, the service account and the Redis."""
     auth = values.get("auth", {})
     if auth.get("apiKeysSecret"):
         secret(release, auth["apiKeysSecret"], {"keys.json": json.dumps({"keys": [{"name": "tests", "key": KEY}]})})

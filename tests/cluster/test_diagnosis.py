@@ -1,4 +1,4 @@
-"""`helm test` on real installations that are broken: each fault is named, with its remedy. And on one that is well."""
+"""`helm test` on real installations: it names each fault with a remedy, and finds no fault in a working installation."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ ONE: Object = {
 }
 NO_MODEL = merged(ONE, {"worker": {"settings": FAKE}})
 PATIENT_S = "300s"
-AT_ONCE = 2  # they wait, most of the time; other tests are beside them
+AT_ONCE = 2  # installations, which mostly wait; other tests run in parallel
 
 
 @dataclass(frozen=True)
 class Broken:
-    """values: beside ONE. before, after: what is done to the namespace before and after the installation. check, said: what the
-    report must hold of it; mend: of its remedy."""
+    """A fault of an installation, and the texts that the report must contain."""
 
-    check: str
-    said: str
-    mend: str
-    values: Object = field(default_factory=dict)
-    before: Callable[[Release], None] = lambda release: None
-    after: Callable[[Release], None] = lambda release: None
+    check: str  # name of the check that reports the fault
+    said: str  # text of the fault
+    mend: str  # text of the remedy
+    values: Object = field(default_factory=dict)  # merged over ONE or NO_MODEL
+    before: Callable[[Release], None] = lambda release: None  # changes the namespace before the installation
+    after: Callable[[Release], None] = lambda release: None  # changes the namespace after the installation
 
 
 def apply(release: Release, *objects: Object) -> None:
@@ -63,8 +62,7 @@ def claim_of_one_node(release: Release) -> None:
 
 
 def claim_on_two_nodes(release: Release) -> None:
-    """Bound to a volume of no node's own, so that nothing but its mode says that one node may have it. Its folder is there
-    on every node."""
+    """Creates a claim that only one node may use because of its access mode. The volume's folder exists on every node."""
     volume = f"{release.namespace}-models"
     spec = {"accessModes": ["ReadWriteOnce"], "storageClassName": "", "volumeName": volume}
     of = {"claimRef": {"namespace": release.namespace, "name": "models"}, "hostPath": {"path": "/tmp"}}
@@ -92,7 +90,7 @@ def other_ports(release: Release) -> None:
 
 
 def cut_off(release: Release) -> None:
-    """Tokenizers, by a policy that is not the chart's: theirs goes, so that one alone says who may come."""
+    """Blocks the tokenizers with a policy outside the chart. The chart's policy is deleted, so that only the new one counts."""
     release.kubectl("delete", "networkpolicy", release.object_name("tokenizer"))
     chosen = {"matchLabels": {"app.kubernetes.io/component": "tokenizer"}}
     apply(release, policy("somebody-elses", {"podSelector": chosen, "policyTypes": ["Ingress"]}))
@@ -165,13 +163,13 @@ Diagnoses = Mapping[str, Future[tuple[bool, str]]]
 def diagnoses(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Diagnoses]:
     if cluster.local:
         cluster.addon("prometheus")
-    names = [WELL, *asked_for(request, test_a_broken_one_is_told_what_is_wrong.__name__)]
+    names = [WELL, *asked_for(request, test_helm_test_names_the_fault.__name__)]
     with side_by_side({name: partial(diagnosis, cluster, name) for name in names}, AT_ONCE) as running:
         yield running
 
 
 def diagnosis(cluster: Cluster, name: str) -> tuple[bool, str]:
-    """Whether `helm test` passes on an installation with this fault, and what it says."""
+    """Returns whether `helm test` passes on an installation with this fault, and the report."""
     fault = FAULTS[name]
     with ExitStack() as gone, namespace(cluster, f"install-{name.lower().replace(' ', '-')}") as space:
         release = Release(cluster, "rootstock", space, BASE)
@@ -189,7 +187,7 @@ def diagnosis(cluster: Cluster, name: str) -> tuple[bool, str]:
         return passed, release.kubectl("logs", job)
 
 
-def test_an_installation_that_is_well(diagnoses: Diagnoses, proved: Callable[[str], None]) -> None:
+def test_helm_test_passes_on_a_working_installation(diagnoses: Diagnoses, proved: Callable[[str], None]) -> None:
     passed, report = what_became_of(diagnoses[WELL])
     assert passed, report
     assert "BROKEN" not in report and "unknown" not in report, report
@@ -197,7 +195,7 @@ def test_an_installation_that_is_well(diagnoses: Diagnoses, proved: Callable[[st
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_one_is_told_what_is_wrong(name: str, diagnoses: Diagnoses, proved: Callable[[str], None]) -> None:
+def test_helm_test_names_the_fault(name: str, diagnoses: Diagnoses, proved: Callable[[str], None]) -> None:
     fault = BROKEN[name]
     passed, report = what_became_of(diagnoses[name])
     assert not passed, report

@@ -1,4 +1,4 @@
-"""What an operator does to a running release: evictions, an upgrade and its rollback, other discovery."""
+"""Operations on a running release: evictions, an upgrade and its rollback, and another kind of discovery."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STREAMS = 8
 
 
 def evict(release: Release, pod: Pod) -> bool:
-    """Whether the API server let it go."""
+    """Returns whether the API server allowed the eviction."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod.name, "namespace": release.namespace}}
     path = f"/api/v1/namespaces/{release.namespace}/pods/{pod.name}/eviction"
     try:
@@ -28,7 +28,7 @@ def evict(release: Release, pod: Pod) -> bool:
     return True
 
 
-def test_of_two_pods_one_may_be_evicted(install: Install, proved: Callable[[str], None]) -> None:
+def test_disruption_budget_allows_one_eviction_of_two_pods(install: Install, proved: Callable[[str], None]) -> None:
     release = install({**TWO, "worker": {"replicas": 2, "settings": FAKE}, "drainSeconds": 20})
     with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= STREAMS, "the load")
@@ -40,7 +40,7 @@ def test_of_two_pods_one_may_be_evicted(install: Install, proved: Callable[[str]
 
 
 def previous_chart(folder: Path) -> tuple[Path, str]:
-    """The chart before the last commit that changed its templates, and that commit's name; today's where no history is there."""
+    """Returns the chart before the last commit to its templates, and its commit. Without history, returns the current chart."""
     templates = CHART.relative_to(ROOT) / "templates"
     commits = run("git", "-C", str(ROOT), "log", "-2", "--format=%h", "--", str(templates)).split()
     if len(commits) < 2:
@@ -51,10 +51,12 @@ def previous_chart(folder: Path) -> tuple[Path, str]:
     return folder / CHART.relative_to(ROOT), commits[1]
 
 
-def test_an_upgrade_and_its_rollback(cluster: Cluster, space: str, tmp_path: Path, proved: Callable[[str], None]) -> None:
-    """From the chart before this one. Every setting and every pod changes; so does how gateways find the others.
+def test_streams_survive_an_upgrade_and_a_rollback(
+    cluster: Cluster, space: str, tmp_path: Path, proved: Callable[[str], None]
+) -> None:
+    """Upgrades from the previous chart with other settings, so that every pod and the kind of discovery change, and rolls back.
 
-    Those that end their streams after the rollback have lost the right to read EndpointSlices, as where a chart takes it away.
+    After the upgrade, the gateways lose the right to read EndpointSlices, as if a chart had removed it, and still finish streams.
     """
     chart, commit = previous_chart(tmp_path)
     release = Release(cluster, "rootstock", space, BASE)

@@ -1,4 +1,4 @@
-"""Workers that ask for GPUs stand where there are some. The GPUs are a number that a node announces: nothing computes on them."""
+"""Workers with GPUs are scheduled on nodes that have some. The GPUs are only a number in the node's status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def node_with_gpus(cluster: Cluster) -> str:
 
 
 @pytest.mark.local
-def test_a_worker_waits_for_a_gpu(install: Install, node_with_gpus: str, proved: Callable[[str], None]) -> None:
+def test_worker_waits_for_a_node_with_a_free_gpu(install: Install, node_with_gpus: str, proved: Callable[[str], None]) -> None:
     small = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
     models = [{"name": "demo", "path": "/app/models/demo"}]
     worker = {"gpus": 1, "replicas": GPUS + 1, "resources": small, "topologySpread": True}

@@ -15,7 +15,7 @@ from tests.cluster.test_scaling import keda
 from tests.cluster.values import MONITORED
 
 pytestmark = pytest.mark.timeout(1500)
-BLIND_LOOKS = 30  # five seconds apart
+BLIND_LOOKS = 30  # checks without metrics, five seconds apart
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +25,7 @@ def operator(cluster: Cluster) -> None:
 
 
 def test_queue_refused_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """Every worker's queue is full, and who comes then is refused."""
+    """The queues of all workers are full, so further requests are refused."""
     settings = {"max_total_tokens": 16384, "max_running_requests": 1, "max_queued_requests": 1, "grammar_workers": 1}
     values = {
         "worker": {"replicas": 1, "settings": settings},
@@ -44,10 +44,8 @@ def test_queue_refused_fires_and_clears(install: Install, cluster: Cluster, prov
     proved(f"a full queue: {fired} after {fires:.0f} s, gone {clears:.0f} s after the last request (`for` of 5 s)")
 
 
-def test_nobody_is_stopped_because_prometheus_sees_nothing(
-    install: Install, cluster: Cluster, proved: Callable[[str], None]
-) -> None:
-    """Scraping breaks under load: KEDA leaves the workers as they are, and an alert says that it is blind."""
+def test_keda_keeps_workers_when_scraping_stops(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
+    """Scraping stops under load. KEDA keeps the number of workers, and an alert reports the missing metrics."""
     if cluster.local:
         cluster.addon("keda")
     settings = {"max_total_tokens": 16384, "max_running_requests": 2, "grammar_workers": 1}

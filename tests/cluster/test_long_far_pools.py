@@ -1,6 +1,8 @@
-"""Workers that compute prompts on one node, those that decode on another, and all else on a third that lives: KV goes between
-nodes over TCP. Their network goes, a node's power, either pool rolls out, and the HPA scales each by its own figures: no request
-fails, and no text differs."""
+"""Prefill workers on one node, decode workers on another and all other pods on a third: KV is read between nodes over TCP.
+
+The network or the power of a node is cut, each pool is rolled out, and the HPA scales each pool by its own metrics. No request
+fails and all texts are equal.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from tests.cluster.load import QUESTIONS, Load, load_on
 from tests.cluster.pulls import METRICS_OPEN, pulled
 from tests.cluster.values import MONITORED
 
-STREAMS, CROWD = 8, 24  # the second of short prompts: more than one decode worker is to run
+STREAMS, CROWD = 8, 24  # CROWD sends short prompts and needs more than one decode worker
 CUT_S, WITHIN_S = 10.0, 300.0
-# More than all workers' KV holds, so that prompts are computed again and again.
+# The prompts have more tokens than all KV pools, so that prompts are computed again and again.
 PROMPTS = tuple(f"{number}. Repeat: {'the garden of stone and coral ' * 60}{QUESTIONS[number % 8]}" for number in range(200))
 PACED = {"coldStartSeconds": 15, "scaleDownSeconds": 15, "scaleDownPeriodSeconds": 15}
 pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]
@@ -28,14 +30,14 @@ pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]
 
 @dataclass(frozen=True)
 class Places:
-    """Names of nodes."""
+    """Names of the nodes for the prefill workers, the decode workers and all other pods."""
 
     front: str
     prefill: str
     decode: str
 
     def values(self, **worker: Any) -> Object:
-        """worker: on top of one of each role."""
+        """Returns values with one prefill and one decode worker. `worker` overrides the worker's values."""
         front = {"nodeSelector": on(self.front)}
         prefill = {"replicas": 1, "nodeSelector": on(self.prefill), **worker.pop("prefill", {})}
         return {
@@ -60,7 +62,7 @@ def places(cluster: Cluster) -> Places:
 
 
 def flowing(release: Release, load: Load) -> float:
-    """Tokens whose KV has come from node to node, once all streams have had an answer."""
+    """Waits until each stream has had a response. Returns the number of tokens whose KV was read between nodes."""
     until(lambda: load.ended >= STREAMS, "the load", 120)
     read = pulled(release)
     assert read > 0, "pages go from node to node"
@@ -68,10 +70,10 @@ def flowing(release: Release, load: Load) -> float:
 
 
 @pytest.mark.parametrize(("action", "remedy"), [("cut", "join"), ("stop", "start")], ids=["network", "power"])
-def test_the_node_of_those_that_compute_prompts_goes(
+def test_far_pools_survive_loss_of_prefill_node(
     install: Install, places: Places, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
 ) -> None:
-    """For ten seconds at least: what was to be read is computed where it is decoded."""
+    """The prefill node is gone for at least ten seconds. Decode workers compute the prompts whose KV they cannot read."""
     release = install(places.values())
     with load_on(release, STREAMS, questions=PROMPTS) as load:
         read = flowing(release, load)
@@ -89,9 +91,7 @@ def test_the_node_of_those_that_compute_prompts_goes(
 
 
 @pytest.mark.parametrize("component", ["prefill", "worker"])
-def test_either_pool_rolls_out_under_streams(
-    install: Install, places: Places, proved: Callable[[str], None], component: str
-) -> None:
+def test_far_pools_roll_out_under_load(install: Install, places: Places, proved: Callable[[str], None], component: str) -> None:
     release = install(places.values())
     with load_on(release, STREAMS, questions=PROMPTS) as load:
         read = flowing(release, load)
@@ -101,10 +101,10 @@ def test_either_pool_rolls_out_under_streams(
     proved(f"far pools: {component} rolled out under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV before")
 
 
-def test_each_pool_is_scaled_by_its_own_figures(
+def test_hpa_scales_each_pool_by_own_metrics(
     install: Install, places: Places, cluster: Cluster, proved: Callable[[str], None]
 ) -> None:
-    """Long prompts bring another worker that computes them, and none that decodes; many short ones the other way round."""
+    """Long prompts add a prefill worker only. Many short prompts add a decode worker only."""
     scaled = {"enabled": True, "minReplicas": 1, "maxReplicas": 2}
     prefill = {"autoscaling": {**scaled, "waitingTokens": 128, "busyShare": 0.2}}
     settings = {"max_total_tokens": 32768, "max_running_requests": 16}

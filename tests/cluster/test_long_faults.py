@@ -1,6 +1,6 @@
-"""Random faults one after the other under many streams: nothing fails, texts are equal, pauses are short.
+"""Random faults in sequence under many streams: no request fails, texts are equal and pauses are short.
 
-ROOTSTOCK_CLUSTER_SEEDS (0:10) says which sequences, ROOTSTOCK_CLUSTER_MINUTES (5) how long each goes on.
+ROOTSTOCK_CLUSTER_SEEDS (default 0:10) is the range of seeds, and ROOTSTOCK_CLUSTER_MINUTES (default 5) the duration of each.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ def whole(release: Release) -> bool:
 
 
 def spread(release: Release) -> bool:
-    """One of each on each node, so that one of each lives."""
+    """Whether each service has pods on both nodes, so that it survives the loss of one."""
     return all(
         len({pod.node for pod in release.ready(component, "demo")}) == 2 for component in (TOKENIZERS, DETOKENIZERS, WORKERS)
     )
 
 
 @pytest.mark.parametrize("seed", range(int(FIRST), int(LAST)))
-def test_random_faults(install: Install, broken_nodes: BrokenNodes, seed: int, proved: Callable[[str], None]) -> None:
+def test_streams_survive_random_faults(
+    install: Install, broken_nodes: BrokenNodes, seed: int, proved: Callable[[str], None]
+) -> None:
     rng = random.Random(seed)
     replicas = {name: {"replicas": 2} for name in (TOKENIZERS, DETOKENIZERS, WORKERS)}
     lives, goes = rng.sample(broken_nodes.names(), 2)
@@ -73,7 +75,7 @@ def test_random_faults(install: Install, broken_nodes: BrokenNodes, seed: int, p
 
 
 def commit(rng: random.Random, fault: str, release: Release, nodes: BrokenNodes, goes: str) -> str:
-    """What was done."""
+    """Causes a fault and returns its description."""
     if fault in ("power", "network"):
         nodes.take(*(("stop", goes, "start") if fault == "power" else ("cut", goes, "join")))
         return f"{fault} of {goes}"

@@ -1,4 +1,4 @@
-"""What TLS between all pods of a release costs."""
+"""Cost of TLS between all pods of a release."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.needs("openssl"), pytest.mark.alone]
 MEASURED_S = 40.0
 
 
-def test_what_it_costs(install: Install, tmp_path: Path, proved: Callable[[str], None]) -> None:
-    """Requests/s of short answers with it and without, one release after the other on the same nodes."""
+def test_tls_between_pods_has_a_measured_cost(install: Install, tmp_path: Path, proved: Callable[[str], None]) -> None:
+    """Measures requests per second of short responses with TLS and without, on the same nodes."""
     rates: dict[str, float] = {}
     release = prepared(install, tmp_path)
     for name, values in (("TLS", VALUES | TLS), ("in the clear", VALUES)):

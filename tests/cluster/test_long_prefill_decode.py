@@ -1,4 +1,4 @@
-"""Prefill and decode apart on a real network: KV goes from pod to pod, and whoever is lost, no request fails."""
+"""Separate prefill and decode workers on a real network: KV is read from pod to pod, and no request fails when pods are lost."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ VALUES: dict[str, Any] = {
 
 
 def gateways(release: Release, node: str) -> Callable[[], list[str]]:
-    """Those on that node."""
+    """Returns a function with the URLs of the ready gateways on that node."""
     return lambda: [f"http://{pod.ip}:8000" for pod in release.ready("gateway") if pod.node == node]
 
 
-def test_both_pools_roll_out_under_load(install: Install, proved: Callable[[str], None]) -> None:
+def test_prefill_and_decode_roll_out_under_load(install: Install, proved: Callable[[str], None]) -> None:
     release = install(VALUES)
     with load_on(release, STREAMS, questions=LONG) as load:
         until(lambda: load.ended >= STREAMS, "the load", 120)
@@ -45,10 +45,10 @@ def test_both_pools_roll_out_under_load(install: Install, proved: Callable[[str]
 
 
 @pytest.mark.parametrize(("action", "remedy"), [("stop", "start"), ("cut", "join")], ids=["power", "network"])
-def test_a_node_goes_with_what_is_on_it(
+def test_prefill_and_decode_survive_loss_of_a_node(
     install: Install, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
 ) -> None:
-    """Workers of both roles are on both nodes; gateways that are asked are on the one that stays, with the Redis."""
+    """Both nodes have workers of both roles. The clients use the gateways on the remaining node, which also has the Redis."""
     release = install(VALUES)
     (redis,) = release.ready("redis")
     (node,) = [name for name in release.cluster.nodes() if name != redis.node]

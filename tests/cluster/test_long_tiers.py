@@ -1,5 +1,5 @@
-"""KV that the pool has no room for: in files on a claim that outlives its pod, and in a Redis that all workers share. Workers are
-killed, and what had been computed is read by those that come after them."""
+"""KV that does not fit into the pool is stored in files on a claim that outlives its pod, or in a Redis that all workers share.
+After all workers are killed, their successors read the stored KV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cluster.kubernetes import Cluster, Object, Release, until
 from tests.cluster.load import QUESTIONS
 from tests.cluster.pulls import METRICS_OPEN, worker_metric
 
-# Of four times as many tokens as the pools hold.
+# The prompts have four times the tokens that the pools can store.
 PROMPTS = tuple(f"{number}. Repeat: {'the garden of stone and coral ' * 30}{QUESTIONS[number % 8]}" for number in range(24))
 POOL_TOKENS, NEW_TOKENS = 2048, 16
 REDIS_PORT, SECRET = 6380, "letters0and0digits0of0the0tests0 and more"
@@ -40,7 +40,7 @@ def values_of(tiers: Object, **worker: Any) -> Object:
 
 
 def asked(release: Release) -> tuple[list[str], int]:
-    """What is said to all prompts, one after the other, and how many of their tokens were read from the storage."""
+    """Sends all prompts one by one. Returns the answers and the number of prompt tokens that were read from storage."""
     (url, *_) = release.urls()
     texts, from_storage = [], 0
     for prompt in PROMPTS:
@@ -61,7 +61,7 @@ def asked(release: Release) -> tuple[list[str], int]:
 
 
 def killed(release: Release) -> None:
-    """All workers, by force; behind it as many others are ready."""
+    """Kills all workers and waits until the same number of new ones is ready."""
     victims = release.ready("worker", "demo")
     before = {found["metadata"]["uid"] for found in release.get("pods")["items"]}
     names = [pod.name for pod in victims]
@@ -76,13 +76,17 @@ def killed(release: Release) -> None:
 
 
 def said_again_behind_a_kill(release: Release) -> tuple[int, str]:
-    """Tokens that were read from the storage afterwards, and a line about it."""
+    """Sends all prompts twice, kills the workers and sends them again; the answers must be equal.
+
+    Returns:
+        The tokens that the new workers have read from storage, and a line with the results.
+    """
     first, _ = asked(release)
     second, _ = asked(release)
     assert second == first
     from_host = worker_metric(release, FROM_HOST)
     assert from_host > 0, "what left the pool was read from memory"
-    # What a pool holds at the end is nowhere else, so that a part is not stored.
+    # The pages that the pool still has at the end are not stored.
     until(lambda: worker_metric(release, STORED) >= POOL_TOKENS, "KV in the storage", 120)
     killed(release)
     third, from_storage = asked(release)
@@ -94,7 +98,7 @@ def said_again_behind_a_kill(release: Release) -> tuple[int, str]:
 
 @pytest.fixture
 def claim_class(cluster: Cluster, space: str) -> Iterator[str]:
-    """With one volume, a folder of this machine that user 10001 may write; the nodes are on this machine."""
+    """Name of a storage class with one volume: a folder of this machine, where the nodes run, that every user may write."""
     name = f"{space}-kv"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o777)
@@ -116,7 +120,7 @@ def claim_class(cluster: Cluster, space: str) -> Iterator[str]:
 
 
 @pytest.mark.local
-def test_files_outlive_their_pod(install: Install, claim_class: str, proved: Callable[[str], None]) -> None:
+def test_kv_files_outlive_the_pod(install: Install, claim_class: str, proved: Callable[[str], None]) -> None:
     files = {"sizeGB": 1, "claimSize": "2Gi", "storageClass": claim_class}
     release = install(values_of({"files": files}, kind="StatefulSet", replicas=1))
     (pod,) = release.ready("worker", "demo")
@@ -126,7 +130,7 @@ def test_files_outlive_their_pod(install: Install, claim_class: str, proved: Cal
     proved(f"KV in files on a claim: {line}")
 
 
-def test_workers_share_a_redis(install: Install, space: str, cluster: Cluster, proved: Callable[[str], None]) -> None:
+def test_workers_share_kv_in_redis(install: Install, space: str, cluster: Cluster, proved: Callable[[str], None]) -> None:
     there = Release(cluster, "rootstock", space, ())
     secret(there, "kv-storage", {"url": f"redis://elsewhere:{REDIS_PORT}/0", "secret": SECRET})
     there.kubectl("apply", "-f", "-", given=json.dumps(redis_elsewhere(REDIS_PORT)))

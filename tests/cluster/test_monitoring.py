@@ -1,4 +1,4 @@
-"""Monitors, rules and alerts as the operator and a real Prometheus take them."""
+"""The operator and a real Prometheus accept monitors, rules and dashboards, and alerts fire and clear."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def operator(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """One for all tests of this file, seen by a Prometheus. Each leaves it as it was."""
+    """A release for all tests of this file, scraped by Prometheus. Each test leaves it unchanged."""
     with namespace(cluster, "monitoring-of-a-release") as space:
         made = Release(cluster, "rootstock", space, BASE)
         patient = {"replicas": 1, "queueTimeoutSeconds": 300}
@@ -38,7 +38,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 
 class Prometheus:
-    """The one that answers in the namespace `monitoring`."""
+    """API client of the Prometheus in the namespace `monitoring`."""
 
     def __init__(self, cluster: Cluster) -> None:
         pods = cluster.get("-n", "monitoring", "pods", "-l", "app.kubernetes.io/name=prometheus")["items"]
@@ -51,14 +51,14 @@ class Prometheus:
         return answer.json()["data"]
 
     def targets(self, space: str) -> dict[str, str]:
-        """Health by pod and port, of a namespace's."""
+        """Returns the health of the targets in a namespace, by pod and URL."""
         found = [
             each for each in self.get("targets", state="active")["activeTargets"] if each["labels"].get("namespace") == space
         ]
         return {f"{each['labels']['pod']} {each['scrapeUrl']}": each["health"] for each in found}
 
     def all_up(self, space: str) -> bool:
-        """Each service has one at least, and all of them answer."""
+        """Whether at least four targets, one for each service, exist and all targets respond."""
         targets = self.targets(space)
         return len(targets) >= len(SERVICES) and set(targets.values()) == {"up"}
 
@@ -67,7 +67,7 @@ class Prometheus:
         return [rule for group in groups for rule in group["rules"]]
 
     def alerts(self) -> set[str]:
-        """That fire, of everybody."""
+        """Returns the names of all firing alerts in the cluster."""
         return {each["labels"]["alertname"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"}
 
     def firing(self, space: str) -> set[str]:
@@ -80,7 +80,7 @@ class Prometheus:
 
 
 def hurry(release: Release) -> None:
-    """Alerts fire after five seconds in place of minutes; what they ask stays."""
+    """Shortens the `for` of all alerts from minutes to five seconds. Their expressions stay."""
     found = release.get("prometheusrule", release.object_name("").rstrip("-"))
     groups = found["spec"]["groups"]
     for rule in (rule for group in groups for rule in group["rules"] if "for" in rule):
@@ -88,7 +88,9 @@ def hurry(release: Release) -> None:
     release.kubectl("patch", "prometheusrule", release.name, "--type=merge", "-p", json.dumps({"spec": {"groups": groups}}))
 
 
-def test_a_real_prometheus_takes_everything(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
+def test_prometheus_accepts_monitors_rules_and_dashboards(
+    release: Release, cluster: Cluster, proved: Callable[[str], None]
+) -> None:
     prometheus, space = Prometheus(cluster), release.namespace
     with load_on(release, 2) as load:
         until(lambda: prometheus.rules(space), "the rules", SOON_S)
@@ -104,7 +106,7 @@ def test_a_real_prometheus_takes_everything(release: Release, cluster: Cluster, 
 
 
 def test_no_ready_worker_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """Who asked meanwhile is answered."""
+    """Requests that arrive without a worker are served later."""
     prometheus, space = Prometheus(cluster), release.namespace
     hurry(release)
     name = f"deployment/{release.object_name('worker', 'demo')}"
@@ -120,7 +122,7 @@ def test_no_ready_worker_fires_and_clears(release: Release, cluster: Cluster, pr
 
 
 def test_target_down_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    """A policy that shuts Prometheus out, and everybody else: gateways are not asked meanwhile."""
+    """A network policy blocks all connections to tokenizers, including those of Prometheus. No requests are sent then."""
     prometheus, space = Prometheus(cluster), release.namespace
     hurry(release)
     fired = "RootstockTargetDown"

@@ -1,4 +1,4 @@
-"""TLS between all pods of a release: who is refused, and certificates replaced under streams."""
+"""TLS between all pods of a release: refused connections, and certificates that are replaced while requests run."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ pytestmark = [pytest.mark.needs("openssl")]
 STREAMS = 24
 MOUNT = "/etc/rootstock/mtls"
 TWO = {name: {"replicas": 2} for name in ("gateway", "tokenizer", "detokenizer")}
-LITTLE: Object = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}  # all fit beside the add-ons
+LITTLE: Object = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}  # fits together with the addons
 VALUES: Object = {
     **TWO,
     "worker": {"replicas": 2, "prefill": {"replicas": 1}, "resources": LITTLE},
     "gateway": {"replicas": 2, "settings": {"disaggregation_min_tokens": 16}},
     "state": {"embedded": True, "volume": {"type": "emptyDir"}},
-    "networkPolicy": {"enabled": False},  # certificates alone decide
+    "networkPolicy": {"enabled": False},  # so that only certificates protect the ports
 }
 TLS: Object = {"tls": {"secret": "llm-%s-tls", "tokenSecret": "llm-services"}}
 COMPONENTS = (*(role for role in ROLES if role != "operator"), "redis", "state")
 
-# In a pod without certificate or token: what each port says to a call in the clear, to TLS without a certificate, and whether a
-# handshake with it is one of TLS.
+# Runs in a pod without certificate and token. Prints for each port: the result of a call without TLS, the result of a call with
+# TLS but without a certificate, and the TLS version of a handshake.
 ASK = """
 import grpc, json, socket, ssl, sys
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -78,7 +78,7 @@ print(json.dumps(said))
 
 
 def sign(release: Release, signer: Authority, *trusted: Authority) -> None:
-    """A Secret of each component, as cert-manager writes it."""
+    """Writes a Secret for each component, in cert-manager's format."""
     trust = b"".join(authority.pem for authority in trusted).decode()
     for component in COMPONENTS:
         names = [f"rootstock-{component}"]
@@ -100,7 +100,7 @@ def _has_mount(pod: Object) -> bool:
 
 
 def are_mounted(release: Release, trust: str) -> bool:
-    """Whether all pods see these authorities: the kubelet takes up to a minute and a half to bring them."""
+    """Whether all pods have these authorities in their files. The kubelet updates the files after up to 90 seconds."""
     read = 'while read -r line; do echo "$line"; done < '  # an image may have no cat
     return all(
         release.kubectl("exec", name, "--", "sh", "-c", f"{read}{MOUNT}/ca.crt") == trust for name in pods_with_tls(release)
@@ -108,7 +108,7 @@ def are_mounted(release: Release, trust: str) -> bool:
 
 
 def are_taken(release: Release) -> bool:
-    """Whether each Redis has what it sees, by the mark that the probe leaves."""
+    """Whether each Redis uses its current files, according to the mark that its readiness probe leaves."""
     newer = " || ".join(f"[ {MOUNT}/{file} -nt /tmp/tls-taken ]" for file in ("tls.crt", "ca.crt"))
     looks = f"if {newer}; then echo old; else echo new; fi"
     servers = [pod.name for component in ("redis", "state") for pod in release.ready(component)]
@@ -123,7 +123,7 @@ def rotate(release: Release, signer: Authority, *trusted: Authority) -> None:
 
 
 def grpc_ports(release: Release) -> list[tuple[str, str, int]]:
-    """(component and port's name, address, port) of what pods say to each other; metrics, HTTP and probes apart."""
+    """Returns (component and port name, address, port) of the ports between pods, without those of metrics, HTTP and probes."""
     wanted = ("grpc", "peer", "kv", "redis", "control")
     out = []
     for pod in release.get("pods", "-l", f"app.kubernetes.io/instance={release.name}")["items"]:
@@ -135,7 +135,7 @@ def grpc_ports(release: Release) -> list[tuple[str, str, int]]:
     return out
 
 
-def test_a_pod_without_a_certificate_is_refused_everywhere(
+def test_pod_without_certificate_is_refused_at_every_port(
     install: Install, tmp_path: Path, proved: Callable[[str], None]
 ) -> None:
     authority = Authority(tmp_path / "authority")
@@ -173,7 +173,7 @@ def test_certificates_and_authority_are_replaced_while_requests_run(
             rotate(release, signer, *trusted)
             _more(load, "meanwhile")
         for component in ("tokenizer", "detokenizer", "worker"):
-            release.restart(component, "demo")  # the others connect to them by the new ones alone
+            release.restart(component, "demo")  # connections to the new pods use only the new certificates
         _more(load, "over new connections")
     proved(f"an authority and all certificates replaced under {STREAMS} streams, then new pods: {load.check()}")
 
@@ -184,7 +184,7 @@ def _more(load: Load, what: str) -> None:
 
 
 def prepared(install: Install, folder: Path, authority: Authority | None = None) -> Release:
-    """A release with TLS, whose Secrets come first: pods wait for them, and Helm for pods."""
+    """Returns a release with TLS. The Secrets are written after a first install without waiting, because pods wait for them."""
     release = install({**VALUES, **TLS}, False)
     signer = authority or Authority(folder / "authority")
     secret(release, "llm-services", {"token": "a token of the tests, thirty-two long".replace(" ", "-")})

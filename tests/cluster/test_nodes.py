@@ -1,4 +1,4 @@
-"""Where pods stand, and what becomes of requests when they go."""
+"""Nodes of pods, and requests whose pods or nodes are lost."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ ROLLOUTS = int(os.environ.get("ROOTSTOCK_CLUSTER_ROLLOUTS", "3"))
 BEYOND_QUIET_S = 2.0
 
 
-def test_installed_it_answers_and_holds_to_the_restricted_standard(
-    cluster: Cluster, space: str, proved: Callable[[str], None]
-) -> None:
+def test_cpu_demo_installs_serves_and_uninstalls(cluster: Cluster, space: str, proved: Callable[[str], None]) -> None:
     begun = time.monotonic()
     release = Release(cluster, "rootstock", space, (DEMO,))
     release.install(LOADED)
@@ -38,7 +36,7 @@ def test_installed_it_answers_and_holds_to_the_restricted_standard(
     proved(f"cpu-demo installed in {took:.0f} s; {line}; helm test passed; uninstalled, nothing is left")
 
 
-def test_the_defaults_start_on_nodes_of_two_cores(cluster: Cluster, space: str, proved: Callable[[str], None]) -> None:
+def test_default_values_start_on_nodes_of_two_cores(cluster: Cluster, space: str, proved: Callable[[str], None]) -> None:
     release = Release(cluster, "rootstock", space, ())
     begun = time.monotonic()
     release.install({})
@@ -49,7 +47,7 @@ def test_the_defaults_start_on_nodes_of_two_cores(cluster: Cluster, space: str, 
     proved(f"no values but the registry: up after {took:.0f} s on nodes of {' and '.join(cores.values())} cores; {load.check()}")
 
 
-def test_a_rollout_leaves_its_pods_on_several_nodes(install: Install, proved: Callable[[str], None]) -> None:
+def test_rollout_keeps_pods_on_several_nodes(install: Install, proved: Callable[[str], None]) -> None:
     two = {"replicas": 2}
     release = install({"gateway": two, "tokenizer": two, "worker": {"replicas": 1, "settings": FAKE}})
     for _ in range(ROLLOUTS):
@@ -76,17 +74,17 @@ def test_requests_wait_for_the_only_tokenizer_and_detokenizer(install: Install, 
 @pytest.mark.alone
 @pytest.mark.local
 @pytest.mark.parametrize(("action", "remedy"), [("stop", "start"), ("cut", "join")], ids=["power", "network"])
-def test_a_node_goes(
+def test_streams_survive_loss_of_a_node(
     install: Install, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
 ) -> None:
-    """Not the one of the gateway that is asked, nor that of the Redis."""
+    """The lost node has neither the Redis nor the gateway that the clients use."""
     release = install({**TWO, "drainSeconds": 20, "networkPolicy": METRICS_OPEN})
     (redis,) = release.ready("redis")
     (gateway,) = [pod for pod in release.ready("gateway") if pod.node == redis.node]
     for component in ("tokenizer", "detokenizer", "worker"):
         assert len({pod.node for pod in release.ready(component, "demo")}) == 2, component
     (node,) = [name for name in release.cluster.nodes() if name != redis.node]
-    until(lambda: known(release), "gateways that know all")  # the node may take the DNS along
+    until(lambda: known(release), "gateways that know all")  # the lost node may have had the DNS server
     with load_on(release, STREAMS, lambda: [f"http://{gateway.ip}:8000"]) as load:
         until(lambda: load.ended >= 3 * STREAMS, "the quiet run")
         quiet_s, load.longest_pause_s = load.longest_pause_s, 0.0

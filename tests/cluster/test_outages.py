@@ -1,4 +1,4 @@
-"""What a cluster's own parts and the Redis do to streams when they go."""
+"""Outages of the Redis, of cluster components and of a node under streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(scope="module")
 def installed(cluster: Cluster) -> Iterator[Release]:
-    """One for all tests of this file."""
+    """A release for all tests of this file."""
     with namespace(cluster, "outages") as space:
         release = Release(cluster, "rootstock", space, BASE)
         release.install(VALUES)
@@ -36,7 +36,7 @@ def installed(cluster: Cluster) -> Iterator[Release]:
 
 @pytest.fixture
 def release(installed: Release) -> Release:
-    """With all that it is to have, whatever another test has done to it."""
+    """The release with all its pods ready again after the previous test."""
 
     def is_whole() -> bool:
         pods = [installed.pods(component, model) for component, model in (*SERVICES, ("redis", ""))]
@@ -48,7 +48,7 @@ def release(installed: Release) -> Release:
 
 @contextmanager
 def api_server_stopped(cluster: Cluster) -> Iterator[None]:
-    """It answers nobody, and holds its connections."""
+    """Stops the API server: it sends no responses, and its connections stay open."""
     pid = int((Path(cluster.env["KUBECONFIG"]).parent / "pids" / "kube-apiserver").read_text())
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -58,7 +58,7 @@ def api_server_stopped(cluster: Cluster) -> Iterator[None]:
 
 
 def process_of(release: Release, component: str, model: str) -> psutil.Process:
-    """The first one of a pod's container: a process of this machine, in namespaces of its own."""
+    """Returns the first process of a pod's container, which is a process of this machine."""
     (pod, *_) = release.ready(component, model)
     uid = release.get("pod", pod.name)["metadata"]["uid"]
     for process in psutil.process_iter():
@@ -66,12 +66,12 @@ def process_of(release: Release, component: str, model: str) -> psutil.Process:
             groups = Path(f"/proc/{process.pid}/cgroup").read_text()
             if uid in groups.replace("_", "-") and f"services.{component}" in " ".join(process.cmdline()):
                 return process
-        except (OSError, psutil.Error):  # it has ended meanwhile
+        except (OSError, psutil.Error):  # the process has ended
             continue
     raise AssertionError(f"no process of {pod.name} is seen here")
 
 
-def test_the_redis_is_killed(release: Release, proved: Callable[[str], None]) -> None:
+def test_streams_survive_the_kill_of_redis(release: Release, proved: Callable[[str], None]) -> None:
     (old,) = release.ready("redis")
     with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= 2 * STREAMS, "the quiet run")
@@ -85,8 +85,8 @@ def test_the_redis_is_killed(release: Release, proved: Callable[[str], None]) ->
     proved(f"the Redis killed: {line} (undisturbed {quiet_s:.1f} s)")
 
 
-def test_names_are_not_resolved(release: Release, proved: Callable[[str], None]) -> None:
-    """CoreDNS gone for a while: who is known stays known."""
+def test_streams_survive_an_outage_of_dns(release: Release, proved: Callable[[str], None]) -> None:
+    """CoreDNS is down for a while. Gateways keep the services that they know."""
     urls = release.urls()
     dns = ("scale", "-n", "kube-system", "deployment/coredns")
     with load_on(release, STREAMS, lambda: urls) as load:
@@ -103,8 +103,8 @@ def test_names_are_not_resolved(release: Release, proved: Callable[[str], None])
 
 
 @pytest.mark.local
-def test_without_an_api_server_while_processes_die(release: Release, proved: Callable[[str], None]) -> None:
-    """Gateways that watch EndpointSlices know nothing new meanwhile."""
+def test_streams_survive_killed_processes_without_an_api_server(release: Release, proved: Callable[[str], None]) -> None:
+    """Gateways watch EndpointSlices and receive no update during the outage."""
     release.install({**VALUES, "gateway": {"replicas": 2, "discovery": "k8s"}})
     until(lambda: len(release.pods("gateway", leaving=True)) == 2, "the end of the gateways that asked the DNS")
     urls = release.urls()
@@ -123,7 +123,7 @@ def test_without_an_api_server_while_processes_die(release: Release, proved: Cal
 
 @pytest.fixture
 def cordoned(cluster: Cluster) -> Iterator[Callable[[str], None]]:
-    """cordoned(node): drained; it takes pods again in the end."""
+    """cordoned(node): drains the node. After the test, the node accepts pods again."""
     done: list[str] = []
 
     def drain(node: str) -> None:
@@ -135,8 +135,8 @@ def cordoned(cluster: Cluster) -> Iterator[Callable[[str], None]]:
         cluster.kubectl("uncordon", node)
 
 
-def test_a_node_is_drained(release: Release, cordoned: Callable[[str], None], proved: Callable[[str], None]) -> None:
-    """Whatever stands on it: also the gateway that is asked, and the Redis. Comes last: all stands on the other node then."""
+def test_streams_survive_a_drained_node(release: Release, cordoned: Callable[[str], None], proved: Callable[[str], None]) -> None:
+    """The node also has a gateway and the Redis. This test is the last one, because all pods are on the other node afterwards."""
     (redis,) = release.ready("redis")
     with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= STREAMS, "the load")

@@ -1,4 +1,4 @@
-"""KEDA starts what is asked for, and ends what nobody asks for any more."""
+"""KEDA starts workers for models that are used, and stops workers that are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.values import MONITORED
 
 PROMETHEUS = "http://prometheus-server.monitoring.svc:80"
 COOLDOWN_S = 30
-SLOW = {"executor": "fake", "fake_step_s": 0.1, "max_running_requests": 1, "max_total_tokens": 16384}  # an answer in ten seconds
+SLOW = {"executor": "fake", "fake_step_s": 0.1, "max_running_requests": 1, "max_total_tokens": 16384}  # ten seconds a response
 LITTLE = {
     "requests": {"cpu": "50m", "memory": "512Mi"},
     "limits": {"memory": "1Gi"},
@@ -52,7 +52,7 @@ def engine(cluster: Cluster) -> None:
         cluster.addon("prometheus", "keda")
 
 
-def test_from_zero_only_the_model_that_is_asked_for_wakes(install: Install, proved: Callable[[str], None]) -> None:
+def test_keda_starts_only_the_requested_model_from_zero(install: Install, proved: Callable[[str], None]) -> None:
     release = install({**keda(), "models": two_models()})
     until(lambda: not release.pods("worker", leaving=True), "no worker", WITHIN_S)
     (url, *_) = release.urls()
@@ -68,7 +68,7 @@ def test_from_zero_only_the_model_that_is_asked_for_wakes(install: Install, prov
 
 
 @pytest.mark.timeout(1200)
-def test_from_none_to_one_to_four_to_none(install: Install, proved: Callable[[str], None]) -> None:
+def test_keda_scales_from_zero_to_four_and_to_zero(install: Install, proved: Callable[[str], None]) -> None:
     values = keda(coldStartSeconds=15)
     values["worker"] |= {"settings": SLOW, "resources": LITTLE}
     release = install(values)

@@ -1,5 +1,7 @@
-"""Kubernetes's own HPA on prometheus-adapter with the chart's rules: of workers and of gateways. The adapter takes external
-metrics over from KEDA: what needs that has been tried before."""
+"""Kubernetes' own HPA with prometheus-adapter and the chart's rules scales workers and gateways.
+
+The adapter takes the external metrics API from KEDA, so the tests with KEDA run before.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ from tests.cluster.values import FAKE, MONITORED
 
 PACED = {"scaleDownSeconds": 15, "scaleDownPeriodSeconds": 15}
 SLOW = {**FAKE, "fake_step_s": 0.1, "max_running_requests": 2}
-ANSWER_TOKENS = 60  # in six seconds
+ANSWER_TOKENS = 60  # six seconds
 STREAMS = 16
 WITHIN_S = 300.0
-pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]  # up, and down again at the pace of HPAs
+pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]  # HPAs scale down slowly
 
 
-def test_workers_and_gateways_with_their_streams_and_back(
-    install: Install, cluster: Cluster, proved: Callable[[str], None]
-) -> None:
-    """Clients that wait for each answer send no more than workers take: two do, or three, whatever waits. Sixteen streams are
-    four gateways' at four each."""
+def test_hpa_scales_workers_and_gateways_up_and_down(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
+    """Scales to two or more workers and four gateways under load, and back to one of each.
+
+    Each client waits for its response, so the load stops growing at two or three workers. Sixteen streams need four gateways.
+    """
     scaled = {"enabled": True, "minReplicas": 1, "maxReplicas": 4, **PACED}
     release = install(
         {

@@ -1,4 +1,4 @@
-"""Autoscalers take over what is there."""
+"""Autoscalers that are switched on keep the current number of workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.load import load_on
 from tests.cluster.test_scaling import keda
 from tests.cluster.values import FAKE, MONITORED
 
-LOOKS = 12  # at what must not change, a second apart
+LOOKS = 12  # checks of the number of replicas, one per second
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,8 +24,8 @@ def engine(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("engine_name", ["keda", "hpa"])
-def test_switched_on_takes_over_what_is_there(install: Install, engine_name: str, proved: Callable[[str], None]) -> None:
-    """Under load; nobody loses its worker."""
+def test_autoscaler_keeps_replicas(install: Install, engine_name: str, proved: Callable[[str], None]) -> None:
+    """The autoscaler is switched on under load, and no request loses its worker."""
     release = install({"worker": {"replicas": 3, "settings": FAKE}, "monitoring": MONITORED})
     values = keda() if engine_name == "keda" else keda(minReplicas=1) | {"autoscaling": {"engine": "hpa"}}
     values["worker"] |= {"settings": FAKE}
@@ -41,8 +41,8 @@ def test_switched_on_takes_over_what_is_there(install: Install, engine_name: str
     proved(f"{engine_name} switched on over 3 workers: 3 all along; {load.check()}")
 
 
-def test_server_side_apply_keeps_what_is_there_in_two_steps(install: Install, proved: Callable[[str], None]) -> None:
-    """As docs/how-to/kubernetes/autoscaling.md says it: helm template cannot ask the cluster."""
+def test_server_side_apply_keeps_replicas_in_two_steps(install: Install, proved: Callable[[str], None]) -> None:
+    """Follows docs/how-to/kubernetes/autoscaling.md. `helm template` cannot read the number of replicas from the cluster."""
     release = install({"worker": {"replicas": 3, "settings": FAKE}})
     name = release.object_name("worker", "demo")
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": {"replicas": 3}}

@@ -1,4 +1,4 @@
-"""What a pod of nobody's reaches, with NetworkPolicies enforced."""
+"""Ports that a pod outside the release can reach when NetworkPolicies are enforced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps(reached))
 
 
 def ports_of(release: Release) -> list[tuple[str, str, int]]:
-    """(component and port's name, address, port) of every port that a pod of the release names."""
+    """Returns (component and port name, address, port) of every port that a pod of the release declares."""
     out = []
     for pod in release.get("pods", "-l", f"app.kubernetes.io/instance={release.name}")["items"]:
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
@@ -71,9 +71,7 @@ def reached_from(cluster: Cluster, space: str, image: str, targets: list[tuple[s
     return set(json.loads(said))
 
 
-def test_a_stranger_reaches_the_gateways_port_and_nothing_else(
-    install: Install, cluster: Cluster, proved: Callable[[str], None]
-) -> None:
+def test_foreign_pod_reaches_only_the_gateway_port(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
     release = install({"worker": {"replicas": 1, "settings": FAKE}})
     with load_on(release, 2) as load:
         until(lambda: load.ended >= 2, "answers: what must pass passes")
