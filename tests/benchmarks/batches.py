@@ -1,10 +1,12 @@
-"""What people notice of a batch: python -m tests.benchmarks.batches [--pairs N] [--rate R] [--gateway-flags "..."]
+"""Latency of chats while a batch runs: python -m tests.benchmarks.batches [--pairs N] [--rate R] [--gateway-flags "..."]
 
-The demo model as a whole system on this machine. Chats arrive as a Poisson process, in turns with nothing beside them and with a
-batch that lasts for as long as they do. Printed are the time to the first token and between tokens of both; the ratio beside /
-quiet of all chats together, with the 95 % interval that pairs of rounds drawn again and again give it, and the median of the
-pairs' own ratios; how long the first chat of a round took, which meets the batch at full speed; and how many lines of the batch
-were answered beside chats, and how many without anything beside the batch.
+The demo model runs as a whole system on this machine. Chats arrive as a Poisson process, in rounds without and with a batch that
+lasts as long as the round. The output has:
+
+- time to the first token and between tokens of chats with and without the batch, the ratio of both over all rounds with its 95 %
+  bootstrap interval over pairs of rounds, and the median of the ratios of single pairs;
+- the time to the first token of each round's first chat, which arrives while the batch runs at full speed;
+- lines of the batch per second, together with chats and without them.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ LINES = 8000
 LOGS = {"log_level": "warning"}
 PERCENTILES = (50, 90, 99)
 FIGURES = tuple(f"{what} p{at}" for what in ("TTFT", "ITL") for at in PERCENTILES)
-IN_FLIGHT, LINES_AT_ONCE = "rootstock_gateway_batch_lines_in_flight", 12  # of 16, of which some are between two
+IN_FLIGHT, LINES_AT_ONCE = "rootstock_gateway_batch_lines_in_flight", 12  # the batch has 16 lanes, some between two lines
 DRAWS = 500
 
 
 @dataclass
 class Side:
-    """rounds: outcomes of each, in the order in which they began. lines: of the batch a second, in each."""
+    """Results of all rounds without the batch, or of all rounds with it."""
 
-    rounds: list[list[Outcome]] = field(default_factory=list)
-    lines: list[float] = field(default_factory=list)
+    rounds: list[list[Outcome]] = field(default_factory=list)  # chats of each round, in order of their start
+    lines: list[float] = field(default_factory=list)  # lines of the batch per second in each round
 
     def figures(self, rounds: Iterable[int]) -> NDArray[np.float64]:
-        """Of all chats of these rounds together, seconds by FIGURES."""
+        """Returns the figures of all chats of these rounds together: seconds, in the order of FIGURES."""
         return np.array(figures([each for number in rounds for each in self.rounds[number]]))
 
     @property
     def first_s(self) -> list[float]:
-        """Time to the first token of each round's first chat."""
+        """Times to the first token of each round's first chat, in seconds."""
         return [found for (first, *_) in self.rounds if (found := first.ttft_s) is not None]
 
 
@@ -63,7 +65,7 @@ def figures(outcomes: list[Outcome]) -> list[float]:
 
 
 async def chats(system: System, args: argparse.Namespace, seed: int) -> list[Outcome]:
-    """Raises RuntimeError if one failed."""
+    """Runs the chats of a round. Raises RuntimeError if a chat fails."""
     spec = Spec("random", seed=seed, num_requests=args.requests, input_len=args.input_len, output_len=args.output_len)
     async with open_http(None, 300) as http:
         endpoint = Endpoint(f"{system.url}/v1/completions", False, "demo", ignore_eos=True)
@@ -107,7 +109,7 @@ def one_round(system: System, client: OpenAI, args: argparse.Namespace, side: Si
 
 
 def alone(system: System, client: OpenAI, args: argparse.Namespace) -> float:
-    """Lines a second of a batch that has the system for itself."""
+    """Returns the lines per second of a batch without chats."""
     batch_id = begin_batch(client, args)
     before, begun = answered(client, batch_id), time.perf_counter()
     time.sleep(args.alone_s)

@@ -1,9 +1,10 @@
-"""This checkout against another one, in alternating pairs: python -m tests.benchmarks.checkout_pairs OTHER [--model FOLDER]
+"""Compares this checkout with another one in alternating pairs: python -m tests.benchmarks.checkout_pairs OTHER [--model FOLDER]
 
-Three servers run at once and answer in turn, the others idle meanwhile: two of the other checkout (OTHER, with its own .venv),
-one of this. A round sends each of them the same burst of requests, in an order that changes from round to round. Prints, for each
-number in flight, the median and the spread of throughput new/old and of the p99 of the time to the first token old/new, beside
-the old against itself. Above 1 the new one is better; it is no worse where it lies within the spread of the old against itself.
+Three servers run at once, two of the other checkout (OTHER, with its own .venv) and one of this checkout. Each round sends the
+same burst of requests to one server after the other, in an order that changes from round to round. For each number of requests in
+flight the output has the median and the range of two ratios: throughput new/old, and p99 of the time to the first token old/new.
+Both are also given for the old checkout against itself. A ratio above 1 means that the new checkout is better. The new checkout
+is no worse if its ratio is within the range of the old checkout against itself.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ OLD, AGAIN, NEW = "old", "old again", "new"
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """tokens_s: output tokens per second of all its requests; ttft_s: p99 of the times to the first token."""
+    """Result of a burst of requests to one server."""
 
-    tokens_s: float
-    ttft_s: float
+    tokens_s: float  # output tokens per second of all requests together
+    ttft_s: float  # p99 of the times to the first token, in seconds
 
 
 async def burst(url: str, prompts: list[list[int]], output_len: int) -> Burst:
-    """All prompts at once."""
+    """Sends all prompts at once."""
     async with open_http(timeout_s=TIMEOUT_S) as http:
         endpoint = Endpoint(f"{url}/v1/completions", False, await first_model(http, url), ignore_eos=True)
         bodies = [endpoint.body({"prompt": prompt}, output_len) for prompt in prompts]
@@ -53,14 +54,14 @@ async def burst(url: str, prompts: list[list[int]], output_len: int) -> Burst:
 
 
 def order_of(number: int) -> tuple[str, ...]:
-    """Each server is first, second and last equally often, and follows each other one equally often."""
+    """Returns the order of servers in a round. Over six rounds, positions and neighbours are equally frequent."""
     return ((OLD, NEW, AGAIN), (AGAIN, OLD, NEW), (NEW, AGAIN, OLD), (AGAIN, NEW, OLD), (OLD, AGAIN, NEW), (NEW, OLD, AGAIN))[
         number % 6
     ]
 
 
 def rounds(urls: dict[str, str], args: argparse.Namespace, in_flight: int) -> list[dict[str, Burst]]:
-    """The first one warms up and is left out. Prompts differ from round to round, or they would be cached."""
+    """Returns the results of all rounds but the first, which warms up. Each round has new prompts, so that none is cached."""
     found = []
     for number in range(args.rounds + 1):
         prompts = draw_prompts(args.model, in_flight, args.input_len, (args.seed, number, in_flight))

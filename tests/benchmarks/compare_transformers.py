@@ -1,8 +1,8 @@
 """Output tokens per second against transformers.generate: python -m tests.benchmarks.compare_transformers
 
-Random weights, bf16, the same distinct prompts for both, each side alone on the same cores (the server shares them with the
-client). For every round and concurrency c the server is started, warmed up by one request, sent c requests at once and stopped;
-then transformers runs the same c prompts as one batch in a child process. No side's start, load or warm-up is in its time.
+Both sides use random bf16 weights, the same distinct prompts and the same cores, one side at a time. The server shares the cores
+with the client. For every round and concurrency c, the server is started, warmed up by one request, sent c requests at once and
+stopped. Then transformers runs the same c prompts as a batch in a child process. Start, load and warm-up are not measured.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ BUSY_LIMIT = 0.2  # cores
 
 
 class MeasurementFailed(Exception):
-    """A side did not do the work that is compared; there is no number to report."""
+    """Raised if a side did not do the measured work, so that there is no result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one side does in one measurement."""
+    """The work of one side in one measurement."""
 
     model: Path
     prompts: list[list[int]]
@@ -55,13 +55,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One round at one concurrency, in output tokens per second."""
+    """The results of a round with one concurrency, in output tokens per second."""
 
     concurrency: int
     round: int
     rootstock: float
     transformers: float
-    busy_cores: float = 0.0  # what others did just before; their work slows two threads far more than one
+    busy_cores: float = 0.0  # cores used by other processes just before; their load slows two threads much more than one
 
     @property
     def ratio(self) -> float:
@@ -75,7 +75,7 @@ def ensure_model(folder: Path, shape: str) -> None:
 
 
 def draw_prompts(model: Path, count: int, length: int, seed: Sequence[int]) -> list[list[int]]:
-    """Random ids from the first nine tenths of the vocabulary: the special tokens are at its end."""
+    """Draws random ids from the first nine tenths of the vocabulary, because the last ids are special tokens."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     prompts: list[list[int]] = np.random.default_rng(seed).integers(0, vocab * 9 // 10, size=(count, length)).tolist()
     return prompts
@@ -87,7 +87,7 @@ def measure_server(job: Job, template: str, warmup: list[int], log: Path) -> flo
 
 
 async def burst(url: str, job: Job, warmup: list[int]) -> float:
-    """Output tokens per second of all prompts sent at once, after one request that is not counted."""
+    """Sends all prompts at once, after an unmeasured request, and returns the output tokens per second."""
     async with open_http(timeout_s=CHILD_TIMEOUT_S) as http:
         endpoint = Endpoint(f"{url}/v1/completions", False, await first_model(http, url), ignore_eos=True)
         check(await stream(http, endpoint, endpoint.body({"prompt": warmup}, job.output_len)), job.output_len)
@@ -141,7 +141,7 @@ def measure_pair(args: argparse.Namespace, concurrency: int, number: int) -> Pai
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """Markdown; each number is a median over the rounds, the ratio that of the rounds' ratios."""
+    """Returns a Markdown table. Its numbers are medians over the rounds; the ratio is the median of the rounds' ratios."""
     lines = ["| in flight | rootstock tok/s | transformers tok/s | ratio | ratio, least to most |", "|---:|---:|---:|---:|---:|"]
     for concurrency in dict.fromkeys(p.concurrency for p in pairs):
         of = [p for p in pairs if p.concurrency == concurrency]
@@ -159,7 +159,7 @@ def as_data(args: argparse.Namespace, pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def keep_to_cores(count: int) -> None:
-    """Pins this process, and with it all children, to the first `count` cores that it may use."""
+    """Pins this process and all its children to the first `count` usable cores."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < count:
         raise MeasurementFailed(f"{count} cores asked for, {len(cores)} usable")

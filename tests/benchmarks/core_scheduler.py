@@ -1,7 +1,8 @@
 """Cost of the scheduler's decisions on one core: python -m tests.benchmarks.core_scheduler [--against OTHER] [--pairs N]
 
-Prints medians in microseconds. With another checkout (OTHER, with its own .venv) both measure themselves in turn, each in a
-process of its own, in alternating order: the medians of this one's over the other's, row by row, with their 95 % intervals.
+Prints medians in microseconds. With another checkout (OTHER, with its own .venv), the measurements of both run in alternating
+order, each in its own process. The output is then the ratio of the medians, this checkout's over the other's, with 95 %
+intervals.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ def commit(core: Scheduler, plan: BatchPlan) -> None:
 
 
 def decode_step_us(rows: int, page_size: int, waiting: int = 0, sessions: bool = False, steps: int = 300) -> float:
-    """Median microseconds of plan + commit + take_output for `rows` decode rows that all stream.
+    """Returns the median microseconds of plan + commit + take_output for `rows` decode rows that all stream.
 
-    waiting: requests in the queue that nothing has room for, with priority scheduling on. sessions: each row is a turn of
-    a session of its own.
+    Args:
+        waiting: queued requests that no pass can admit, with priority scheduling on.
+        sessions: each row is a turn of its own session.
     """
     config = pinned_config(
         num_pages=rows * 1024 // page_size,
@@ -79,7 +81,7 @@ def decode_step_us(rows: int, page_size: int, waiting: int = 0, sessions: bool =
 
 
 class Queue:
-    """A core under lpm with `waiting` requests in the queue, whose prompts share one of 16 cached beginnings."""
+    """A scheduler with the policy lpm and `waiting` queued requests. Each prompt begins with one of 16 cached prefixes."""
 
     def __init__(self, waiting: int, num_pages: int, one_at_a_time: bool) -> None:
         config = pinned_config(
@@ -106,7 +108,7 @@ class Queue:
             self.submit(np.concatenate([np.full(1024, self._handle % 16, dtype=np.int32), tail]), 1)
 
     def step(self) -> float:
-        """Seconds of one plan(); the commit is not counted."""
+        """Returns the seconds of a plan() and commits the plan without measuring it."""
         begun = time.perf_counter()
         plan = self.core.plan(0.0)
         taken = time.perf_counter() - begun
@@ -116,20 +118,20 @@ class Queue:
 
 
 def admit_one_us(waiting: int, steps: int = 200) -> float:
-    """Median microseconds of planning a step that admits one of `waiting` requests."""
+    """Returns the median microseconds of planning a step that admits one of `waiting` requests."""
     queue = Queue(waiting, 1 << 14, one_at_a_time=True)
     times = []
     for step in range(steps + 20):
         queue.fill()
         taken = queue.step()
         assert queue.core.stats().num_waiting == waiting - 1
-        if step >= 20:  # by then all beginnings are cached
+        if step >= 20:  # all prefixes are cached
             times.append(taken)
     return statistics.median(times) * 1e6
 
 
 def admit_none_us(waiting: int, steps: int = 200) -> float:
-    """The same where the pool is spoken for by one running row, and each pass has to find that out anew."""
+    """Returns the same if a running row has reserved the pool, so that each pass checks the queue and admits no request."""
     queue = Queue(waiting, 300, one_at_a_time=False)
     queue.submit(np.ones(1024, dtype=np.int32), 16_000)
     first = queue.core.plan(0.0)
@@ -146,8 +148,11 @@ def admit_none_us(waiting: int, steps: int = 200) -> float:
 
 
 def all_wait_us(waiting: int, rounds: int = 20) -> tuple[float, float]:
-    """Median microseconds of a pass over `waiting` requests whose first 1,024 tokens the step in flight computes: of the first
-    one, in which each is looked at and begins to wait, and of those after it."""
+    """Measures passes over `waiting` requests whose first 1,024 tokens are computed by the step in flight.
+
+    Returns:
+        Median microseconds of the first pass, which checks each request and makes it wait, and of the later passes.
+    """
     first, later = [], []
     for _ in range(rounds):
         queue = Queue(0, 1 << 14, one_at_a_time=False)
@@ -163,7 +168,7 @@ def all_wait_us(waiting: int, rounds: int = 20) -> tuple[float, float]:
 
 
 def match_us(tokens: int, page_size: int) -> float:
-    """Median microseconds of matching a prompt that is wholly in the tree, in nodes of 2048 tokens."""
+    """Returns the median microseconds of matching a prompt that is completely in the tree, in nodes of 2048 tokens."""
     tree = RadixCache(page_size)
     key = np.arange(tokens, dtype=np.int32).tobytes()
     pages = np.arange(tokens // page_size, dtype=np.int32)
@@ -199,7 +204,7 @@ def measure() -> None:
 
 
 def measured_by(checkout: Path) -> dict[str, float]:
-    """What that checkout's measurement prints: microseconds by row."""
+    """Runs the measurement of another checkout and returns microseconds by row."""
     command = [str(checkout / ".venv/bin/python"), "-m", "tests.benchmarks.core_scheduler"]
     printed = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout
     rows = [line.strip("| ").split(" | ") for line in printed.splitlines()[2:]]

@@ -1,7 +1,7 @@
-"""Executor-level speed on a CPU beside transformers' own, in one run: python -m tests.benchmarks.cpu_decode [--threads N].
+"""Speed of the executor on a CPU, compared with transformers: python -m tests.benchmarks.cpu_decode [--threads N].
 
-Random weights at the shape of Qwen3-0.6B, bfloat16. Prints prefill tokens per second, the time of a decode step with its
-breakdown, and the output tokens per second of a whole batch (prefill and decode). Asserts nothing about time.
+The model has random bf16 weights in the shape of Qwen3-0.6B. The output has prefill tokens per second, the time of a decode step
+with its parts, and output tokens per second of a whole batch (prefill and decode). No time is checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GROUPS = {"linear": "linear", "gated_linear": "linear", "paged_attention": "atte
 
 
 class TimedKernels:
-    """Passes every call on and adds up its time by group. Calls run on the forward thread alone."""
+    """Forwards every kernel call and sums its time by group. Only the forward thread calls it."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
@@ -114,7 +114,7 @@ def build_model() -> Any:
         else:
             torch.nn.init.normal_(parameter.data, std=0.02)
     rotary = model.model.rotary_emb
-    rotary.__init__(config)  # its buffers are not parameters: to_empty has left them undefined
+    rotary.__init__(config)  # the buffers are not parameters, so they are undefined after to_empty
     return model.eval()
 
 

@@ -1,7 +1,7 @@
-"""What deterministic mode costs on a CPU: python -m tests.benchmarks.deterministic_cost [--threads N] [--pairs N]
+"""Cost of deterministic mode on a CPU: python -m tests.benchmarks.deterministic_cost [--threads N] [--pairs N]
 
-Random weights at the shape of Qwen3-0.6B, bfloat16, in two executors of one process, with and without the mode. Each load runs on
-both in turn, in alternating order. Prints the median of the time with the mode over the time without, and its 95 % interval.
+One process has two executors with random bf16 weights in the shape of Qwen3-0.6B, with and without the mode. Each load runs on
+both in alternating order. The output is the median ratio of the time with the mode to the time without, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.benchmarks.cpu_decode import PAGE_SIZE, build_model, run_ours
 from tests.benchmarks.intervals import interval
 from tests.exec.driver import Driver
 
-LOADS = ((1, 256, 64), (8, 256, 64), (32, 256, 64), (1, 4032, 64))  # in flight, tokens in, tokens out
+LOADS = ((1, 256, 64), (8, 256, 64), (32, 256, 64), (1, 4032, 64))  # requests in flight, tokens in, tokens out
 CHUNK_TOKENS = 2048
 MAX_SLOTS = 32
 

@@ -1,7 +1,7 @@
-"""python -m tests.benchmarks.device_host_cost: what a decode step costs the host in the executor of a GPU, kernels left out.
+"""python -m tests.benchmarks.device_host_cost: host time of a decode step in the executor of a GPU, without kernels.
 
-Kernels, graphs and model do nothing; what is left is what the loop's thread does per step to launch it and to take its result,
-but for the launches themselves. Prints the median of each call in microseconds.
+Kernels, graphs and model do nothing, so the launches themselves are not measured. The rest is the work of the loop's thread to
+launch a step and to read its result. Prints the median of each call in microseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTHING = np.empty(0, dtype=np.int32)
 
 
 class NoKernels:
-    """Every kernel, doing nothing."""
+    """A kernel set whose kernels do nothing."""
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -47,7 +47,7 @@ class NoKernels:
         return reference.pack_gated(weight, bias)
 
     def resolve_tokens(self, input_ids: torch.Tensor, *_: Any) -> None:
-        input_ids.zero_()  # the embedding is looked up all the same
+        input_ids.zero_()  # the embedding lookup still reads the ids
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
@@ -119,7 +119,11 @@ def executor_of(rows: int, graphs: bool) -> DeviceExecutor:
 
 
 def plan_of(step: int, rows: int, known: int, admitted: tuple[SlotParams, ...] = ()) -> BatchPlan:
-    """known: tokens of the first row that the plan gives, 0 where it decodes like the others."""
+    """Returns the plan of a decode step.
+
+    Args:
+        known: tokens of the first row that are in the plan; 0 if the first row decodes like the others.
+    """
     slots, counts = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
     counts[0] = max(known, 1)
     starts = (100 + step + np.arange(rows)).astype(np.int32)

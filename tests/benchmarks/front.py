@@ -1,11 +1,14 @@
-"""python -m tests.benchmarks.front [ATTACK ...] [--minutes M]: what strangers do to the front, and what others notice of it.
+"""python -m tests.benchmarks.front [ATTACK ...] [--minutes M]: effect of hostile clients on the gateway and on other clients.
 
-The whole system runs with the demo model and two API keys. One key's chats come at a steady rate, with a look at /health beside
-them; the other key attacks. For each attack: how it was answered; p99 of the chats' first token and whole time, and of /health,
-in the quiet seconds just before and beside it; chats that failed; what each service's processes hold at most over what they held
-when idle, the worker's KV cache touched whole, and what is left. With --minutes all attacks go on at once for so long, each again
-and again, and what is left two minutes later counts. Exit status 1: a chat failed, or something ended or left its bounds,
-or the machine is too slow for the quiet seconds already.
+The whole system runs with the demo model and two API keys. Chats with one key arrive at a steady rate, each with a request to
+/health. The other key attacks. For each attack, the output has:
+
+- the responses to the attack, and the number of failed chats;
+- p99 of the chats' first token, of their whole time and of /health, in quiet seconds just before the attack and during it;
+- the largest and the final memory of each service minus its memory when idle, when the worker's KV pool is fully written.
+
+With --minutes, all attacks run at once and repeatedly for that time, and the memory two minutes later is checked. The exit status
+is 1 if a chat fails, a limit is exceeded, or the machine is too slow even in quiet seconds.
 """
 
 from __future__ import annotations
@@ -34,18 +37,18 @@ from tests.benchmarks.front_attacks import ANSWER_S, ATTACKS
 from tests.e2e.system import ROOT, System
 
 SERVICES = ("gateway", "tokenizer", "detokenizer", "worker-0")
-EVERY_S = 0.5  # between two chats; they are not waited for
+EVERY_S = 0.5  # between the starts of two chats
 TOKENS = 8
 QUIET_S = 10.0
 SETTLE_S, LATER_S = 5.0, 120.0
 SAMPLE_S = 0.2
-KV_TOKENS = 1 << 17  # less than a batch writes
+KV_TOKENS = 1 << 17  # smaller than the prompts of one attack `batch`, so that it writes the whole pool
 PEAK_MIB, AFTER_MIB = 300, 50
 PROBER, STRANGER = "prober", "stranger"
 
 
 class Memory:
-    """MiB of each service's processes: what is theirs alone, and their parts of what they share."""
+    """Samples the memory of each service's processes in a thread, in MiB: private memory plus proportional shares (PSS)."""
 
     def __init__(self, system: System) -> None:
         self._pids = {name: system.children[name].pid for name in SERVICES}
@@ -65,7 +68,7 @@ class Memory:
         return {name: self._of(pid) for name, pid in self._pids.items()}
 
     def begin(self) -> None:
-        """The peak of what comes from now on."""
+        """Restarts the recording of the peak."""
         self.peak = self.now()
 
     def _run(self) -> None:
@@ -79,7 +82,7 @@ class Memory:
 
 
 def _pss(pid: int) -> int:
-    """KiB; 0 of a process that has ended."""
+    """Returns the PSS in KiB; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -89,7 +92,7 @@ def _pss(pid: int) -> int:
 
 @dataclass(slots=True)
 class Seen:
-    """By the prober, in seconds."""
+    """Times in seconds that the prober has measured, and its failed requests."""
 
     ttft: list[float] = field(default_factory=list)
     e2e: list[float] = field(default_factory=list)
@@ -97,12 +100,12 @@ class Seen:
     failed: Counter[str] = field(default_factory=Counter)
 
     def p99(self) -> list[float]:
-        """In ms: first token, whole time, /health."""
+        """Returns the p99 in ms of first token, whole time and /health."""
         return [float(np.percentile(times, 99)) * 1e3 for times in (self.ttft, self.e2e, self.health)]
 
 
 async def probe(url: str, until: asyncio.Future[None] | asyncio.Task[dict[str, int]]) -> Seen:
-    """Chats at a steady rate until it is done; those begun are waited for."""
+    """Starts chats at a steady rate until `until` is done, and waits for all started chats."""
     seen = Seen()
     endpoint = Endpoint(f"{url}/v1/chat/completions", True, "demo", ignore_eos=True)
     async with open_http(PROBER, ANSWER_S) as http, aiohttp.ClientSession() as plain:
@@ -137,7 +140,7 @@ async def _health(http: aiohttp.ClientSession, url: str, seen: Seen) -> None:
 
 
 async def attack(port: int, name: str) -> dict[str, int]:
-    """Answers by what they were."""
+    """Runs an attack in a child process and returns the number of responses by kind."""
     argv = ["-m", "tests.benchmarks.front_attacks", name, str(port), STRANGER]
     process = await asyncio.create_subprocess_exec(sys.executable, *argv, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
@@ -154,7 +157,7 @@ async def quiet(url: str) -> Seen:
 
 
 async def one_row(system: System, memory: Memory, name: str) -> bool:
-    """Prints it. Whether all held."""
+    """Runs an attack and prints its row. Returns whether no chat failed."""
     before, idle = await quiet(system.url), memory.now()
     memory.begin()
     begun = time.monotonic()
@@ -175,7 +178,7 @@ async def one_row(system: System, memory: Memory, name: str) -> bool:
 
 
 async def all_at_once(system: System, memory: Memory, names: Sequence[str], minutes: float) -> bool:
-    """Prints what each service held. Whether all held."""
+    """Runs all attacks repeatedly and prints the memory of each service. Returns whether no chat failed and the limits held."""
     before, idle = await quiet(system.url), memory.now()
     memory.begin()
     answers: dict[str, Counter[str]] = {name: Counter() for name in names}
@@ -226,7 +229,7 @@ def main() -> int:
             ) as system,
             Memory(system) as memory,
         ):
-            # Pages of the KV cache are the worker's only once they are written.
+            # Writing the whole KV pool first makes all its pages resident, so that they do not count as growth later.
             written, still = asyncio.run(attack(system.port, "batch")), asyncio.run(quiet(system.url))
             if "200" not in written or still.failed or still.p99()[1] > QUIET_S * 1e3:
                 sys.exit(f"too slow for this: a batch {written}; quiet chats {still.p99()[1]:.0f} ms, {dict(still.failed)}")

@@ -1,7 +1,7 @@
-"""What strangers do to a front: each attack is a function of an address that ends by itself and says what it was answered.
+"""Attacks of hostile clients on a gateway. Each attack is a function that ends by itself and counts the responses by kind.
 
-python -m tests.benchmarks.front_attacks ATTACK PORT KEY prints it as JSON: a process of its own, of the lowest priority, which
-does not share the interpreter of whoever measures.
+python -m tests.benchmarks.front_attacks ATTACK PORT KEY runs an attack in its own process with the lowest priority, so that it
+does not share an interpreter with the measurement, and prints the counts as JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Answers = Counter[str]
 
 
 def in_threads(jobs: Sequence[Callable[[], str]]) -> Answers:
-    """What each was answered, all at once."""
+    """Runs all jobs at once and counts their results."""
     answers: Answers = Counter()
     lock = threading.Lock()
 
@@ -71,7 +71,7 @@ def chat_of(text: str) -> bytes:
 
 
 def headers(port: int, key: str) -> Answers:
-    """Two of 50 MiB, and two of 200 MiB without an end."""
+    """Sends two header blocks of 50 MiB, and two of 200 MiB without an end."""
 
     def send(mib: int, ends: bool) -> str:
         with socket.create_connection((HOST, port), timeout=ANSWER_S) as client:
@@ -81,33 +81,33 @@ def headers(port: int, key: str) -> Answers:
                     client.sendall(b"a" * MIB)
                 client.sendall(b"\r\n\r\n" if ends else b"a")
             except OSError:
-                pass  # it has been answered and closed; what it said may still be there
+                pass  # the server has responded and closed; the response may still be readable
             return client.recv(4096).split(b" ")[1].decode()
 
     return in_threads([lambda mib=mib, ends=ends: send(mib, ends) for mib, ends in ((50, True), (200, False)) * 2])  # type: ignore[misc]
 
 
 def bodies(port: int, key: str) -> Answers:
-    """Sixteen chats of 60 MB."""
+    """Sends sixteen chats of 60 MB."""
     body = chat_of("x" * 60_000_000)
     return in_threads([lambda: post(port, key, CHAT, body)] * 16)
 
 
 def prompts(port: int, key: str) -> Answers:
-    """Six chats of 15 MB of words, far beyond any context."""
+    """Sends six chats of 15 MB of words, far beyond any context."""
     body = chat_of("the river runs over stones " * 555_555)
     return in_threads([lambda: post(port, key, CHAT, body)] * 6)
 
 
 def values(port: int, key: str) -> Answers:
-    """Four bodies of 20 million empty objects, and four of as many token ids as are taken at all."""
+    """Sends four bodies with 20 million empty objects, and four with the largest permitted number of token ids."""
     empty = b'{"model": "demo", "prompt": [' + b"{}," * 20_000_000 + b"{}]}"
     ids = b'{"model": "demo", "prompt": [' + b"1000," * 2_000_000 + b"1000]}"
     return in_threads([lambda body=body: post(port, key, COMPLETIONS, body) for body in (empty, ids) * 4])  # type: ignore[misc]
 
 
 def connections(port: int, key: str) -> Answers:
-    """A thousand, each of which never sends a whole request."""
+    """Opens a thousand connections that never send a whole request."""
     begun = time.monotonic()
     clients = [socket.create_connection((HOST, port), timeout=ANSWER_S) for _ in range(CONNECTIONS)]
     for index, client in enumerate(clients):
@@ -128,7 +128,7 @@ def connections(port: int, key: str) -> Answers:
 
 
 def schemas(port: int, key: str) -> Answers:
-    """Twelve at once, none of them ever seen before."""
+    """Sends twelve new schemas at once."""
     nonce = random.randrange(1 << 40)
     small = {"type": "integer"}
 
@@ -152,7 +152,7 @@ def schemas(port: int, key: str) -> Answers:
 
 
 def batch(port: int, key: str) -> Answers:
-    """One of 64 prompts of 4,000 tokens."""
+    """Sends one request with 64 prompts of 4,000 tokens."""
     rng = random.Random()
     ids = [[rng.randrange(10, 1200) for _ in range(4000)] for _ in range(64)]
     body = json.dumps({"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0}).encode()
@@ -160,7 +160,7 @@ def batch(port: int, key: str) -> Answers:
 
 
 def fuzzing(port: int, key: str) -> Answers:
-    """A round of requests drawn from the API's document: right, nearly right and broken, and connections that are no HTTP."""
+    """Runs a round of requests drawn from the OpenAPI document: valid, nearly valid and broken, and connections without HTTP."""
     fuzzer = Fuzzer(f"http://{HOST}:{port}", key)
 
     def send(requests: Sequence[Sent]) -> list[str]:

@@ -1,8 +1,9 @@
-"""python -m tests.benchmarks.gateway_cpu [OTHER]: CPU time of the gateway's process for each short chat, not streamed.
+"""python -m tests.benchmarks.gateway_cpu [OTHER]: CPU time of the gateway process for each short chat, not streamed.
 
-The worker makes one token a step and computes nothing; tokenizer and detokenizer are the demo model's. With OTHER, a checkout
-with its own .venv, a gateway of each checkout stands before the same services, and they serve by turns. Prints user and system
-time per request, by round; --profile says where this checkout's goes (under cProfile, which costs about as much again).
+The worker makes one token a step and computes nothing. Tokenizer and detokenizer are those of the demo model. With OTHER, a
+checkout with its own .venv, a gateway of each checkout uses the same services, and the gateways are measured in turns. Prints
+user plus system time per request by round. --profile shows the functions of this checkout under cProfile, which costs about as
+much time again.
 """
 
 from __future__ import annotations
@@ -37,8 +38,15 @@ def chat(stream: bool) -> bytes:
 
 
 class Gateways:
-    """One of each checkout, before the same services; all are gone on leaving. step_s: seconds between two tokens of an answer.
-    more: flags of the gateways."""
+    """Gateways, one of each checkout, with the same services. All processes end on exit.
+
+    Args:
+        checkouts: folder of each checkout by name.
+        tokens: tokens of a response.
+        profile: file for the profile of this checkout's gateway.
+        step_s: seconds between two tokens of a response.
+        more: further flags of the gateways.
+    """
 
     def __init__(
         self,
@@ -84,7 +92,7 @@ class Gateways:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gateways end first: a profile is written at their end."""
+        """Stops the gateways first, because they write the profile when they end."""
         for child in (*self._gateways.values(), *reversed(self._children)):
             child.signal(signal.SIGTERM)
             deadline = time.monotonic() + 15
@@ -96,7 +104,7 @@ class Gateways:
         return psutil.Process(self._gateways[name].pid)
 
     def cpu_ms(self, name: str, request: bytes, count: int, connections: int) -> float:
-        """Of each of so many requests, to the gateway of that name."""
+        """Sends `count` requests to a gateway and returns its CPU time per request in ms."""
         times = self.process(name).cpu_times
         before = sum(times()[:2])
         tally = uvloop.run(run_requests((HOST, self.ports[name]), request, count, connections))

@@ -1,7 +1,8 @@
-"""python -m tests.benchmarks.gateway_crowd: a gateway's memory with many idle connections, many streams, one that hardly reads.
+"""python -m tests.benchmarks.gateway_crowd: memory of a gateway with many idle connections, many streams and a very slow reader.
 
-Connections are kept idle after an answer; streams run beside them, and a reader of one byte a second, whose answer is larger than
-what sockets take. In the end each idle connection is asked once more. Prints the gateway's resident memory and who was lost.
+Connections stay idle after a response while streams run. A further client reads one byte per second of a response that is larger
+than the socket buffers. Finally each idle connection sends a request again. Prints the gateway's resident memory and the lost
+clients.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass
 class Seen:
-    """rss: bytes, by what the gateway had to do. pauses_s: the longest of each stream, its wait for the first byte included."""
+    """Results of a run."""
 
-    rss: dict[str, int] = field(default_factory=dict)
-    pauses_s: list[float] = field(default_factory=list)
+    rss: dict[str, int] = field(default_factory=dict)  # resident bytes of the gateway, by phase
+    pauses_s: list[float] = field(default_factory=list)  # longest pause of each stream, including the wait for the first byte
     lost_streams: int = 0
     lost_connections: int = 0
-    slow_reader_s: float = 0.0  # from its request to the gateway's having nothing more of it
+    slow_reader_s: float = 0.0  # from the slow reader's request until the gateway has no request in flight
 
 
 def asked(n: int = 1) -> bytes:
@@ -48,7 +49,7 @@ def asked(n: int = 1) -> bytes:
 
 
 async def answered(connection: Connection) -> bool:
-    """Whether it gets an answer, whole."""
+    """Returns whether a request on this connection gets a whole response."""
     reader, writer = connection
     try:
         writer.write(MODELS)
@@ -84,7 +85,7 @@ async def streamed(port: int, seen: Seen) -> None:
 
 
 async def read_slowly(port: int) -> None:
-    """A byte a second, until cancelled: what the kernel holds of its answer would keep it for hours."""
+    """Reads one byte per second until cancelled. The response in the kernel's buffers alone would last for hours."""
     loop, client = asyncio.get_running_loop(), socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((HOST, port))

@@ -1,8 +1,8 @@
-"""python -m tests.benchmarks.gateway_load: how many long prompts a second a gateway passes on, with workers that answer at once.
+"""python -m tests.benchmarks.gateway_load: long prompts per second that a gateway can forward to workers that respond instantly.
 
-Bodies of 220 kB hold one prompt as token ids; answers are one token, not streamed. All of it runs on this machine:
-gateways, tokenizer, detokenizer, Redis, workers, and the load itself. Prints requests/s, latencies, and each process's CPU
-time per request. --parts times what a gateway must do with such a body, piece by piece; --profile says where its time goes.
+Each body of 220 kB has one prompt as token ids. A response has one token and is not streamed. Gateways, tokenizer, detokenizer,
+Redis, workers and the load generator run on this machine. Prints requests/s, latencies, and the CPU time of each process per
+request. --parts measures the parts of a gateway's work on such a body. --profile shows the functions of the first gateway.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tests.benchmarks.gateway_load_client import Tally, http_request, run_load
 from tests.benchmarks.gateway_load_worker import MODEL, VOCAB_SIZE
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "models" / "demo"  # its tokenizer decodes the one token of each answer
+DEMO = ROOT / "models" / "demo"  # the tokenizer decodes the only token of each response
 LOGS = ROOT / "build" / "run" / "gateway-load"
 PATH = "/v1/completions"
 START_S, WARM_UP_S = 60.0, 2.0
 
 
 def make_body(rng: random.Random, size: int) -> bytes:
-    """At most `size` bytes."""
+    """Returns a request body with a prompt of random token ids, of at most `size` bytes."""
     ids: list[int] = []
     text = b'{"model":"%s","max_tokens":1,"temperature":0,"prompt":[' % MODEL.encode()
     left = size - len(text) - 2
@@ -53,7 +53,7 @@ def make_body(rng: random.Random, size: int) -> bytes:
 
 
 class Fleet:
-    """The processes; all are gone on leaving."""
+    """All processes of the measurement. They end on exit."""
 
     def __init__(self, gateways: int, workers: int, profile: Path | None) -> None:
         ports = iter(free_ports(5 + 2 * gateways + workers))
@@ -90,7 +90,7 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gateways end first: a profile is written at their end."""
+        """Stops the gateways first, because they write the profile when they end."""
         for child in reversed(self.children):
             child.signal(signal.SIGTERM)
             deadline = time.monotonic() + 15
@@ -109,7 +109,7 @@ class Fleet:
             time.sleep(0.1)
 
     def cpu_s(self) -> dict[str, float]:
-        """User and system time of each process, the load's own among them."""
+        """Returns the user plus system time of each process, including the load generator."""
         pids = {child.command.name: child.pid for child in self.children} | {"load": os.getpid()}
         return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
 
@@ -151,7 +151,7 @@ def report(args: argparse.Namespace, repeat: int, tally: Tally, took: float, cpu
 
 
 def time_parts(body_bytes: int) -> None:
-    """What one request costs at least, by piece, each alone and in this process."""
+    """Prints the time of each part of a gateway's work on one request, measured separately in this process."""
     body = make_body(random.Random(1), body_bytes)
     ids = orjson.loads(body)["prompt"]
     packed = tokenizer_pb2.TokenIds(ids=ids).ids

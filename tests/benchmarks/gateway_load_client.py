@@ -1,4 +1,4 @@
-"""A load generator that costs next to nothing: ready-made requests over kept connections, answers counted and not parsed."""
+"""A load generator with little overhead: it sends prepared requests over persistent connections and does not parse responses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def http_request(path: str, body: bytes) -> bytes:
 
 @dataclass
 class Tally:
-    """latencies_s: of whole answers with status 200, in order of their ends. failed: the first bytes of the others."""
+    """Results of a load."""
 
-    latencies_s: list[float] = field(default_factory=list)
-    failed: list[bytes] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)  # times of whole responses with status 200, in order of their ends
+    failed: list[bytes] = field(default_factory=list)  # first bytes of other responses, or the error of a connection
 
 
 class _Connection(asyncio.Protocol):
-    """Sends the next request when the answer to the last one is there, until `end`."""
+    """A connection that sends the next request after each response, until `end`."""
 
     def __init__(self, requests: Sequence[bytes], first: int, end: float, tally: Tally) -> None:
         self._requests: Iterator[bytes] = itertools.islice(itertools.cycle(requests), first, None)
@@ -35,7 +35,7 @@ class _Connection(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has its methods and is none
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods but is no subclass
         self._send()
 
     def _send(self) -> None:
@@ -73,7 +73,7 @@ def _is_complete(head: bytes, body: bytes) -> bool:
 
 
 async def run_load(targets: Sequence[tuple[str, int]], requests: Sequence[bytes], connections: int, seconds: float) -> Tally:
-    """A closed loop of `connections` requests in flight, spread over the targets. Raises OSError if one cannot be reached."""
+    """Keeps `connections` requests in flight, spread over the targets. Raises OSError if a target cannot be reached."""
     tally, end = Tally(), time.perf_counter() + seconds
     loop = asyncio.get_running_loop()
     made: list[_Connection] = []
@@ -87,7 +87,7 @@ async def run_load(targets: Sequence[tuple[str, int]], requests: Sequence[bytes]
 
 
 async def run_requests(target: tuple[str, int], request: bytes, count: int, connections: int) -> Tally:
-    """So many of one request, `connections` of them in flight. Raises OSError if the target cannot be reached."""
+    """Sends a request `count` times with `connections` in flight. Raises OSError if the target cannot be reached."""
     tally, loop = Tally(), asyncio.get_running_loop()
     left = itertools.repeat(request, count)
     made = [_Counted(left, tally) for _ in range(connections)]
@@ -98,7 +98,7 @@ async def run_requests(target: tuple[str, int], request: bytes, count: int, conn
 
 
 class _Counted(_Connection):
-    """Sends the next of what is left for all connections."""
+    """A connection that takes its requests from an iterator that all connections share."""
 
     def __init__(self, left: Iterator[bytes], tally: Tally) -> None:
         super().__init__((), 0, 0.0, tally)

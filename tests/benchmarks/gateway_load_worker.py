@@ -1,7 +1,7 @@
-"""python -m tests.benchmarks.gateway_load_worker: a worker that answers every request at once, with one token.
+"""python -m tests.benchmarks.gateway_load_worker: a worker that responds with one token, or with several in steps.
 
-It says what a worker says of itself, keeps its lease in Redis, and reads of a request only its handle: what is measured beside it
-is the gateway.
+It sends a worker's hello and load, and renews its lease in Redis. Of a request it decodes only the handle, so that a measurement
+shows the cost of the gateway.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUBMITS, _HANDLE = (1 << 3) | 2, 1 << 3  # wire tags of GenerateRequest.submits
 
 
 def handles_of(message: bytes) -> Iterator[int]:
-    """Of the submits of a serialized GenerateRequest; the rest of it is not decoded."""
+    """Yields the handles of the submits in a serialized GenerateRequest without decoding anything else."""
     at = 0
     while at < len(message) and message[at] == _SUBMITS:
         size, at = _varint(message, at + 1)
@@ -42,7 +42,7 @@ def handles_of(message: bytes) -> Iterator[int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The value, and where what follows it begins."""
+    """Returns the value of a varint and the index after it."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -54,7 +54,12 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 class InstantWorker:
-    """tokens: of each answer. One comes at once; of more there is one to each request in every step of step_s seconds."""
+    """Implements Worker.Generate without a model.
+
+    Args:
+        tokens: tokens of each response. A single token is sent immediately; several are sent one per step.
+        step_s: seconds between two steps.
+    """
 
     def __init__(self, name: str, tokens: int = 1, step_s: float = STEP_S) -> None:
         self._tokens = tokens

@@ -1,4 +1,4 @@
-"""Requests whose grammar is meant to cost the server time, memory, or its life."""
+"""Requests with grammars that try to waste the server's time or memory, or to crash it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BIG_BYTES = 10 << 20
 
 
 def hostile_bodies(nonce: int) -> list[tuple[str, bytes]]:
-    """(name, body). The nonce stands in each, so that no two rounds send the same grammar."""
+    """Returns (name, body) of each request. Each grammar contains the nonce, so that no two rounds send the same grammar."""
     return [*_patterns(nonce), *_grammars(nonce), *_schemas(nonce), *_bodies(nonce)]
 
 

@@ -1,13 +1,13 @@
-"""A normal stream beside grammars that want to hurt: python -m tests.benchmarks.hostile_grammars
+"""Latency of normal streams while hostile grammars are sent: python -m tests.benchmarks.hostile_grammars
 
-The whole system is started here. Normal streams (greedy, one after the other in each of `--streams` lanes) are measured quiet,
-then while a second process sends every hostile grammar, first one after the other and then all at once. Each repetition words
-its grammars differently, so that none is known from before. Printed are inter-token latencies (the gaps between two chunks, in
-ms), their ratio to the quiet ones of the same repetition, and what each hostile request got. Exit status 1: a process died, a
-normal stream failed, or a hostile request got neither an answer nor a refusal.
+The benchmark starts the whole system. Normal greedy streams run in `--streams` lanes: first alone, then while a second process
+sends every hostile grammar, first in sequence and then all at once. Each repetition changes the grammars, so that none is cached.
+The output has inter-token latencies (gaps between chunks in ms), their ratio to the quiet phase of the same repetition, and the
+result of each hostile request. The exit status is 1 if a process died, a normal stream failed, or a hostile request was neither
+served nor refused.
 
-Before the hostile phases comes a control: one process of the lowest priority that does nothing but touch memory, and knows
-nothing of this system. What it costs the streams is what sharing the machine with any compiler costs at least.
+A control phase runs before the hostile phases: a process of the lowest priority that only touches memory. Its effect on the
+streams is the least cost of sharing the machine with any compiler.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ PROMPTS = ("Count from 3 to 9.", "Spell the word lantern.", "What is 17 + 25?", 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a hostile request got. status 0: no answer."""
+    """Result of a hostile request."""
 
     name: str
-    status: int
+    status: int  # 0: no response
     seconds: float
-    said: str
+    said: str  # first characters of the output or of the error
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Gaps between chunks, in ms."""
+    """Measurement of the normal streams in one phase."""
 
     name: str
     seconds: float
-    gaps: NDArray[np.float64]
+    gaps: NDArray[np.float64]  # between chunks, in ms
     failures: int
 
     @property
@@ -74,7 +74,7 @@ class Phase:
 
 
 async def attack(url: str, nonce: int, at_once: bool) -> list[Verdict]:
-    """Every hostile request, in order."""
+    """Sends every hostile request, in sequence or all at once, and returns the results in order."""
     async with open_http(timeout_s=ANSWER_S) as http:
         calls = [_send(http, url, name, body) for name, body in hostile_bodies(nonce)]
         return list(await asyncio.gather(*calls)) if at_once else [await call for call in calls]
@@ -91,7 +91,7 @@ async def _send(http: aiohttp.ClientSession, url: str, name: str, body: bytes) -
 
 
 def _said(status: int, text: str) -> str:
-    """One line of an answer or an error."""
+    """Returns the output or the error message as a line of at most 100 characters."""
     try:
         answer = json.loads(text)
     except json.JSONDecodeError:
@@ -101,7 +101,7 @@ def _said(status: int, text: str) -> str:
 
 
 class Lanes:
-    """Normal streams, `count` at any time, until told to stop."""
+    """Lanes with a normal stream each. A lane starts the next stream when one ends."""
 
     def __init__(self, url: str, count: int) -> None:
         self._endpoint = Endpoint(f"{url}/v1/completions", False, "demo", ignore_eos=True)
@@ -109,7 +109,7 @@ class Lanes:
         self._stop = asyncio.Event()
 
     async def run(self, name: str, until: asyncio.Task[Any]) -> Phase:
-        """Until the task has ended."""
+        """Runs the streams until the task has ended."""
         until.add_done_callback(lambda _: self._stop.set())
         begun = time.perf_counter()
         gaps: list[float] = []
@@ -127,7 +127,7 @@ class Lanes:
 
 
 async def attacker(url: str, nonce: int, at_once: bool) -> list[Verdict]:
-    """The attack in a process of its own, which does not share this one's interpreter."""
+    """Runs the attack in its own process, so that it does not share an interpreter with the measurement."""
     argv = [
         "-m",
         "tests.benchmarks.hostile_grammars",
@@ -150,7 +150,7 @@ async def quiet(url: str, streams: int, seconds: float) -> Phase:
 
 @contextmanager
 def stranger() -> Iterator[None]:
-    """A process of the lowest priority that touches new memory without end."""
+    """Runs a process of the lowest priority that touches new memory in a loop."""
     process = subprocess.Popen([sys.executable, "-c", STRANGER], preexec_fn=lambda: os.nice(19))
     try:
         yield
@@ -173,7 +173,7 @@ async def repetition(url: str, streams: int, quiet_s: float, nonce: int) -> tupl
 
 
 def print_phases(streams: int, number: int, phases: Sequence[Phase]) -> float:
-    """The worst ratio of p99."""
+    """Prints the phases and returns the worst p99 of the hostile phases relative to the quiet one."""
     quiet = phases[0]
     for phase in phases:
         ratio = f"p50 x{phase.p50 / quiet.p50:5.2f}  p99 x{phase.p99 / quiet.p99:5.2f}" if phase is not quiet else ""

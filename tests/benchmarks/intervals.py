@@ -1,4 +1,4 @@
-"""How sure a median is."""
+"""Confidence interval of a median."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from math import comb
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Of the median, by order statistics: the narrowest pair of values, as far from either end, that holds it so surely. Of too
-    few values their least and largest."""
+    """Returns a confidence interval of the median by order statistics.
+
+    The interval is the narrowest pair of values with equal ranks from both ends that has the confidence. If the values are too
+    few, returns the smallest and the largest value.
+    """
     ordered, count = sorted(values), len(values)
     outside, depth = 0.0, 0
     while depth < count // 2:

@@ -1,4 +1,4 @@
-"""How much the machine does beside a measurement."""
+"""Load of the machine before a measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def busy_cores(seconds: float, stat: Path = Path("/proc/stat")) -> float:
-    """Cores' worth of work that the whole machine did during the next `seconds`; 0 where the system does not tell."""
+    """Returns the average number of busy cores of the machine during the next `seconds`; 0 if /proc/stat does not exist."""
     if not stat.is_file():
         return 0.0
     before = busy_ticks(stat)

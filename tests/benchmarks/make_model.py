@@ -1,7 +1,8 @@
 """Writes a checkpoint with random weights: python -m tests.benchmarks.make_model build/bench/qwen3-0.6b --shape qwen3-0.6b
 
-It has the shape, dtype and files of a published model, so that speed can be measured without one. The tokenizer is made here:
-every id below the special tokens decodes to text, as in the real one, so that an answer of random ids streams like a real answer.
+The checkpoint has the shape, dtype and files of a published model, so that speed can be measured without that model. A new
+tokenizer decodes every id below the special tokens to text, as the published one does. A completion of random ids therefore
+streams normally.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from transformers import (
 )
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SPACE = "Ġ"  # how byte-level BPE writes a space
+SPACE = "Ġ"  # a space in the alphabet of byte-level BPE
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{%- for message in messages -%}"
@@ -41,7 +42,7 @@ CHATML = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense decoder. `text_tokens`: ids below it are text, the special tokens begin at it, ids above those are padding."""
+    """The shape of a dense decoder."""
 
     hidden: int
     intermediate: int
@@ -50,13 +51,13 @@ class Shape:
     kv_heads: int
     tied: bool
     head_dim: int = 128
-    vocab: int = 151_936
-    text_tokens: int = 151_643
+    vocab: int = 151_936  # all ids; ids after the special tokens are padding
+    text_tokens: int = 151_643  # ids below are text; the special tokens begin here
     max_positions: int = 40_960
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     std: float = 0.02
-    family: str = "qwen3"  # of CONFIGS
+    family: str = "qwen3"  # key of CONFIGS
 
 
 CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
@@ -107,7 +108,7 @@ def config_of(shape: Shape) -> Qwen3Config | Qwen2Config | LlamaConfig:
 
 
 def random_model(shape: Shape, seed: int) -> PreTrainedModel:
-    """bf16 on the CPU. Only the parameters are filled, which is what a checkpoint holds: the model itself is not fit to run."""
+    """Returns a bf16 model on the CPU. Only the parameters of a checkpoint are filled, so the model itself cannot run."""
     config = config_of(shape)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -116,17 +117,17 @@ def random_model(shape: Shape, seed: int) -> PreTrainedModel:
     model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # a tied weight comes once
+        for name, parameter in model.named_parameters():  # yields a tied weight once
             if parameter.dim() == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # or an RMS norm's weight
             else:
-                # Drawn in float32: bf16 has too few uniform values to draw a normal one from.
+                # Drawn in float32, because bf16 has too few values for a normal distribution.
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, shape.std, generator=generator))
     return model
 
 
 def merges() -> Iterator[tuple[str, str]]:
-    """Pairs of letters (a space may come first), then pairs of such pairs: each merge is one token more."""
+    """Yields pairs of letters (the first may be a space), then pairs of such pairs. Each merge makes one more token."""
     pairs = [(first, second) for first in LETTERS + SPACE for second in LETTERS]
     yield from pairs
     inner = [first + second for first, second in pairs if first != SPACE]
@@ -135,7 +136,7 @@ def merges() -> Iterator[tuple[str, str]]:
 
 
 def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose vocabulary is exactly shape.text_tokens, then the special tokens."""
+    """Returns a byte-level BPE tokenizer with exactly shape.text_tokens tokens, followed by the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     chosen = list(islice(merges(), shape.text_tokens - len(alphabet)))
     vocab = {token: i for i, token in enumerate([*alphabet, *(first + second for first, second in chosen)])}
@@ -160,7 +161,7 @@ def generation_config(shape: Shape) -> GenerationConfig:
 
 
 def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
-    """Writes the checkpoint beside `folder` and renames it: the folder is there whole or not at all. Replaces an old one."""
+    """Writes the checkpoint to a temporary folder and renames it, so that `folder` is always complete. Replaces an old one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as parent:
         new = Path(parent) / folder.name
@@ -169,7 +170,7 @@ def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
         model.save_pretrained(new)
         make_tokenizer(shape).save_pretrained(new)
         for file in new.iterdir():
-            file.chmod(0o644)  # a server in a container reads it as another user
+            file.chmod(0o644)  # a server in a container may read the files as another user
         if folder.exists():
             shutil.rmtree(folder)
         new.rename(folder)

@@ -1,8 +1,9 @@
-"""python -m tests.benchmarks.mutual_tls: what TLS between services costs, in requests/s of whole systems.
+"""python -m tests.benchmarks.mutual_tls: cost of TLS between services, in requests/s of whole systems.
 
-Two systems by turns, on this machine: one in the clear, one with certificates on both sides of each connection, a token, and TLS
-to both Redis servers (openssl and Debian's redis-server are taken). Workers compute nothing: what is left is the services' own
-work. Answers are streamed. Prints requests/s of each turn, and the mean of the pairs' ratios with its range.
+Two systems on this machine are measured in turns: one without TLS, and one with certificates on both sides of each connection, a
+token and TLS to both Redis servers. Openssl and Debian's redis-server are needed. Workers compute nothing, so that only the work
+of the services is measured. Responses are streamed. Prints requests/s of each turn, and the mean ratio of the pairs with its
+range.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FAKE = "--executor fake"
 
 
 def rate(system: System, clients: int, tokens: int, seconds: float) -> float:
-    """Requests/s. Raises OSError for one that fails."""
+    """Returns the requests/s. Raises OSError if a request fails."""
     over, ended = threading.Event(), [0] * clients
     faults: list[Exception] = []
 
@@ -48,7 +49,7 @@ def rate(system: System, clients: int, tokens: int, seconds: float) -> float:
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)  # connections are made, what is compiled at first use is
+    time.sleep(1.0)  # until connections are open and code is compiled that compiles at first use
     begun, before = time.monotonic(), sum(ended)
     time.sleep(seconds)
     took, count = time.monotonic() - begun, sum(ended) - before

@@ -1,7 +1,7 @@
-"""How fast pages of KV are read from another worker on this machine: python -m tests.benchmarks.peers [--pages N] ...
+"""Speed of reading KV pages from another worker on this machine: python -m tests.benchmarks.peers [--pages N] ...
 
-A server and a reader in a process each, over loopback, without a device: pages lie in memory, at the shape of Qwen3-0.6B in
-bfloat16 (16 tokens in 1,835,008 bytes), and are copied by the server's process before they are sent. The first round warms up.
+Server and reader are processes without a device, connected by loopback. Pages of the shape of Qwen3-0.6B in bfloat16 (16 tokens
+in 1,835,008 bytes) are in memory, and the server copies them before it sends them. The first round warms up.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ GB = 1e9
 
 
 def identity(folder: str) -> PeerTls | None:
-    """Of the certificate, key and authority that lie there."""
+    """Returns the TLS settings for the certificate, key and authority in the folder, or None without a folder."""
     return PeerTls(*(Path(folder, name) for name in ("tls.crt", "tls.key", "ca.crt"))) if folder else None
 
 
 def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | None) -> None:
-    """Says its port, and serves until its input ends."""
+    """Prints the port and serves until stdin ends."""
     pool = np.random.default_rng(0).standard_normal((POOL_PAGES, PAGE_BYTES // 4), np.float32)
 
     def read_pages(pages: I32, out: memoryview) -> None:
@@ -54,7 +54,7 @@ def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | N
 
 
 def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None) -> tuple[float, float]:
-    """GB a second, and the median of seconds that a read takes. readers: each over a connection of its own."""
+    """Returns the GB per second of all readers, each with its own connection, and the median seconds of a read."""
     source, tls = KvSource(ROOM, address, POOL_PAGES), identity(asked.tls)
     readers, reads, at_once = asked.readers, asked.reads, asked.pages
     taken: list[float] = []

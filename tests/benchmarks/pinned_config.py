@@ -1,5 +1,7 @@
-"""A scheduler's configuration that no worker's default reaches: figures are compared over years, and on GPU machines there is
-nothing that settings need."""
+"""A scheduler configuration that does not follow the worker's defaults, so that figures stay comparable over years.
+
+It needs no settings module, which GPU machines may lack.
+"""
 
 from __future__ import annotations
 
@@ -61,5 +63,5 @@ PINNED = SchedulerConfig(
 
 
 def pinned_config(num_pages: int, page_size: int, context_len: int, vocab_size: int, **given: Any) -> SchedulerConfig:
-    """given: other fields of SchedulerConfig."""
+    """Returns PINNED with these values. `given` has other fields of SchedulerConfig."""
     return replace(PINNED, num_pages=num_pages, page_size=page_size, context_len=context_len, vocab_size=vocab_size, **given)

@@ -1,10 +1,11 @@
-"""What one routing decision costs: python -m tests.benchmarks.router
+"""Cost of a routing decision: python -m tests.benchmarks.router
 
-One thread, no I/O. A decision is the gateway's: match a prompt's blocks against the index, pick by policy, remember the pick
-as speculative. What is over is forgotten between decisions (`expire`), about one prompt's blocks each time. Shapes say which of
-`--workers` workers hold how much of the `--blocks` blocks of a prompt. Printed per shape are µs of a decision at the median, the
-99th percentile and the worst, and the medians of expire and of the decision's parts; last, what hashing the prompt costs. Times
-are of the thread's CPU, so that other processes on the machine count less; `--wall` takes the clock's.
+One thread makes decisions like the gateway, without I/O: it matches a prompt's blocks with the index, picks a worker by policy
+and adds the blocks as speculative. Expired speculative blocks are removed before each decision (`expire`), about one prompt's
+blocks each time. A shape defines which of `--workers` workers have how many of a prompt's `--blocks` blocks. For each shape the
+output has the median, the 99th percentile and the maximum of a decision in µs, and the medians of expire and of the decision's
+parts. The last lines are the cost of hashing the prompt. Times are CPU times of the thread, so that other processes disturb less;
+`--wall` uses the clock.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """µs per decision; expiry, match, pick and speculation in that order in `parts`."""
+    """Costs of all decisions in µs."""
 
-    total: NDArray[np.float64]
-    parts: NDArray[np.float64]
+    total: NDArray[np.float64]  # per decision, without expiry
+    parts: NDArray[np.float64]  # per decision: expiry, match, pick, speculation
 
 
 def new_fleet(size: int, rng: random.Random) -> Fleet:
@@ -67,7 +68,7 @@ def fresh(rng: random.Random, count: int) -> Prompt:
 
 
 def background(fleet: Fleet, rng: random.Random, blocks: int) -> None:
-    """Blocks of other prompts, so that the index has a real one's size."""
+    """Adds blocks of other prompts, so that the index has a realistic size."""
     for owner in fleet.owners:
         fleet.index.stored(owner, fresh(rng, blocks))
 
@@ -94,7 +95,7 @@ def different_depths(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[
 
 
 def system_prefix(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """Everybody holds the system prompt; what follows is new."""
+    """All workers have the system prompt. The rest of each prompt is new."""
     system = fresh(rng, SYSTEM_BLOCKS)
     for owner in fleet.owners:
         fleet.index.stored(owner, system)
@@ -103,7 +104,7 @@ def system_prefix(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Pro
 
 
 def conversations(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """A system prompt that everybody holds, then one of 256 histories that one to four workers hold, then a new turn."""
+    """Each prompt has a system prompt of all workers, one of 256 histories that one to four workers have, and a new turn."""
     system = fresh(rng, SYSTEM_BLOCKS)
     for owner in fleet.owners:
         fleet.index.stored(owner, system)
@@ -116,7 +117,7 @@ def conversations(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Pro
 
 
 def half_of_them(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """Every block is the last one of half of those that got there: few, large drops."""
+    """After every sixteenth of the prompt, half of the remaining workers have no more blocks: few, large drops."""
     prompt, owners = fresh(rng, blocks), list(fleet.owners)
     for owner in owners:
         depth = int(np.random.default_rng(owner).geometric(0.5)) * blocks // 16
@@ -129,12 +130,12 @@ SHAPES = (nobody, everybody, different_depths, system_prefix, conversations, hal
 
 
 def copied(prompt: Prompt) -> Prompt:
-    """New objects, as a request brings: a bytes object remembers its hash."""
+    """Returns new bytes objects, as a request has, because a bytes object caches its hash."""
     return [bytes(bytearray(block)) for block in prompt]
 
 
 def decide(fleet: Fleet, policy: Policy, prompt: Prompt, now: float, clock: Clock) -> tuple[float, ...]:
-    """Times (s): begin, expired, matched, picked, done."""
+    """Returns times in seconds: begin, expired, matched, picked, done."""
     index, workers = fleet.index, fleet.workers
     begin = clock()
     index.expire(now)
@@ -166,7 +167,7 @@ def measure(shape: Callable[..., Iterator[Prompt]], args: argparse.Namespace, cl
 
 
 def hashing(ids: Sequence[int], decisions: int, clock: Clock) -> NDArray[np.float64]:
-    """µs to hash a prompt and split the hashes."""
+    """Returns the µs of hashing a prompt and splitting the hashes, for each repetition."""
     root = root_hash("model", "main", "tokenizer", "")
     costs = np.zeros(decisions)
     for number in range(decisions):

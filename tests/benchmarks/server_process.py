@@ -1,4 +1,4 @@
-"""A server under measurement as a child process: started, waited for, stopped with everything it started."""
+"""A measured server as a child process that is started, awaited, and stopped together with its own children."""
 
 from __future__ import annotations
 
@@ -26,18 +26,27 @@ LOG_TAIL_CHARS = 3000
 
 
 class ServerFailed(Exception):
-    """The server ended or did not become ready in time. The message holds the end of its log."""
+    """Raised if the server ends or does not become ready in time. The message has the end of its log."""
 
 
 def server_command(template: str, model: Path, port: int) -> list[str]:
-    """The command line, without a shell."""
+    """Returns the arguments of the command line without a shell."""
     return [part.format(python=sys.executable, model=model, port=port) for part in shlex.split(template)]
 
 
 @contextmanager
 def running_server(template: str, model: Path, log: Path, checkout: Path = ROOT) -> Iterator[str]:
-    """The base URL of a server that is ready. checkout: whose code it runs. Raises ServerFailed. On leaving, no process of
-    the server is left."""
+    """Yields the base URL of a ready server, and ends all its processes on exit.
+
+    Args:
+        template: command with {python}, {model} and {port}.
+        model: folder of the checkpoint.
+        log: file for the server's output.
+        checkout: working directory of the server, whose code it runs.
+
+    Raises:
+        ServerFailed: the server ended or was not ready in time.
+    """
     (port,) = free_ports(1)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -70,7 +79,7 @@ def answers(url: str) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the server to stop, then kills what is left of its process group, which holds nothing but the server's processes."""
+    """Sends SIGTERM to the server, waits, and then kills its process group, which has only the server's processes."""
     process.terminate()
     deadline = time.monotonic() + STOP_S
     while not has_ended(process) and time.monotonic() < deadline:
@@ -83,7 +92,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Does not reap the process, so that its id still names its group and can be no other's."""
+    """Returns whether the process has ended, without reaping it, so that its id stays reserved for the process group."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

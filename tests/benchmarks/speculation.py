@@ -1,11 +1,11 @@
-"""What verified guesses save on a CPU: python -m tests.benchmarks.speculation [--drafter oracle|eagle3|mtp] [--streams N] ...
+"""Speed-up by draft tokens on a CPU: python -m tests.benchmarks.speculation [--drafter oracle|eagle3|mtp] [--streams N] ...
 
-Streams of random weights at the shape of Qwen3-0.6B, bfloat16, in two executors of one process, without guesses and with. Guesses
-are those of somebody who knows the text and says it with errors, so that a step gives --accept-length tokens on average; with
---drafter eagle3 (a vocabulary of 32,000) or mtp a random head computes guesses too, which cost what they cost and are not looked
-at. All else is as it is: every guess is computed, sampled and scored, and the controller chooses how many there are, up to
---drafts. Then the same with guesses that are always wrong, and with none at all; --only says that one of the three is enough.
-Prints medians of time without over time with, and their 95 % intervals.
+Streams run on random bf16 weights in the shape of Qwen3-0.6B, in two executors of one process, without and with draft tokens.
+Draft tokens are the true text with random errors, so that a step gives --accept-length tokens on average. With --drafter eagle3
+(a vocabulary of 32,000) or mtp, a random draft head also computes draft tokens, whose cost counts and whose values are ignored.
+Everything else is normal: each draft token is computed, sampled and verified, and the controller chooses their number, at most
+--drafts. Two further measurements have draft tokens that are always wrong, and none at all; --only selects one of the three.
+Prints medians of the time without over the time with drafting, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VOCAB = SHAPE["vocab_size"]
 
 
 def error_rate(accept_length: float, drafts: int) -> float:
-    """Of each guess, for which 1 + p + .. + p^drafts tokens come of a step on average."""
+    """Returns the rate for which a step gives 1 + p + .. + p^drafts = accept_length tokens, p = 1 - rate."""
     low, high = 0.0, 1.0
     for _ in range(50):
         right = (low + high) / 2
@@ -47,7 +47,7 @@ def error_rate(accept_length: float, drafts: int) -> float:
 
 
 class Forced(Guesses):
-    """Somebody's work, and the guesses of who knows the text in place of what comes of it."""
+    """A drafter that does the work of another one, and proposes the true text with errors instead of its draft tokens."""
 
     def __init__(self, working: Drafter, told: Sequence[Sequence[int]], errors: float, seed: int) -> None:
         super().__init__(told, errors, VOCAB, seed)
@@ -77,7 +77,7 @@ class Forced(Guesses):
 
 
 class Side:
-    """One of the executors. settles: one scheduler for all of its runs, so that what is learned of a drafter stays."""
+    """An executor and its scheduler. If `settles`, all runs share a scheduler, which keeps the learned acceptance rates."""
 
     def __init__(self, world: World, executor: DeviceExecutor, settles: bool) -> None:
         self.executor, self._world, self._settles = executor, world, settles
@@ -92,7 +92,7 @@ class Side:
         self.seconds = 0.0
 
     def go_on(self, turns: int) -> bool:
-        """Whether there is more to do. The step in flight is waited for, so that none is charged to the other side."""
+        """Runs turns and returns whether requests are unfinished. Waits for the step in flight, so that its time counts here."""
         begun = time.perf_counter()
         for _ in range(turns):
             if not self._turned.idle:
@@ -110,7 +110,7 @@ class Side:
 
 
 def run(sides: Sequence[Side], asked: Sequence[Asked], turns: int) -> None:
-    """The same requests on each side, some turns of one and then of the other, so that what else the machine does meets both."""
+    """Runs the same requests on each side, a few turns in alternation, so that other load of the machine affects both."""
     for side in sides:
         side.begin(asked)
     more = True

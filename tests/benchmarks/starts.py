@@ -1,8 +1,9 @@
-"""What a service's start costs: python -m tests.benchmarks.starts [--beside CHECKOUT] [--python INTERPRETER] [--rounds N]
+"""Cost of a service's start: python -m tests.benchmarks.starts [--beside CHECKOUT] [--python INTERPRETER] [--rounds N]
 
-Each service with the demo model, from the process's begin until its health says SERVING: seconds, and CPU seconds of it and of
-what it has started. The least of some rounds. --beside: another checkout's too, in turn. --python: with the environment of the
-one that runs this; one whose own library has no bytecode starts as in an official image.
+Each service starts with the demo model. The time from the start of the process until its health is SERVING is measured, in
+seconds and in CPU seconds of the process and its children. Prints the minimum over the rounds. --beside also measures another
+checkout, in turns. --python uses another interpreter with this environment's packages; if its standard library has no bytecode,
+it starts as in an official image.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ SERVICES: dict[str, tuple[str, list[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """In seconds. cpu: of all cores."""
+    """Times of a start, in seconds."""
 
-    wall: float
-    cpu: float
+    wall: float  # until the service is ready
+    cpu: float  # of all cores
 
 
 def measured(python: str, checkout: Path, service: str, flags: list[str]) -> Start:
@@ -61,7 +62,7 @@ def measured(python: str, checkout: Path, service: str, flags: list[str]) -> Sta
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Of it and of all that it has started and that still runs."""
+    """Returns the CPU seconds of a process and of its running children."""
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 

@@ -1,8 +1,8 @@
-"""python -m tests.benchmarks.step_cost [--rows 1 64 256]: processor time of decode steps on host streams, all threads together.
+"""python -m tests.benchmarks.step_cost [--rows 1 64 256]: CPU time of decode steps on host streams, of all threads together.
 
-A random model that is next to nothing, so that what is left is what the executor does around its kernels. Prints for each number
-of rows the microseconds of user and system time per step: the least and the median of several runs of steps, which other work on
-the machine disturbs less than the clock.
+The model is random and tiny, so that the cost is that of the executor around the kernels. Prints for each number of rows the user
+plus system time per step in microseconds: the minimum and the median of several runs. Other work on the machine disturbs CPU time
+less than wall time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.exec.driver import Driver, Sequence
 from tests.exec.tiny_models import MODELS
 
 PAGE_SIZE, CONTEXT = 16, 480
-STEPS = 50  # of one run
+STEPS = 50  # steps of a run
 PROMPT = list(range(20, 40))
 KINDS = {
     "greedy": SamplingParams(CONTEXT, temperature=0.0),
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def microseconds(executor: Executor, rows: int, runs: int, params: SamplingParams) -> list[float]:
-    """Of a step, by run."""
+    """Returns the microseconds of a step for each run."""
     driver, nothing = Driver(executor, PAGE_SIZE), np.empty(0, dtype=np.int32)
     sequences = [Sequence(PROMPT, slot, params) for slot in range(rows)]
     driver.prefill(sequences)

@@ -1,4 +1,4 @@
-"""Streams one after the other, and beside them prompts of many tokens: the load of more than one benchmark."""
+"""The load of several benchmarks: streams in sequence, and long prompts at the same time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.benchmarks.intervals import interval
 from tests.e2e.system import System
 
 STREAM_TOKENS, PROMPT_OUTPUT = 160, 8
-FIRST_ID, LAST_ID = 4, 1200  # of the demo model's ordinary tokens
+FIRST_ID, LAST_ID = 4, 1200  # range of the demo model's ordinary tokens
 
 
 @dataclass
 class Run:
-    """Seconds between a stream's tokens, and to the first token of a long prompt."""
+    """Measurements of a run."""
 
-    gaps: list[float] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # seconds between tokens of a stream
+    ttft: list[float] = field(default_factory=list)  # seconds to the first token of a long prompt
 
     def figures(self) -> dict[str, float]:
         cuts = quantiles(self.gaps, n=100)
@@ -34,7 +34,7 @@ class Run:
 
 
 async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[float]:
-    """Moments at which tokens came, the request's own first."""
+    """Returns the times of the request and of each token."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     times = [time.perf_counter()]
     async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -75,7 +75,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(systems: Mapping[str, System], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Ratios of each figure, first / second of two systems that run, by pair of runs after one run of each. Prints figures."""
+    """Compares two running systems in pairs of runs, after a warm-up run of each, and prints the figures.
+
+    Returns:
+        For each figure, the ratio of the first system to the second one in each pair.
+    """
     first, second = systems
     ratios: dict[str, list[float]] = {}
     for each in systems.values():
@@ -90,7 +94,7 @@ def compare(systems: Mapping[str, System], args: argparse.Namespace) -> dict[str
 
 
 def print_ratios(ratios: Mapping[str, list[float]], names: str) -> None:
-    """Their medians with 95 % intervals. names: of what they are."""
+    """Prints the medians of the ratios with 95 % intervals. `names` describes the ratios."""
     for what, values in ratios.items():
         low, high = interval(values)
         print(f"{what}, {names}: {median(values):.2f} [{low:.2f}, {high:.2f}]")

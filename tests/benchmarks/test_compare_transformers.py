@@ -1,4 +1,4 @@
-"""The comparison's plumbing, with a fake server in the place of Rootstock and a tiny model. It asserts nothing on speed."""
+"""Tests of the comparison's parts, with a fake server instead of Rootstock and a tiny model. No speed is checked."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.night import NIGHTLY
 FAKE = "{python} -m tests.services.cli.fake_server --port {port}"
 
 
-def test_the_table_holds_medians_over_the_rounds() -> None:
+def test_table_has_medians_over_the_rounds() -> None:
     pairs = [Pair(1, 0, 10.0, 5.0), Pair(8, 0, 30.0, 10.0), Pair(1, 1, 20.0, 5.0), Pair(1, 2, 12.0, 4.0)]
     rows = ["| 1 | 12.0 | 5.0 | 3.00 | 2.00 to 4.00 |", "| 8 | 30.0 | 10.0 | 3.00 | 3.00 to 3.00 |"]
     assert table(pairs).splitlines()[2:] == rows
 
 
-def test_prompts_are_distinct_and_depend_on_the_seed(tmp_path: Path) -> None:
+def test_draw_prompts_depends_on_the_seed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
     prompts = draw_prompts(tmp_path, 32, 256, (0, 1, 32))
     assert prompts == draw_prompts(tmp_path, 32, 256, (0, 1, 32)) != draw_prompts(tmp_path, 32, 256, (0, 2, 32))
@@ -33,32 +33,32 @@ def test_prompts_are_distinct_and_depend_on_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("error", "tokens"), [("timeout", 64), (None, 63)], ids=["failed", "short"])
-def test_a_request_that_did_not_do_its_work_fails_the_measurement(error: str | None, tokens: int) -> None:
+def test_check_raises_when_a_request_is_failed_or_short(error: str | None, tokens: int) -> None:
     with pytest.raises(MeasurementFailed):
         check(Outcome(0.0, 0.0, completion_tokens=tokens, error=error), 64)
 
 
-def test_the_default_is_the_acceptance_measurement() -> None:
+def test_default_arguments_are_the_acceptance_measurement() -> None:
     args = parse([])
     assert (args.shape, args.concurrency, args.input_len, args.output_len, args.cores) == ("qwen3-0.6b", [1, 8, 32], 256, 64, 2)
     command = server_command(args.server_command, Path("/m"), 81)
     assert command[1:] == ["-m", "services.local", "--model", "/m", "--port", "81", "--dtype", "bfloat16", "--no-demo"]
 
 
-def test_a_server_is_gone_with_its_block(tmp_path: Path) -> None:
+def test_running_server_stops_on_exit(tmp_path: Path) -> None:
     with running_server(FAKE, tmp_path, tmp_path / "log") as url:
         assert answers(url + "/readiness")
     assert not answers(url + "/readiness")
 
 
-def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_running_server_raises_with_the_log_when_the_server_ends(tmp_path: Path) -> None:
     ends = "{python} -c 'print(\"no weights\"); raise SystemExit(3)'"
     with pytest.raises(ServerFailed, match="no weights"), running_server(ends, tmp_path, tmp_path / "log"):
         pass
 
 
-def test_what_a_server_leaves_behind_is_killed(tmp_path: Path) -> None:
-    """A shell that starts the server and does not stop it."""
+def test_running_server_kills_remaining_children(tmp_path: Path) -> None:
+    """The server's command is a shell that starts the server and does not stop it."""
     with running_server(f"sh -c '{FAKE} & wait'", tmp_path, tmp_path / "log") as url:
         pass
     assert not answers(url + "/readiness")
@@ -66,7 +66,7 @@ def test_what_a_server_leaves_behind_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 @pytest.mark.timeout(300)
-def test_a_comparison_end_to_end(tmp_path: Path) -> None:
+def test_comparison_prints_a_table_and_writes_a_line(tmp_path: Path) -> None:
     flags = ["--shape", "tiny", "--model", str(tmp_path / "tiny"), "--concurrency", "2", "--input-len", "16", "--output-len", "4"]
     flags += ["--rounds", "1", "--cores", "1", "--server-command", FAKE, "--output-file", str(tmp_path / "out.jsonl")]
     command = [sys.executable, "-m", "tests.benchmarks.compare_transformers", *flags]
@@ -78,7 +78,7 @@ def test_a_comparison_end_to_end(tmp_path: Path) -> None:
     assert pair["concurrency"] == 2 and pair["rootstock"] > 0 and pair["transformers"] > 0
 
 
-def test_idle_and_waiting_time_is_not_work(tmp_path: Path) -> None:
+def test_busy_ticks_exclude_idle_and_io_wait(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  1 2 4 800 1600 8 16 0 0 0\ncpu0 9 9 9 9 9 9 9 0 0 0\n")
     assert busy_ticks(stat) == 31

@@ -1,4 +1,4 @@
-"""The random checkpoint loads as a published one does."""
+"""The random checkpoint loads like a published one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_checkpoint_loads_in_bf16_and_generates(checkpoint: Path) -> None:
+def test_checkpoint_loads_in_bf16_and_generates(checkpoint: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.config.rope_parameters["rope_theta"] == 1e6
@@ -32,19 +32,19 @@ def test_the_checkpoint_loads_in_bf16_and_generates(checkpoint: Path) -> None:
     assert out.shape == (1, 7)
 
 
-def test_a_tied_head_is_stored_once(checkpoint: Path) -> None:
+def test_checkpoint_stores_a_tied_head_once(checkpoint: Path) -> None:
     with safetensors.safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
-def test_the_same_seed_gives_the_same_weights() -> None:
+def test_random_model_has_equal_weights_for_equal_seeds() -> None:
     first, again, other = (random_model(TINY, seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_the_tokenizer_covers_all_text_ids_and_round_trips(checkpoint: Path) -> None:
+def test_tokenizer_decodes_all_text_ids_and_round_trips(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     text = "Grüße, 世界! some words\n\tand 12 numbers 🙂"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -52,19 +52,19 @@ def test_the_tokenizer_covers_all_text_ids_and_round_trips(checkpoint: Path) -> 
     assert GenerationConfig.from_pretrained(checkpoint).eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def test_the_chat_template_is_chatml(checkpoint: Path) -> None:
+def test_tokenizer_has_a_chatml_template(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.encode(text).count(TINY.text_tokens + 1) == 2
 
 
-def test_the_special_ids_are_those_of_qwen3() -> None:
+def test_tokenizer_has_the_special_ids_of_qwen3() -> None:
     tokenizer = make_tokenizer(SHAPES["qwen3-0.6b"])
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [151_643, 151_644, 151_645]
 
 
-def test_an_old_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
+def test_write_model_replaces_an_old_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "stale").touch()
@@ -74,7 +74,7 @@ def test_an_old_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360)])
-def test_a_shape_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
+def test_shape_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
     s: Shape = SHAPES[name]
     attention = s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads) + 2 * s.head_dim
     layer = attention + 3 * s.hidden * s.intermediate + 2 * s.hidden

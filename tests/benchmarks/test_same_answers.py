@@ -148,7 +148,7 @@ def test_corpus_has_every_feature_on_every_route_streamed_and_whole() -> None:
     assert all("tools" in features_of(path) for path in CHATS) and all("schema" in features_of(path) for path in PATHS)
 
 
-def test_corpus_depends_on_the_seed_alone() -> None:
+def test_corpus_depends_only_on_the_seed() -> None:
     assert corpus(0, 60) == corpus(0, 60) != corpus(1, 60)
     assert {case.feature for case in corpus(0, 100, without=(SEVERAL,))} == {
         feature for path in PATHS for feature in features_of(path) if feature != SEVERAL

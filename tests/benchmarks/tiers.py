@@ -1,14 +1,13 @@
-"""What tiers of KV cost and save on a CPU: python -m tests.benchmarks.tiers [cost|reuse] [--prompts N] ...
+"""Cost and benefit of KV tiers on a CPU: python -m tests.benchmarks.tiers [cost|reuse] [--prompts N] ...
 
-Random weights at the shape of Qwen3-0.6B, bfloat16, the default write policy.
+The model has random bf16 weights in the shape of Qwen3-0.6B, and the write policy is the default.
 
-cost: prompts that are asked once, with tiers (host and files) and without, in turns, in one process: medians of the ratio of
-requests a second and of TTFT (from submission to the first token, of prompts that come one after another), with their 95 %
-intervals.
+cost: new prompts run with tiers (host and files) and without them in turns, in one process. Prints medians of the ratio of
+    requests per second and of TTFT (time from submission to the first token, of prompts in sequence), with 95 % intervals.
 
-reuse: --prompts prompts of 1,024 tokens, four times as many as the pool holds, are asked by a process that is then killed by
-SIGKILL. Another one opens its files and asks a part of them again: TTFT from a file in the page cache, from the disk where the
-kernel's cache can be dropped, and computed.
+reuse: a process runs --prompts prompts of 1,024 tokens, four times as many as the pool can store, and is killed by SIGKILL.
+    Another process opens its files and repeats a part of the prompts. Prints TTFT with pages from a file in the page cache, with
+    pages from the disk if the kernel's cache can be dropped, and with computed pages.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from tests.exec.tiered import PAGE_SIZE, Served, build
 
 SECRET = bytes(range(SECRET_BYTES))
 REUSE_TOKENS, COST_TOKENS = 1024, 256
-FIRSTS = 4  # prompts of which a turn's TTFT is the median
-VOCAB = 100_000  # of the tokens that prompts are of
+FIRSTS = 4  # prompts in each turn whose median TTFT is measured
+VOCAB = 100_000  # range of token ids in prompts
 HOST_BYTES, FILE_BYTES = 2 << 30, 24 << 30
-FACT_S = 0.05  # that a turn waits at most for an operation to end
-SAID_PAIRS = 20  # after so many, what has come of them
+FACT_S = 0.05  # longest wait of a turn for the end of an operation
+SAID_PAIRS = 20  # pairs between two printed results
 
 
 def tier_options(folder: Path) -> TierOptions:
@@ -57,13 +56,15 @@ def served(model: Path, pages: int, folder: Path | None, threads: int, context: 
 
 
 def prompt(number: int, length: int) -> list[int]:
-    """Unlike any other from its first token on."""
+    """Returns the token ids of a prompt. Two prompts differ in their first token."""
     return [(number * 7919 + at * at * 31 + at) % VOCAB + 1 for at in range(length)]
 
 
 def ttft(one: Served, ids: Sequence[int]) -> tuple[float, int]:
-    """Seconds to the first token, and prompt tokens that came from another tier. What is copied and stored afterwards is done
-    when this returns, and not part of the time."""
+    """Returns the seconds to the first token and the number of prompt tokens that were read from another tier.
+
+    Backups and writes after the first token are finished on return but not measured.
+    """
     begun = time.perf_counter()
     handle = one.submit(ids, max_new_tokens=1, temperature=0.0, top_logprobs=-1)
     until_answered(one, [handle])
@@ -76,7 +77,7 @@ def ttft(one: Served, ids: Sequence[int]) -> tuple[float, int]:
 
 
 def until_answered(one: Served, handles: Sequence[int]) -> None:
-    """Sleeps, as a worker's loop does, where nothing can be done until an operation has ended."""
+    """Runs turns until all requests have ended. As in a worker's loop, a turn waits if it needs the end of an operation."""
     while any(one.answers[handle].finish is None for handle in handles):
         one.turn(wait_s=FACT_S)
 
@@ -101,7 +102,7 @@ def cost(args: argparse.Namespace, model: Path) -> None:
                 until_answered(one, [one.submit(each, max_new_tokens=args.num_out, top_logprobs=-1) for each in ids[FIRSTS:]])
                 took = time.perf_counter() - begun
                 found[name] = took, median(ttft(one, each)[0] for each in ids[:FIRSTS])
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 slow.append(found["without"][0])
                 pairs.append((found["without"][0] / found["with"][0], found["without"][1] / found["with"][1]))
                 if args.keep:
@@ -114,7 +115,7 @@ def cost(args: argparse.Namespace, model: Path) -> None:
 
 
 def kept_pairs(file: Path | None) -> list[tuple[float, float]]:
-    """Ratios of requests a second and of TTFT."""
+    """Returns the saved pairs of ratios: requests per second and TTFT."""
     return [(both[0], both[1]) for both in json.loads(file.read_text())] if file and file.exists() else []
 
 
@@ -125,7 +126,7 @@ def say(pairs: Sequence[tuple[float, float]]) -> None:
 
 
 def fill(args: argparse.Namespace, model: Path, folder: Path) -> None:
-    """Twice, and then nothing more: whoever started this kills it."""
+    """Runs all prompts twice and then waits until the parent kills this process."""
     one = served(model, args.prompts * REUSE_TOKENS // PAGE_SIZE // 4, folder, args.threads, 2048)
     begun = time.perf_counter()
     for turn in range(2):

@@ -1,4 +1,4 @@
-"""One attention step by one kind of kernel: FlashInfer's FA2, FA3 or decode, or Triton's with so many splits."""
+"""An attention step with one kind of kernel: FlashInfer's FA2, FA3 or decode, or Triton's with a given number of splits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from services.worker.exec.attention import flashinfer_wrappers as wrappers
 from services.worker.exec.attention.backend import AttentionShape
 from services.worker.exec.attention.flashinfer_staging import columns_size, fill, host_memory
 
-MULTIPROCESSORS = 132  # where there is no device to ask
+MULTIPROCESSORS = 132  # assumed if there is no GPU
 TRITON, FLASHINFER = "triton", "flashinfer"
-GRAPH_KINDS = {f"{FLASHINFER} fa2, graph": True, f"{FLASHINFER} decode, graph": False}  # by whether tensor cores compute
+GRAPH_KINDS = {f"{FLASHINFER} fa2, graph": True, f"{FLASHINFER} decode, graph": False}  # whether it uses tensor cores
 EAGER_KINDS = {f"{FLASHINFER} fa2": "fa2", f"{FLASHINFER} fa3": "fa3"}
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Rows of `count` tokens each, behind starts[row] others."""
+    """The rows of an attention step: each computes `count` tokens after starts[row] earlier ones."""
 
     name: str
     heads: int
@@ -45,7 +45,7 @@ class StepBatch:
         return np.array(self.starts, dtype=np.int32) + np.int32(self.count)
 
     def bytes_moved(self, itemsize: int) -> int:
-        """Keys and values once, queries in, outputs out."""
+        """Returns the bytes of all keys and values, of the queries and of the outputs, each once."""
         return 2 * itemsize * self.head_dim * (int(self.lengths.sum()) * self.kv_heads + self.tokens * self.heads)
 
     def shape(self) -> AttentionShape:
@@ -56,29 +56,29 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """out: [T, H D]. indices: int32[N], the pages of all rows, row by row."""
+    """The tensors of a step."""
 
     batch: StepBatch
-    out: Tensor
-    qkv: Tensor
-    k_pool: Tensor
-    v_pool: Tensor
+    out: Tensor  # [T, H D]
+    qkv: Tensor  # [T, (H + 2 H_kv) D]
+    k_pool: Tensor  # [pages, H_kv, page, D]
+    v_pool: Tensor  # like k_pool
     rows: RaggedRows
-    indices: Tensor
+    indices: Tensor  # int32[N], the pages of all rows, row by row
 
     @property
     def scale(self) -> float:
         return self.batch.head_dim**-0.5
 
     def as_heads(self) -> tuple[Tensor, Tensor]:
-        """(out, queries): [T, H, D]."""
+        """Returns outputs and queries as views of shape [T, H, D]."""
         batch = self.batch
         out = self.out.view(-1, batch.heads, batch.head_dim)
         return out, self.qkv[:, : self.out.shape[1]].view(out.shape)
 
 
 def tensors_of(batch: StepBatch, device: torch.device, dtype: torch.dtype) -> StepTensors:
-    """The same for the same batch; on shuffled pages, as after a while of serving."""
+    """Returns random tensors, equal for equal batches. The pages are shuffled, as after a while of serving."""
     made = torch.Generator(device).manual_seed(0)
     random = {"device": device, "dtype": dtype, "generator": made}
     pages = -(-batch.lengths // batch.page_size)
@@ -116,7 +116,7 @@ def torch_work(step: StepTensors) -> Work:
 
 
 def triton_work(step: StepTensors, splits: int = 0) -> Work:
-    """splits: for each row; 0 for those of the plan."""
+    """Returns a call of Triton's attention, with `splits` splits per row or, if it is 0, with those of the plan."""
     from kernels.triton.attention import attention, attention_plan
 
     out, queries = step.as_heads()
@@ -130,8 +130,16 @@ def triton_work(step: StepTensors, splits: int = 0) -> Work:
 
 
 def flashinfer_work(step: StepTensors, kind: str, module: Any) -> Work:
-    """kind: of GRAPH_KINDS, planned as a captured step is, from the number of rows, or of EAGER_KINDS, from the lengths too.
-    Raises what the library does where it cannot."""
+    """Returns a call of a FlashInfer wrapper.
+
+    Args:
+        kind: one of GRAPH_KINDS, planned from the number of rows as a captured step is, or one of EAGER_KINDS, planned from the
+            lengths too.
+        module: the package flashinfer.
+
+    Raises:
+        Exception: any error of the library if it does not support the step.
+    """
     batch, device = step.batch, step.out.device
     shape, rows = batch.shape(), len(batch.starts)
     limits.check(shape, step.qkv.dtype)
@@ -160,6 +168,6 @@ def flashinfer_work(step: StepTensors, kind: str, module: Any) -> Work:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Largest difference; NaN where there is one."""
+    """Returns the largest absolute difference; NaN if any difference is not finite."""
     worst = float((found.float() - expected.float()).abs().max())
     return worst if math.isfinite(worst) else math.nan

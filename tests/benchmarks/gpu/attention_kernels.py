@@ -1,4 +1,4 @@
-"""Attention alone, FlashInfer's kernels beside Triton's, by graph replay: python -m tests.benchmarks.gpu.attention_kernels."""
+"""Attention kernels of FlashInfer and Triton, timed by graph replay: python -m tests.benchmarks.gpu.attention_kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS = ("step", "page", "kernel", "µs", "GB/s", "difference")
 SPLITS = (1, 2, 4)
 DECODES = {"256 x 1536": (1535,) * 256, "64 x 1536": (1535,) * 64, "255 x 1536 and 32768": (1535,) * 255 + (32767,)}
 PROMPTS = {"4 prompts of 2048": ((0,) * 4, 2048), "512 tokens behind 8192": ((8192,), 512)}
-WRONG = 0.1  # of outputs of the order of 1: more than bf16 explains
+WRONG = 0.1  # difference of outputs of the order of 1 that bf16 cannot explain
 
 Make = Callable[[StepTensors], Work]
 
@@ -54,7 +54,7 @@ def _batch(model: str, name: str, starts: tuple[int, ...], count: int, page_size
 
 
 def kinds_of(batch: StepBatch, setting: Setting, module: Any) -> dict[str, Make]:
-    """module: flashinfer, or None. The first one is what the others are held against."""
+    """Returns the kinds of kernels by name; the first one gives the expected outputs. `module` is flashinfer or None."""
     if not setting.on_gpu:
         return {"torch": batches.torch_work}
     found: dict[str, Make] = {batches.TRITON: batches.triton_work}
@@ -83,7 +83,7 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 
 def measure_batch(batch: StepBatch, kinds: dict[str, Make], setting: Setting, journal: Journal) -> None:
-    """Each kind by itself: one that fails, or computes something else, leaves the others."""
+    """Measures each kind separately. A kind that fails or computes wrong outputs does not stop the others."""
     expected: Tensor | None = None
     for kind, make in kinds.items():
         with journal.apart(f"{batch.name}, pages of {batch.page_size}, {kind}"):

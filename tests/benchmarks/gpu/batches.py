@@ -1,4 +1,4 @@
-"""Whole workloads, warmed up and then timed once."""
+"""Runs whole workloads after a warm-up."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.benchmarks.gpu.serving import Timing
 from tests.benchmarks.gpu.workloads import Workload
 
 COLUMNS = ("workload", "seconds", "output tok/s", "total tok/s", "steps", "median ms between steps")
-WARM_TOKENS = 16  # of each request of the warm-up
+WARM_TOKENS = 16  # output tokens of each request of the warm-up
 
 
 def timed(model: Model, warm: Workload, workload: Workload) -> Timing:
-    """warm: of the same lengths and other ids, so that it leaves no prefix behind; its outputs are cut short."""
+    """Runs `warm` with short outputs, then measures `workload`. Their ids differ, so that they share no prefix."""
     short = replace(warm, new_tokens=tuple(min(count, WARM_TOKENS) for count in warm.new_tokens))
     model.serving.run(short)
     model.serving.forget()

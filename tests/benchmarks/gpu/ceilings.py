@@ -1,4 +1,4 @@
-"""What the device gives to code that does nothing else: python -m tests.benchmarks.gpu.ceilings."""
+"""Upper limits of the device's bandwidth and arithmetic: python -m tests.benchmarks.gpu.ceilings."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes per second."""
+    """Measured bandwidths in bytes per second."""
 
     copy: float
     read: float
 
     @property
     def best(self) -> float:
-        """What shares are taken of: the larger of the two, which is the stricter one."""
+        """The larger of the two, against which shares are computed."""
         return max(self.copy, self.read)
 
 
 def median_s(work: Callable[[], object], setting: Setting, repeats: int = REPEATS) -> float:
-    """Seconds, by CUDA events on a GPU and by the clock elsewhere. Two runs come before."""
+    """Returns the median seconds after two unmeasured runs, with CUDA events on a GPU and with the clock otherwise."""
     for _ in range(2):
         work()
     setting.synchronize()

@@ -15,16 +15,14 @@ from tests.benchmarks.gpu.journal import Journal
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """device: as torch names it. toy: sizes that a CPU does in a second, to see that the benchmark works. attention: a back
-    end's name, and kernels: auto, triton or torch, for what does not compare them. graphs: False for decode steps kernel by
-    kernel. say: told what happens while an executor is made."""
+    """Settings that all GPU benchmarks share."""
 
-    device: str
-    toy: bool
-    attention: str = "auto"
-    kernels: str = "auto"
-    graphs: bool = True
-    say: Callable[[str], None] = print
+    device: str  # in torch's notation
+    toy: bool  # sizes that a CPU computes in a second, to check the benchmark itself
+    attention: str = "auto"  # name of the attention backend
+    kernels: str = "auto"  # auto, triton or torch, for benchmarks that do not compare kernels
+    graphs: bool = True  # False: decode steps run kernel by kernel
+    say: Callable[[str], None] = print  # receives progress messages while an executor is built
 
     @property
     def on_gpu(self) -> bool:
@@ -36,8 +34,15 @@ class Setting:
 
 
 def run_command(how: str, measure: Callable[[Setting, Journal], None], argv: Sequence[str] | None = None) -> int:
-    """how: what the figures are and how they come about. 0; 1 where a piece of it failed, see Journal.apart; without a GPU, and
-    without --device cpu, it says so and ends with 2."""
+    """Parses the command line and runs a benchmark.
+
+    Args:
+        how: description of the figures and of the measurement.
+        measure: the benchmark.
+
+    Returns:
+        0; 1 if a part failed (see Journal.apart); 2 if the device is a GPU and none is available.
+    """
     parser = argparse.ArgumentParser(description=how)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--toy", action="store_true", help="sizes at which no figure means anything")

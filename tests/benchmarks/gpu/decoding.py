@@ -1,4 +1,4 @@
-"""A batch that does nothing but decode, brought to that state before anything is measured."""
+"""A batch that only decodes. It reaches this state before the measurement."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ WARM_STEPS = 8
 
 
 def output_of(rows: int, steps: int) -> int:
-    """Tokens that each row has to be allowed for so many steps: those admitted first decode while the last ones wait."""
+    """Returns the output tokens that each row needs for this number of steps: rows that are admitted first already decode."""
     return steps + 2 * WARM_STEPS + rows
 
 
 class Decoding:
-    """rows requests whose prompts are computed; each turn is one decode step of all of them. steps: as many as will be asked
-    for, all calls together."""
+    """Requests whose prompts are computed, so that each turn is a decode step of all of them.
+
+    Args:
+        rows: number of requests.
+        steps: number of steps in all later calls together.
+    """
 
     def __init__(self, serving: Serving, rows: int, prompt_len: int, steps: int, vocab: int, seed: int = 1) -> None:
         self._serving = serving
@@ -39,7 +43,7 @@ class Decoding:
             serving.turn()
 
     def step_s(self, steps: int) -> tuple[float, float]:
-        """(median, mean) seconds of a step: wall time from tokens on the host to tokens on the host."""
+        """Returns the median and mean seconds of a step: wall time between the tokens of two steps on the host."""
         self._serving.begin()
         for _ in range(steps + 1):
             self._serving.turn()
@@ -48,7 +52,7 @@ class Decoding:
         return statistics.median(taken), (times[-1] - times[0]) / len(taken)
 
     def profile(self, steps: int, on_gpu: bool, keep: Path | None = None) -> Profile:
-        """keep: see profiled()."""
+        """Profiles some steps; `keep` as in profiled()."""
 
         def turns() -> None:
             for _ in range(steps):
@@ -58,7 +62,7 @@ class Decoding:
         return profiled(turns, on_gpu, steps, keep)
 
     def journal_profile(self, journal: Journal, name: str, steps: int, on_gpu: bool) -> None:
-        """Beside a figure, which stands without it."""
+        """Adds a profile to a figure that is already measured. Without device events it only adds a note."""
         try:
             profile = self.profile(steps, on_gpu, journal.beside(f"{name}.trace.json.gz"))
         except NoEvents as error:
@@ -71,7 +75,7 @@ class Decoding:
 
 
 def journal_profile(journal: Journal, name: str, profile: Profile) -> None:
-    """Keeps the profile, and shows where the time goes."""
+    """Stores the profile and prints the device time by kernel."""
     journal.profile(name, profile.as_dict())
     columns = ("kernel", "share", "calls per step", "mean µs")
     for kernel, share, calls, mean_us in profile.kernels:

@@ -1,4 +1,4 @@
-"""The matrix products of a step, with sums of reduced precision allowed and not: python -m tests.benchmarks.gpu.gemms."""
+"""Matrix products of a step with and without reduced-precision sums: python -m tests.benchmarks.gpu.gemms."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ HOW = (
 )
 MODELS = ("qwen3-8b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 64, 128, 256)
-OURS = {"as_worker": False, "in_fixed_order": True}  # whether they are deterministic mode's
+OURS = {"as_worker": False, "in_fixed_order": True}  # whether the kernels are those of deterministic mode
 COLUMNS = ("model", "matrix", "rows", "µs", "reduced µs", "worker µs", "fixed order µs", "GB/s", "TFLOP/s", "exact / reduced")
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """[rows, inner] times the transpose of [outer, inner]."""
+    """The product of [rows, inner] and the transpose of [outer, inner]."""
 
     rows: int
     inner: int
@@ -65,7 +65,7 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
-    """(outer, inner) of each fused matrix of a layer, and of the head."""
+    """Returns (outer, inner) of each fused matrix of a layer, and of the head."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
         "qkv": (queries + 2 * keys, shape.hidden),
@@ -78,7 +78,7 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
 
 @contextmanager
 def reduced_precision(allowed: bool) -> Iterator[None]:
-    """While it lasts; what was allowed before is so again."""
+    """Allows or forbids reduced-precision sums in bf16 products, and restores the old setting on exit."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = allowed

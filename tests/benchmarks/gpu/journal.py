@@ -1,4 +1,4 @@
-"""What a benchmark has found so far: printed as it comes, and kept in a file that is whole at every moment."""
+"""Results of a benchmark, printed immediately and saved in a file that is complete after each result."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from typing import Any
 
 @dataclass(slots=True)
 class Journal:
-    """how: what is measured, in what way, median or single run. path: None to print only.
+    """Results of a benchmark. Each change replaces the file atomically.
 
-    File: how; tables: [{title, columns, rows}]; figures: {name: {value, unit}}, names begin with the model's or workload's;
-    profiles: {model or workload: see profile.Profile}; notes: sentences; failed: pieces without figures, see apart().
+    The file is a JSON object with the fields how, tables, figures, profiles, notes and failed. A table is {title, columns, rows}.
     """
 
-    how: str
-    path: Path | None = None
-    tables: dict[str, tuple[Sequence[str], list[Sequence[Any]]]] = field(default_factory=dict)
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    how: str  # description of the measurement
+    path: Path | None = None  # file for the results, or None
+    tables: dict[str, tuple[Sequence[str], list[Sequence[Any]]]] = field(default_factory=dict)  # columns and rows, by title
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # value and unit; names begin with the model or workload
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)  # see profile.Profile, by model or workload
+    notes: list[str] = field(default_factory=list)  # sentences
+    failed: list[str] = field(default_factory=list)  # parts without figures, see apart()
 
     def row(self, title: str, columns: Sequence[str], values: Sequence[Any]) -> None:
-        """One more row of the table of that title."""
+        """Adds a row to the table with that title."""
         if title not in self.tables:
             self.tables[title] = (columns, [])
             print(f"\n{title}\n{' | '.join(columns)}", flush=True)
@@ -46,7 +45,7 @@ class Journal:
         self._save()
 
     def beside(self, name: str) -> Path | None:
-        """A file of that name next to the journal's own; None where it is kept nowhere."""
+        """Returns the path of a file next to the journal's own, or None if nothing is saved."""
         return None if self.path is None else self.path.with_name(f"{self.path.stem}.{name}")
 
     def note(self, sentence: str) -> None:
@@ -55,14 +54,14 @@ class Journal:
         self._save()
 
     def say(self, line: str) -> None:
-        """Printed; which attention runs, and why, is kept, for figures depend on it."""
+        """Prints a line. A line about the attention backend is also saved as a note, because figures depend on it."""
         print(f"  {line}", flush=True)
         if line.startswith("attention:") and line not in self.notes:
             self.notes.append(line)
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """A piece whose failure leaves the others to be measured: it is told, kept, and seen in the exit status."""
+        """Runs a part of the benchmark. An error of it is printed, noted and makes the exit status 1; other parts still run."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Executors over models of published shapes with random weights, made on the device: no checkpoint, no tokenizer."""
+"""Executors of models with published shapes and random weights that are made on the device, without checkpoint and tokenizer."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ TOY = replace(SHAPES["tiny"], vocab=512, text_tokens=500)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """rows: at once. context: tokens of the longest request. attention: a back end's name; empty for the setting's."""
+    """The model and settings that a benchmark needs."""
 
-    shape: str
-    rows: int
-    context: int
+    shape: str  # name in SHAPES
+    rows: int  # concurrent requests
+    context: int  # tokens of the longest request
     cuda_graphs: bool = True
     overlap: bool = True
-    attention: str = ""
+    attention: str = ""  # name of the attention backend; empty for that of the setting
     deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """read_bytes: of the weights that each decode step reads; of an untied embedding a step reads a few rows only."""
+    """A model that is ready to serve."""
 
     serving: Serving
     shape: Shape
-    weight_bytes: int
-    read_bytes: int
+    weight_bytes: int  # bytes of all weights
+    read_bytes: int  # bytes of the weights that a decode step reads: all but an untied embedding, of which it reads a few rows
 
     @property
     def vocab(self) -> int:
-        """Ids of text are below it."""
+        """Number of token ids for text."""
         return self.shape.text_tokens
 
 
@@ -71,7 +71,7 @@ def hf_config(shape: Shape) -> Any:
 
 @contextmanager
 def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
-    """A scheduler over an executor of that shape; closed, and its memory given back, at the end."""
+    """Yields a scheduler over an executor of that shape. On exit, the executor is closed and its memory freed."""
     shape = shape_of(wanted.shape, setting)
     options = options_of(wanted, setting)
     loaded = random_model(shape, wanted.context + 1, options)
@@ -87,7 +87,7 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
         max_prefill_tokens=options.max_tokens,
         chunked_prefill_size=options.max_tokens,
         adaptive_chunk_s=0.0,
-        adaptive_chunk_rows=0,  # shorter chunks would mean more prefill steps, and nobody waits for a token
+        adaptive_chunk_rows=0,  # shorter chunks would mean more prefill steps, and no client waits for a token
     )
     model = Model(Serving(config, executor, wanted.overlap), shape, weight_bytes, weight_bytes - embedding)
     del loaded
@@ -119,12 +119,12 @@ def options_of(wanted: Wanted, setting: Setting) -> DeviceOptions:
 
 
 def random_model(shape: Shape, context_len: int, options: DeviceOptions) -> LoadedModel:
-    """On the device: bf16 on a GPU, float32 elsewhere."""
+    """Makes a model with random weights on the device, in bf16 on a GPU and in float32 elsewhere."""
     config, device = hf_config(shape), device_of(options.device)
     native = Qwen3.config_of(config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels = layer_kernels(options.kernels, device, dtype, options.num_threads, options.deterministic)
-    num_positions = (-(-context_len // PAGE_SIZE) + 2) * PAGE_SIZE  # a slot's pages hold no more
+    num_positions = (-(-context_len // PAGE_SIZE) + 2) * PAGE_SIZE  # largest number of positions in a slot's pages
     with torch.inference_mode():
         model = Qwen3.read(WeightReader(RandomSource(dtype, device, seed=0), kernels), native)
         cos_sin = rope_table(native.rope, native.head_dim, num_positions).to(device)

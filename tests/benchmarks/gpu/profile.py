@@ -1,8 +1,8 @@
-"""Where the device's time goes, read from a trace of torch's profiler.
+"""Device time by kernel, from a trace of torch's profiler.
 
-The trace's device events are kernels, copies and fills; those of one launch share its correlation id, all kernels of a graph's
-replay among them. Time in which no event runs is idle: between two launches (the host was late, or the launch took so long),
-or inside a graph (what one kernel after another costs).
+Device events of the trace are kernels, copies and fills. The events of one launch share its correlation id; a replay of a graph
+is one launch. Time without an event is idle. Idle time between two launches means that the host was late or that the launch was
+slow. Idle time within a graph is the overhead between its kernels.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-ON_HOST = frozenset({"cpu_op"})  # stands for the device where there is none
+ON_HOST = frozenset({"cpu_op"})  # used in place of device events without a GPU
 SHOWN_KERNELS = 12
 LONGEST_NAME = 80
 
 
 class NoEvents(RuntimeError):
-    """The profiler has seen nothing of the device."""
+    """Raised if the trace has no device events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Microseconds."""
+    """A device event. Times are in microseconds."""
 
     name: str
     begin: float
@@ -43,30 +43,39 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Of the time from the first event's begin to the last one's end, span_us. busy_us: in which any event ran. idle_share: of
-    the span, between launches; idle_in_graphs_share: within them. kernels: (name, share of the events' summed time, calls per
-    step, mean microseconds of a call), largest first. gaps_us: (between two launches, in order of length), the longest ten."""
+    """Summary of a trace from the begin of the first event to the end of the last one."""
 
-    span_us: float
-    busy_us: float
-    idle_share: float
-    idle_in_graphs_share: float
+    span_us: float  # length of this time in microseconds
+    busy_us: float  # time in which any event runs, in microseconds
+    idle_share: float  # share of the span that is idle between launches
+    idle_in_graphs_share: float  # share of the span that is idle within launches
     launches: int
     events: int
-    kernels: list[tuple[str, float, float, float]]
-    gaps_us: list[float]
+    kernels: list[
+        tuple[str, float, float, float]
+    ]  # name, share of all events' time, calls per step, mean µs; largest share first
+    gaps_us: list[float]  # the ten longest times between launches, longest first, in microseconds
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def profiled(work: Callable[[], object], on_gpu: bool, steps: int, keep: Path | None = None) -> Profile:
-    """Runs work, which is so many steps, once under the profiler. What it launches must be over when it returns. keep: a file for
-    the trace, gzipped. Raises NoEvents.
+    """Runs `work` once under the profiler and returns a summary.
 
-    On a GPU its activity alone is recorded: to record each operation of the host slows the host, which is judged here too.
+    On a GPU, only device activity is recorded, because recording host operations slows down the host, whose delays are measured,
+    too.
+
+    Args:
+        work: runs `steps` steps. Its device work must have ended when it returns.
+        on_gpu: whether to read device events; otherwise CPU operations.
+        steps: number of steps, for the calls per step.
+        keep: file for the trace, compressed by gzip; None for no file.
+
+    Raises:
+        NoEvents: the trace has no device events.
     """
-    # Without a GPU the steps run on a thread of their own.
+    # Without a GPU, the steps run on another thread.
     activity, threads = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU, _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[activity], experimental_config=threads) as trace:
         work()
@@ -81,7 +90,7 @@ def profiled(work: Callable[[], object], on_gpu: bool, steps: int, keep: Path | 
 
 
 def events_of(entries: Iterable[dict[str, Any]], categories: frozenset[str]) -> list[Event]:
-    """Those of a Chrome trace, in order of their begin."""
+    """Returns the events of these categories in a Chrome trace, in order of their begin."""
     found = [
         Event(entry["name"], float(entry["ts"]), float(entry["ts"]) + float(entry["dur"]), _launch_of(entry, index))
         for index, entry in enumerate(entries)
@@ -91,12 +100,12 @@ def events_of(entries: Iterable[dict[str, Any]], categories: frozenset[str]) -> 
 
 
 def _launch_of(entry: dict[str, Any], index: int) -> int:
-    """An entry without a correlation id is a launch of its own."""
+    """Returns the correlation id. An entry without one gets a unique negative id."""
     return int(entry.get("args", {}).get("correlation", -1 - index))
 
 
 def profile_of(events: list[Event], steps: int) -> Profile:
-    """events: in order of their begin, of all streams together."""
+    """Returns the summary of all streams together. `events` are in order of their begin."""
     if not events:
         raise NoEvents("the trace has no event of the device")
     gaps, inside, until, launch = [], 0.0, events[0].begin, events[0].launch
@@ -122,7 +131,7 @@ def profile_of(events: list[Event], steps: int) -> Profile:
 
 
 def _ranked(events: list[Event], steps: int) -> list[tuple[str, float, float, float]]:
-    """See Profile.kernels."""
+    """Returns the value of Profile.kernels."""
     times: dict[str, list[float]] = defaultdict(list)
     for event in events:
         times[short_name(event.name)].append(event.end - event.begin)
@@ -133,7 +142,7 @@ def _ranked(events: list[Event], steps: int) -> list[tuple[str, float, float, fl
 
 
 def short_name(name: str) -> str:
-    """Without return type, template arguments and parameters, as far as that leaves a name."""
+    """Returns the kernel name without return type, template arguments and parameters, at most LONGEST_NAME characters."""
     plain = re.sub(r"^(void|std::enable_if.*?::type) ", "", name)
     plain = re.split(r"[<(]", plain, maxsplit=1)[0].strip() or name
     return plain[:LONGEST_NAME]

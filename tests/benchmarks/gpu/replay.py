@@ -1,4 +1,4 @@
-"""Times one call of a kernel: the median over replays of a CUDA graph, so that no launch is in it."""
+"""Times a call of a kernel as the median over replays of a CUDA graph, without launch overhead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kernels.bench.gpu_timing import GpuTimer, Make
 from tests.benchmarks.gpu.ceilings import median_s
 from tests.benchmarks.gpu.command import Setting
 
-SECONDS = 0.1  # of repeats
+SECONDS = 0.1  # duration of the replays
 
 
 def microseconds(make: Make, bytes_moved: int, setting: Setting) -> float:
-    """See kernels.bench.gpu_timing.GpuCase. By the clock where there is no GPU."""
+    """Returns the median microseconds of a call, by graph replay on a GPU (see GpuCase) and by the clock otherwise."""
     device = torch.device(setting.device)
     if setting.on_gpu:
         return GpuTimer(device, SECONDS).time(make, bytes_moved, captures=True).microseconds

@@ -1,6 +1,6 @@
-"""The real scheduler over an executor, turned as the worker's loop turns it, with nothing of a network around it.
+"""The real scheduler over an executor, driven like the worker's loop but without the network.
 
-The order of calls is that of services/worker/loop/loop.py. Tokens are counted from what the scheduler gives out for clients.
+The order of calls is that of services/worker/loop/loop.py. The tokens of the scheduler's output for clients are counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.benchmarks.gpu.workloads import Workload
 
 
 class NoText:
-    """Text rules of requests that have none."""
+    """Text functions for requests without text rules."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
@@ -34,25 +34,24 @@ class NoText:
 
 @dataclass(slots=True)
 class Timing:
-    """Of one run. seconds: from the first submit to the last token, the device's work done. last_first_s: until each request had
-    its first token. marks: when each step's tokens came out, seconds from the start, and how many; steps: launched."""
+    """Times of a run, in seconds."""
 
-    seconds: float = 0.0
-    last_first_s: float = 0.0
+    seconds: float = 0.0  # from the first submit until the last token is received and the device has finished
+    last_first_s: float = 0.0  # until every request has its first token
     output_tokens: int = 0
-    steps: int = 0
-    marks: list[tuple[float, int]] = field(default_factory=list)
+    steps: int = 0  # launched steps
+    marks: list[tuple[float, int]] = field(default_factory=list)  # time and total output tokens after each commit
 
     @property
     def tokens_per_s(self) -> float:
         return self.output_tokens / self.seconds
 
     def step_s(self) -> float:
-        """Median seconds between two steps' tokens, the first few left out."""
+        """Returns the median seconds between the tokens of two steps, without the first few."""
         return _median_gap([at for at, _ in self.marks[4:]])
 
     def decode_step_s(self, steps: int) -> tuple[float, float]:
-        """As step_s(), of the first and of the last so many steps after the last first token: contexts are short, then long."""
+        """Returns step_s() of the first and the last `steps` steps in which all requests decode."""
         times = [at for at, _ in self.marks if at >= self.last_first_s]
         return _median_gap(times[: steps + 1]), _median_gap(times[-steps - 1 :])
 
@@ -79,7 +78,7 @@ class Serving:
         self.core.submit(Submit(0, self._next, f"r{self._next}", prompt, params), time.monotonic())
 
     def run(self, workload: Workload) -> Timing:
-        """All requests at once, until the last has ended. Raises RuntimeError if any of them ends in another way."""
+        """Submits all requests and runs until the last one ends. Raises RuntimeError if one does not end by its length."""
         self.begin()
         for prompt, new_tokens in zip(workload.prompts, workload.new_tokens, strict=True):
             self.submit(prompt, new_tokens, workload.temperature)
@@ -94,7 +93,7 @@ class Serving:
         self._begun_answers.clear()
 
     def end(self) -> Timing:
-        """Steps in flight are taken in first."""
+        """Commits the step in flight and returns the times of the run."""
         self._commit()
         self._timing.seconds = time.perf_counter() - self._begun
         return self._timing
@@ -104,7 +103,7 @@ class Serving:
             self.turn()
 
     def turn(self) -> BatchPlan | None:
-        """One turn of the loop; the plan that was launched, if any. Raises RuntimeError where no turn can change anything."""
+        """Runs one turn of the loop and returns the launched plan, if any. Raises RuntimeError if no step can run."""
         self._empty_turns = 0 if self._prev is not None else self._empty_turns + 1
         if self._empty_turns > 2:
             raise RuntimeError(f"nothing runs: {self.core.stats()}")
@@ -120,14 +119,14 @@ class Serving:
         return plan
 
     def forget(self) -> None:
-        """Ends what still runs, and drops every cached prefix."""
+        """Ends all requests and drops all cached prefixes."""
         self._commit()
         self.core.end_all("the run is over", time.monotonic())
         self.core.take_output()
         SchedulerControl(self.core).flush_cache()
 
     def close(self) -> None:
-        """Closes the executor, and keeps nothing of it."""
+        """Closes the executor and releases all references to it."""
         self.executor.close()
         del self.executor
         self._prev = None

@@ -1,4 +1,4 @@
-"""One request at a time against the memory's bandwidth: python -m tests.benchmarks.gpu.single_stream."""
+"""Decoding speed of a single request against the memory bandwidth: python -m tests.benchmarks.gpu.single_stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the device does while a batch decodes: python -m tests.benchmarks.gpu.timeline."""
+"""Device activity while a batch decodes: python -m tests.benchmarks.gpu.timeline."""
 
 from __future__ import annotations
 

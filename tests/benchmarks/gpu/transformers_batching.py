@@ -1,4 +1,4 @@
-"""Transformers' own continuous batching over a random model of the same shape, as it comes."""
+"""Transformers' own continuous batching on a random model of the same shape, with its default settings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ STOP_TIMEOUT_S = 10.0
 
 
 class Stopped(RuntimeError):
-    """Its generation thread has ended before its requests have, or a request of it has failed."""
+    """Raised if the generation thread ends before its requests, a request fails, or the number of tokens is wrong."""
 
 
 def attention_of() -> tuple[str, dict[str, Any]]:
-    """(implementation to ask for, options of the batching's config). Flash attention if it is installed; else sdpa, and no look
-    for kernels elsewhere, for which there is no network."""
+    """Returns the attention implementation and the options of the batching configuration.
+
+    Uses flash attention if it is installed, and sdpa otherwise, without a search for kernels on the network.
+    """
     if importlib.util.find_spec("flash_attn") is not None:
         return "flash_attention_2", {}
     fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
@@ -39,7 +41,7 @@ def attention_of() -> tuple[str, dict[str, Any]]:
 
 
 def random_model(shape: Shape, setting: Setting) -> Any:
-    """In eval mode, on the device, in bf16 there."""
+    """Returns a model in eval mode on the device, in bf16 on a GPU."""
     torch.manual_seed(0)
     with torch.device(setting.device):
         model = AutoModelForCausalLM.from_config(
@@ -49,17 +51,22 @@ def random_model(shape: Shape, setting: Setting) -> Any:
 
 
 class TooSlow(RuntimeError):
-    """The seconds that it was given are over."""
+    """Raised if a run exceeds its time limit."""
 
 
 class Batching:
-    """One manager for requests that are sampled alike."""
+    """A manager for requests with equal sampling parameters."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
 
     def run(self, workload: Workload, limit_s: float) -> float:
-        """Seconds from the first request's submission to the last one's result. Raises Stopped, TooSlow."""
+        """Returns the seconds from the submission of the first request to the result of the last one.
+
+        Raises:
+            Stopped: the manager or a request failed.
+            TooSlow: the run exceeded `limit_s` seconds.
+        """
         begun = time.perf_counter()
         waiting = set()
         for prompt, new_tokens in zip(workload.prompts, workload.new_tokens, strict=True):
@@ -87,13 +94,13 @@ class Batching:
 
 @contextmanager
 def batching_of(model: Any, temperature: float, setting: Setting) -> Iterator[Batching]:
-    """Its memory is given back at the end."""
+    """Yields a running manager. Its memory is freed on exit."""
     name, options = attention_of()
     if model.config._attn_implementation != name:
         model.set_attn_implementation(name)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     generation = GenerationConfig(max_new_tokens=1, eos_token_id=NO_EOS, pad_token_id=0, **sampling)
-    room = {} if setting.on_gpu else {"num_blocks": 8, "max_batch_tokens": 64}  # by memory elsewhere: far too much for a toy
+    room = {} if setting.on_gpu else {"num_blocks": 8, "max_batch_tokens": 64}  # the default for a CPU is too large for a toy
     config = ContinuousBatchingConfig(**options, **room)
     try:
         with model.continuous_batching_context_manager(

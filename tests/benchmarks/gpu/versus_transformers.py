@@ -1,4 +1,4 @@
-"""Beside transformers' own continuous batching, in the same run: python -m tests.benchmarks.gpu.versus_transformers."""
+"""Comparison with transformers' own continuous batching, in the same run: python -m tests.benchmarks.gpu.versus_transformers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ HOW = (
 MODEL = "qwen3-0.6b"
 COLUMNS = ("workload", "ours s", "theirs s", "ours output tok/s", "theirs output tok/s", "theirs / ours")
 PROFILED_STEPS = 10
-THEIR_LIMIT_S = 90.0  # of each run
+THEIR_LIMIT_S = 90.0  # time limit of each run
 
 
 def workloads(setting: Setting, vocab: int, seed: int) -> dict[str, Workload]:
-    """In the order in which they run: what is soon done first, for the part's time may end."""
+    """Returns the workloads in the order in which they run: short ones first, because the time of a part may end."""
     if setting.toy:
         return {"nano": nano(3, 3, 7, vocab, seed), "fixed": fixed(3, 6, 5, vocab, seed)}
     return {
@@ -52,7 +52,7 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 
 def _their_seconds(batching: Batching, name: str, workload: Workload, journal: Journal) -> float:
-    """At least so many, where they are not done in time."""
+    """Returns the seconds of a run of transformers, or the limit if the run exceeds it."""
     try:
         return batching.run(workload, THEIR_LIMIT_S)
     except TooSlow as late:
@@ -67,7 +67,7 @@ def _compare(name: str, workload: Workload, ours: float, theirs: float, journal:
 
 
 def _ours(setting: Setting, journal: Journal) -> dict[str, float]:
-    """Seconds by workload."""
+    """Returns our seconds by workload."""
     probe = workloads(setting, 2, seed=0)
     rows = max(len(workload.prompts) for workload in probe.values())
     context = max(*(workload.longest for workload in probe.values()), 64 + output_of(rows, PROFILED_STEPS + 4))

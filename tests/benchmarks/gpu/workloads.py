@@ -1,4 +1,4 @@
-"""Requests of random token ids: prompts, and how many tokens each is to get."""
+"""Workloads of random token ids: prompts, and the number of output tokens of each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NANO_TEMPERATURE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """prompts: int32 arrays. new_tokens: of each. temperature: 0 for greedy."""
+    """Requests with the same temperature."""
 
     prompts: tuple[NDArray[np.int32], ...]
-    new_tokens: tuple[int, ...]
-    temperature: float = 0.0
+    new_tokens: tuple[int, ...]  # output tokens of each request
+    temperature: float = 0.0  # 0: greedy
 
     @property
     def longest(self) -> int:
@@ -39,7 +39,7 @@ def fixed(count: int, prompt_len: int, new_tokens: int, vocab: int, seed: int) -
 
 
 def nano(count: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> Workload:
-    """Lengths in and out uniform in shortest .. longest, as nano-vllm's benchmark has them (256, 100, 1024, seed 0)."""
+    """Returns random lengths, uniform in shortest .. longest, as in nano-vllm's benchmark (256, 100, 1024, seed 0)."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
     new_tokens = tuple(rng.randint(shortest, longest) for _ in range(count))
@@ -49,7 +49,7 @@ def nano(count: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> 
 def shared_prefix(
     count: int, prefix_len: int, suffix_len: int, new_tokens: int, vocab: int, seed: int, ending: int = 0
 ) -> Workload:
-    """All begin alike, as seed says, and end differently, as seed and ending say."""
+    """Returns prompts with a common prefix, which depends on `seed`, and suffixes that depend on `seed` and `ending`."""
     prefix = np.random.default_rng(seed).integers(0, vocab, prefix_len, dtype=np.int32)
     rng = np.random.default_rng((seed, ending))
     prompts = [np.concatenate([prefix, rng.integers(0, vocab, suffix_len, dtype=np.int32)]) for _ in range(count)]

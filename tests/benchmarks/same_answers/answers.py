@@ -1,6 +1,6 @@
 """Compares the answers of two servers to one request.
 
-Streams are assembled first, because chance decides where they are cut. Random ids and times are left out by name.
+Streams are assembled first, because they are cut at random places. Random ids and times are left out by name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MISSING = Missing()
 
 
 def read_answer(status: int, media_type: str, content: bytes) -> Answer:
-    """Parses the bytes of a whole answer or a stream. Raises ValueError if they are no JSON."""
+    """Parses the bytes of a whole answer or a stream. Raises ValueError if the bytes are not JSON."""
     kind = media_type.partition(";")[0]
     if kind == "text/event-stream":
         return Answer(status, kind, assembled(list(_events(content.decode()))))
@@ -121,7 +121,7 @@ def _add_choices(event: Json, by_index: dict[tuple[str, int], Json]) -> None:
 
 
 def _continues(before: Any, event: Json) -> bool:
-    """Whether the event is a further delta of the part that the event before is a delta of."""
+    """Whether the event is another delta of the same part as the event before."""
     if not isinstance(before, dict) or "delta" not in event or not str(event.get("type")).endswith("delta"):
         return False
     if event["type"] == "message_delta":
@@ -148,7 +148,7 @@ def merged(before: Any, after: Any, name: str = "") -> Any:
 
 
 def _without_message(answer: Answer) -> Answer:
-    """Returns the refusal with its error fields but the message. If it came as a stream, its first event has the error."""
+    """Returns the refusal with its error fields except the message. For a stream, the first event has the error."""
     body = answer.body[0] if isinstance(answer.body, list) and answer.body else answer.body
     error = body.get("error") if isinstance(body, dict) else body
     kept = {name: value for name, value in error.items() if name != "message"} if isinstance(error, dict) else error
