@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make run` makes an environment that serves, `make test` adds what tests need.
+# Two commands set up everything: `make run` makes an environment that serves, and `make test` adds the packages for tests.
 PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
@@ -13,7 +13,7 @@ BENCH  ?= --workload random --num-requests 64 --concurrency 8 --input-len 128 --
 
 export CLUSTER BASE_IMAGE CLUSTER_TEST_KUBECONFIG CLUSTER_TEST_LOAD
 
-# Index of torch's builds without CUDA, a gigabyte smaller. It is used on Linux without nvidia-smi if it can be reached. Empty: never.
+# Index of torch's builds without CUDA, a gigabyte smaller. Used on Linux without nvidia-smi if reachable. Empty: never used.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 PY     := $(VENV)/bin/python
@@ -21,29 +21,29 @@ DEV    := $(VENV)/.ready
 ENV    := $(if $(wildcard $(DEV)),$(DEV),$(VENV)/.ready-run)
 PROTOS := rootstock/.ready
 
-# Two processes, a file to each at a time, in the order of tests/conftest.py.
+# Two processes, each with one file at a time, in the order of tests/conftest.py.
 SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# Bytecode is kept, whatever the shell says: each process would compile torch anew, which takes longer than to run it. It is made
-# at once, on all cores; what does not compile (a template, say) is never imported.
+# Bytecode is written even if the shell forbids it, because compiling torch takes longer than running it. compileall writes it on
+# all cores after the installation; files that do not compile, such as templates, are never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Sphinx and its theme are the extra `docs`; they are installed on the first call.
+# The extra `docs` has Sphinx and its theme. The first call installs it.
 SITE := build/site
 
 .PHONY: help env dev-env run test check docs docs-site clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly release clean
 
-help:            ## this list
+help:            ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
 
 env: $(ENV) $(PROTOS)  ## the virtual environment of `make run` and the generated protos
-dev-env: $(DEV) $(PROTOS)  ## the same with what tests need
+dev-env: $(DEV) $(PROTOS)  ## the same, and the packages for tests
 
-# pip waits minutes for an index that it cannot reach, so the index is asked first.
+# pip waits minutes for an unreachable index, so the index is probed first.
 TORCH_FLAGS = $$([ "$$(uname -s)" = Linux ] && [ -n '$(TORCH_INDEX)' ] && ! $(HAS_GPU) \
 	  && $(PYTHON) -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=3)' '$(TORCH_INDEX)/torch/' 2>/dev/null \
 	  && echo "--extra-index-url $(TORCH_INDEX)")
-# Whether torch can use a GPU of this machine: the driver's program is there.
+# Whether the driver's program exists, so that torch can use a GPU of this machine.
 HAS_GPU = command -v nvidia-smi >/dev/null
 INSTALL = $(PY) -m pip install -q --no-compile --disable-pip-version-check --progress-bar on $(TORCH_FLAGS) -e
 
@@ -54,7 +54,7 @@ $(VENV)/.ready-run: pyproject.toml
 	@echo "making $(VENV) and installing what a server needs, once: 1.3 GB, with a GPU 6 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[protos]'
-	@$(HAS_GPU) || $(PY) -m pip uninstall -q -y --disable-pip-version-check triton  # a gigabyte that xgrammar asks for, for GPUs alone
+	@$(HAS_GPU) || $(PY) -m pip uninstall -q -y --disable-pip-version-check triton  # a gigabyte that xgrammar needs only for GPUs
 	-@$(PY) -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib
 	@touch $@
 
@@ -68,7 +68,7 @@ $(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)
 	$(PY) -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/rootstock/v1/*.proto
 	@touch $@
 
-# A variable that keeps the default above becomes no flag, because a flag would win over the file of --config.
+# A variable with its default value above becomes no flag, because a flag would override the file of --config.
 chosen = $(filter-out file,$(origin $(1)))
 
 run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
@@ -81,45 +81,45 @@ check: dev-env       ## lint, types, core tests, contracts: before every commit
 	$(VENV)/bin/mypy
 	$(PY) -m pytest tests/core tests/contracts $(SPREAD)
 
-test: dev-env        ## everything that a CPU can run; fails at its end if any group of it has failed
+test: dev-env        ## all tests that a CPU can run; all groups run, and the command fails if one has failed
 	$(PY) -m tests.groups
 
-nightly: dev-env     ## the same with the long runs and the 30-minute soak (ONLY="group" of tests/groups.py), and the next two where a cluster is named
+nightly: dev-env     ## the same with long tests and a 30-minute soak (ONLY="group" of tests/groups.py), and the next two if a cluster is named
 	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m tests.groups $(if $(ONLY),--only '$(ONLY)')
 	@[ -z "$(CLUSTER)$(CLUSTER_TEST_KUBECONFIG)" ] && echo "skipped: cluster-test and cluster-faults (no CLUSTER= or CLUSTER_TEST_KUBECONFIG=)" \
 	  || $(MAKE) cluster-test cluster-faults
 
-cluster-test: dev-env  ## on a real Kubernetes (CLUSTER= and BASE_IMAGE=, or CLUSTER_TEST_KUBECONFIG=: python -m tests.cluster --help)
+cluster-test: dev-env  ## tests on a real Kubernetes (CLUSTER= and BASE_IMAGE=, or CLUSTER_TEST_KUBECONFIG=: python -m tests.cluster --help)
 	$(PY) -m tests.cluster
 
-cluster-faults: dev-env  ## what is long there
+cluster-faults: dev-env  ## the long tests on a real Kubernetes
 	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster -k "(rollout or test_long) and not far_pools"
 	CLUSTER_TEST_NODES=3 $(PY) -m tests.cluster tests/cluster/test_long_far_pools.py
 
 
-bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags"); what `rootstock bench` is
+bench: env       ## load test of any OpenAI-compatible URL (URL=, BENCH="flags"), like `rootstock bench`
 	$(PY) -m services.cli bench --url $(URL) $(BENCH)
 
-bench-front: dev-env ## what strangers do to the front, and what others notice (FRONT="attacks", FRONT="--minutes 120")
+bench-front: dev-env ## attacks on the gateway, and their effect on other clients (FRONT="attacks", FRONT="--minutes 120")
 	$(PY) -m tests.benchmarks.front $(FRONT)
 
-clients: dev-env     ## other people's clients, installed by npm and pip, against the demo model (CLIENTS="node browser frameworks")
+clients: dev-env     ## public clients, installed by npm and pip, with the demo model (CLIENTS="node browser frameworks")
 	$(PY) -m tests.clients $(CLIENTS)
 
-bench-compare: dev-env  ## against transformers.generate at Qwen3-0.6B's shape, same batch, same run
+bench-compare: dev-env  ## speed compared with transformers.generate, for Qwen3-0.6B's shape and equal batches
 	$(PY) -m tests.benchmarks.compare_transformers
 
-# The interpreter is the machine's own, with its torch: nothing is installed from a network.
-gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=dir, OUT=docs/reference/gpu, PARTS="names", GPU_FLAGS=)
+# Uses the machine's own interpreter with its torch, and installs nothing from a network.
+gpu-check:       ## all GPU tests and benchmarks, with a report (WHEELS=dir, OUT=docs/reference/gpu, PARTS="names", GPU_FLAGS=)
 	@$(PYTHON_GPU) -m tests.gpu.check --out '$(OUT)' --parts '$(PARTS)' $(if $(WHEELS),--wheels '$(WHEELS)') $(GPU_FLAGS)
 
 sim: dev-env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
 	$(PY) -m services.sim.core $(TRACE) $(SIM)
 
-mutants: dev-env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core tiers loads gateway exec grammar worker")
+mutants: dev-env     ## check that the tests find small faults in the code, one at a time (AREAS="chart kernels core tiers loads gateway exec grammar worker")
 	$(PY) -m tests.mutants $(AREAS)
 
-docs: dev-env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards, the record of public names
+docs: dev-env        ## files generated from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards, the record of public names
 	$(PY) -m services.local.reference > docs/reference/configuration.md
 	$(PY) -m services.local.metrics_reference > docs/reference/metrics.md
 	$(PY) -m services.cli.reference > docs/reference/cli.md
@@ -132,13 +132,13 @@ docs: dev-env        ## what is written from code: settings, metrics, the client
 	$(PY) -m charts.rootstock.empty_keys > charts/rootstock/files/empty-keys.yaml
 	$(PY) -m tests.contracts.public_names
 
-docs-site: env       ## the pages as a static site in build/site, which needs no network; a warning is an error
+docs-site: env       ## docs/ as a static site in build/site that works without a network; a warning is an error
 	@$(PY) -c 'import furo, myst_parser, sphinx' 2>/dev/null || $(INSTALL) '.[docs]'
 	$(PY) -m sphinx -W --keep-going -q -b html docs $(SITE)
 	@echo "open $(SITE)/index.html"
 
-release: dev-env     ## wheel, chart, checksums, and with buildah or docker images, in DIST; pushes nothing (DIST=dist, IMAGES="gateway ...")
+release: dev-env     ## wheel, chart, checksums and, with buildah or docker, images, in DIST; pushes nothing (DIST=dist, IMAGES="gateway ...")
 	$(PY) -m release --out '$(DIST)' $(if $(call chosen,IMAGES),--images '$(IMAGES)') $(RELEASE_FLAGS)
 
-clean:           ## what was built, not the environment
+clean:           ## remove build results, but not the environment
 	rm -rf build dist rootstock

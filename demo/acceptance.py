@@ -1,12 +1,14 @@
-"""Tokens a step and tokens a round by task, of a server that guesses them; prints a Markdown table. Held-out questions, greedy,
-one at a time.
+"""Tokens per step and per round of a server with draft tokens, by task; prints a Markdown table.
+
+The questions are held out, decoded greedily and sent one at a time.
 
 make run RUN_FLAGS="--worker-flags='--speculative-algorithm eagle3 --speculative-draft-model-path models/demo-eagle3 \
 --speculative-num-steps 3 --no-speculative-adaptive'"
 python demo/acceptance.py --questions 20
 
-A step is whatever computed tokens of an answer, its prompt's and those without a guess included. A round is a step that verified
-guesses. At most: tokens a round if all guesses had been right, of answers as long as these.
+A step is any step that computes output tokens, including that of the prompt and steps without draft tokens. A round is a step
+that verifies draft tokens. The column "at most" has the tokens per round if all draft tokens were right, for outputs of equal
+length.
 """
 
 import argparse
@@ -31,13 +33,13 @@ def ask(url: str, text: str) -> dict:
 
 @dataclass
 class Counts:
-    """Over answers. best: rounds if all guesses were right."""
+    """Sums over all outputs."""
 
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
-    best: int = 0
+    best: int = 0  # rounds if all draft tokens were right
 
     def add(self, meta: dict, guesses: int) -> None:
         rounds, accepted = meta.get("spec_verify_ct", 0), meta.get("spec_accept_token_num", 0)
@@ -48,7 +50,7 @@ class Counts:
         self.best += -(-(rounds + accepted) // (guesses + 1))
 
     def cells(self) -> str:
-        """A round commits one token more than its guesses come to, the model's own."""
+        """Returns the cells of the task. A round commits its accepted draft tokens and one sampled token."""
         step = f"{self.tokens / (self.tokens - self.accepted):.2f}"
         if not self.rounds:
             return f"{step} | none | none | none"

@@ -13,11 +13,14 @@ from matplotlib import pyplot
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PICTURE = ROOT / "docs/design/speculation.md", ROOT / "docs/pictures/acceptance.svg"
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#888888")  # told apart by whoever sees colours otherwise, too
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#888888")  # distinguishable for colour-blind readers
 
 
 def table() -> tuple[list[str], dict[str, list[float]]]:
-    """Who drafts, and by task the tokens a step of each: first of a cell's figures. The last column is nobody's."""
+    """Returns the names of the drafters and, by task, the tokens per step of each: the first figure of a cell.
+
+    The last column of the page's table belongs to no drafter.
+    """
     rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     head = next(place for place, row in enumerate(rows) if row[0] == "task")
     found: dict[str, list[float]] = {}
@@ -41,7 +44,7 @@ def main() -> None:
     axes.set_ylabel("tokens a step")
     axes.legend(ncols=len(names), loc="upper left", frameon=False, bbox_to_anchor=(0, 1.14))
     axes.spines[["top", "right"]].set_visible(False)
-    matplotlib.rcParams["svg.hashsalt"] = "acceptance"  # the same file for the same table
+    matplotlib.rcParams["svg.hashsalt"] = "acceptance"  # equal files for equal tables
     figure.savefig(PICTURE, metadata={"Date": None, "Creator": None})
 
 

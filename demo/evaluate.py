@@ -1,4 +1,4 @@
-"""Greedy exact-match accuracy per task on seeded questions that training withheld; prints a Markdown table.
+"""Greedy exact-match accuracy per task on seeded, held-out questions; prints a Markdown table.
 
 python demo/evaluate.py --questions 200
 """
@@ -27,7 +27,7 @@ MAX_NEW_TOKENS = 320
 
 
 def answerer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Answer:
-    """A function from chats that end before an assistant's turn, and the tools of each if any, to the greedy answers."""
+    """Returns a function that takes chats and the tools of each and returns greedy answers. Each chat ends before an answer."""
 
     def answer(chats: list[Messages], tools: list[list[Message]] | None = None) -> list[str]:
         prompts = [
@@ -51,7 +51,7 @@ def batches(items: list) -> Iterator[list]:
 
 
 def task_accuracy(answer: Answer, task: str, questions: int, rng: Random) -> tuple[float, str]:
-    """Share of right answers, and one wrong answer if there is any."""
+    """Returns the share of right answers, and a wrong answer if there is one."""
     right, wrong = 0, ""
     for batch in batches([sample_held_out(task, rng) for _ in range(questions)]):
         for (question, _), given in zip(batch, answer([user_turn(question) for question, _ in batch]), strict=True):
@@ -67,7 +67,7 @@ def user_turn(question: str) -> Messages:
 
 
 def chat_accuracy(answer: Answer, turns: int, questions: int, rng: Random) -> tuple[float, str]:
-    """Share of conversations whose last answer is right, the earlier answers being given."""
+    """Returns the share of conversations with a right last answer. The earlier answers are given."""
     right, wrong = 0, ""
     for batch in batches([conversation(rng, turns, sample_held_out) for _ in range(questions)]):
         for messages, given in zip(batch, answer([messages[:-1] for messages in batch]), strict=True):
@@ -79,7 +79,7 @@ def chat_accuracy(answer: Answer, turns: int, questions: int, rng: Random) -> tu
 
 
 def calls_of(text: str) -> list[Message] | None:
-    """The calls at the end of an answer, in order; None where one of them is no JSON."""
+    """Returns the calls at the end of an answer, in order, or None if a call is not JSON."""
     try:
         return [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text)]
     except ValueError:
@@ -87,7 +87,11 @@ def calls_of(text: str) -> list[Message] | None:
 
 
 def follow(answer: Answer, scenes: list[Scene]) -> list[str]:
-    """Asks each scene's one question, returns its tools' results for the right calls, and says what went wrong, "" if nothing."""
+    """Asks each scene's only question and returns the results of right calls to the model.
+
+    Returns:
+        The first fault of each scene; "" for a scene without a fault.
+    """
     chats: list[Messages] = [drawn.messages()[: 2 if drawn.system else 1] for drawn in scenes]
     wrong = [""] * len(scenes)
     for number in range(max(len(drawn.questions[0].turns) for drawn in scenes) + 1):
@@ -109,7 +113,7 @@ def follow(answer: Answer, scenes: list[Scene]) -> list[str]:
 
 
 def tool_accuracy(answer: Answer, kind: str, questions: int, rng: Random) -> tuple[float, str]:
-    """Share of questions with the right calls, in order, and the right answer in the end. Words of tools are held out."""
+    """Returns the share of questions with the right calls in order and the right answer. Words of tools are held out."""
     wrong = [
         said for batch in batches([scene(rng, True, kind) for _ in range(questions)]) for said in follow(answer, batch) if said
     ]
@@ -117,7 +121,7 @@ def tool_accuracy(answer: Answer, kind: str, questions: int, rng: Random) -> tup
 
 
 def long_accuracy(answer: Answer, role: str, questions: int, rng: Random) -> tuple[float, str]:
-    """Behind 1,000 to 2,700 tokens of text, in a system message or in the user's own."""
+    """Returns the accuracy after 1,000 to 2,700 tokens of text in a system message or in the user's own message."""
     right, wrong = 0, ""
     for batch in batches([(name, *sample_held_out(name, rng)) for name in rng.choices(list(TASKS), k=questions)]):
         texts = [long_message(rng, rng.randint(*LONG_SENTENCES)) for _ in batch]

@@ -1,7 +1,7 @@
-"""Questions with checkable answers: the training data and the tests of the demo model.
+"""Questions with checkable answers, for training and testing the demo model.
 
-Pure Python, seeded by the caller's `random.Random`; nothing here keeps state. A task asks a question from random
-numbers and solves any question it asks from the question's text alone, so an answer is checked without its origin.
+Pure Python without state, seeded by the caller's `random.Random`. A task makes a question from random numbers, and solves any of
+its questions from the question's text. An answer can therefore be checked without knowing how the question was made.
 """
 
 import json
@@ -39,7 +39,7 @@ WORDS = tuple(
     """.split()  # noqa: SIM905
 )
 
-# A word that is never said is never copied either, whoever asks for it: those that tools are made of are said here too.
+# The model can copy only words that it has seen, so the words of tools are included here.
 ALL_WORDS = (*WORDS, *(word for word in dict.fromkeys((*ATTRIBUTES, *KINDS)) if word not in WORDS))
 
 NAMES = tuple(
@@ -59,7 +59,7 @@ CITIES = tuple(
 
 COLORS = ("amber", "black", "blue", "brown", "gold", "green", "orange", "pink", "red", "silver", "white", "yellow")
 
-# Copying is trained on every code point of these ranges; most have no token of their own.
+# Copying is trained on every code point of these ranges; most are not a single token.
 SCRIPTS = {
     "accents": tuple("àáâãäåæçèéêëìíîïñòóôõöøùúûüýÿœšžčřůğışłńśźżßÀÉÖÜÇÑÅØ"),
     "greek": tuple("αβγδεζηθικλμνξοπρσςτυφχψωάέήίόύώΑΒΓΔΘΛΞΠΣΦΨΩ"),
@@ -131,16 +131,12 @@ HELD_OUT_ONE_IN = 32
 
 @dataclass(frozen=True)
 class Task:
-    """One kind of question.
+    """A kind of question."""
 
-    `share` is its weight in the training mix. A task that `generalises` withholds a fixed part of its answers from
-    training, so that its accuracy is measured on answers the model has never seen; the others are small closed sets.
-    """
-
-    ask: Callable[[Random], str]
-    solve: Callable[[str], str]
-    share: float
-    generalises: bool = True
+    ask: Callable[[Random], str]  # makes a question
+    solve: Callable[[str], str]  # returns the answer to a question
+    share: float  # weight in the training data
+    generalises: bool = True  # a fixed part of the answers is held out; the other tasks are small closed sets
 
     def __call__(self, rng: Random) -> tuple[str, str]:
         question = self.ask(rng)
@@ -148,12 +144,12 @@ class Task:
 
 
 def sample(task: str, rng: Random) -> tuple[str, str]:
-    """A (question, answer) of the named task; KeyError if there is no such task."""
+    """Returns a question and answer of the named task. Raises KeyError if there is no such task."""
     return TASKS[task](rng)
 
 
 def is_correct(task: str, question: str, answer_text: str) -> bool:
-    """Whether the text answers the question exactly; JSON is compared by value, surrounding white space ignored."""
+    """Whether the text answers the question exactly, without surrounding white space. JSON is compared by value."""
     expected, given = TASKS[task].solve(question), answer_text.strip()
     if task != "json":
         return given == expected
@@ -164,9 +160,12 @@ def is_correct(task: str, question: str, answer_text: str) -> bool:
 
 
 def is_held_out(task: str, answer: str) -> bool:
-    """Whether training never shows this answer, or an equation of it. Keyed by the answer and not the question, so
-    that neither a rephrased question nor a list of sums leaks it. Words of ALL_WORDS are never withheld: the letters of
-    one that is a single token can only be learnt by heart."""
+    """Whether training never shows this answer or an equation of it.
+
+    The decision depends on the answer and not on the question, so that neither another wording nor a list of sums reveals a
+    held-out answer. Words of ALL_WORDS are never held out, because the letters of a word that is a single token can only be
+    memorized.
+    """
     letters = answer.replace("-", "")
     if not TASKS[task].generalises or letters in ALL_WORDS or letters[::-1] in ALL_WORDS:
         return False
@@ -181,7 +180,7 @@ def sample_training(task: str, rng: Random) -> tuple[str, str]:
 
 
 def sample_held_out(task: str, rng: Random) -> tuple[str, str]:
-    """A pair training never shows; of a task that does not generalise, any pair."""
+    """Returns a question and answer that training never shows. For a task that does not generalise, returns any."""
     while True:
         question, answer = sample(task, rng)
         if is_held_out(task, answer) or not TASKS[task].generalises:
@@ -191,8 +190,10 @@ def sample_held_out(task: str, rng: Random) -> tuple[str, str]:
 def conversation(
     rng: Random, turns: int, draw: Callable[[str, Random], tuple[str, str]] = sample_training
 ) -> list[dict[str, str]]:
-    """Chat messages (`role`, `content`) of `turns` questions, each answered; at times a system message, or a name
-    given in one turn and asked for in a later one."""
+    """Returns the chat messages (`role`, `content`) of `turns` questions with answers.
+
+    Some conversations have a system message, or a name that is given in one turn and asked for in a later one.
+    """
     names, shares = list(TASKS), [task.share for task in TASKS.values()]
     pairs = [draw(name, rng) for name in rng.choices(names, shares, k=turns)]
     if turns > 1 and rng.random() < 0.3:
@@ -334,7 +335,7 @@ def ask_other(rng: Random) -> str:
 
 
 def evaluate_expression(text: str) -> str:
-    """The first expression in the text, solved: of "What is 17 plus 25?", "17 + 25 = 42"."""
+    """Solves the first expression in the text: "17 plus 25" gives "17 + 25 = 42"."""
     match = re.search(r"(\d+) (\+|-|\*|plus|minus|times) (\d+)", text)
     assert match, text
     operator = {"plus": "+", "minus": "-", "times": "*"}.get(match[2], match[2])
@@ -362,7 +363,7 @@ def solve_copy(question: str) -> str:
 
 
 def word_of(question: str) -> str:
-    """The last word, or the last but one where the question ends in "backwards"."""
+    """Returns the last word, or the word before "backwards" if the question ends with it."""
     return question.removesuffix(".").removesuffix(" backwards").rsplit(" ", 1)[1]
 
 

@@ -1,7 +1,7 @@
-"""Tasks that tools answer: the training data and the tests of how the demo model calls them.
+"""Tasks for tools, for training and testing the demo model's tool calls.
 
-Pure Python, seeded by the caller's `random.Random`. A scene has tools and questions; each question knows the calls that answer
-it, in order, and what every call returns. Words of names and descriptions that training never shows are held out by their hash.
+Pure Python, seeded by the caller's `random.Random`. A scene has tools and questions. A question has the calls that answer it, in
+order, with their results. Some words of names and descriptions are held out by their hash and never shown in training.
 """
 
 import json
@@ -38,27 +38,27 @@ LOOK_UP = "I look up {what}.\nTool: {tool}"
 
 @dataclass(frozen=True)
 class Tool:
-    """`parameters`: names and JSON types ("string" or "integer"), in order; all are required."""
+    """A tool with required parameters."""
 
     name: str
     description: str
-    parameters: tuple[tuple[str, str], ...]
+    parameters: tuple[tuple[str, str], ...]  # names and JSON types ("string" or "integer"), in order
 
     def schema(self) -> Message:
-        """The tool as OpenAI's chat API has it."""
+        """Returns the tool in the form of OpenAI's chat API."""
         properties = {name: {"type": kind} for name, kind in self.parameters}
         schema = {"type": "object", "properties": properties, "required": list(properties)}
         return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": schema}}
 
     def line(self) -> str:
-        """The tool as the chat template writes it. What it does comes first: its name, read after that, can be found by it."""
+        """Returns the tool's line in the chat template. The description comes first, so that it leads to the name."""
         names = ", ".join(name if kind == "string" else f"{name}: {kind}" for name, kind in self.parameters)
         return f"{self.description.rstrip('. ')}: {self.name}({names})"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call and what it returns, as the text of a tool message."""
+    """A call of a tool, with its result as the text of a tool message."""
 
     name: str
     arguments: dict[str, str | int]
@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """Calls that are made at once, and what is said before them: what they are to find."""
+    """Parallel calls, and the text before them that names the looked-up values."""
 
     text: str
     calls: tuple[Call, ...]
@@ -79,43 +79,47 @@ class Turn:
 
 @dataclass(frozen=True)
 class Question:
-    """`turns`: those with calls, in order. `answer`: what is said in the end."""
+    """A question with the calls that answer it."""
 
     text: str
-    turns: tuple[Turn, ...]
-    answer: str
+    turns: tuple[Turn, ...]  # turns with calls, in order
+    answer: str  # the final answer
 
 
 @dataclass(frozen=True)
 class Relation:
-    """What a tool knows: an attribute of a thing, or of two things. `kinds`: of the things, in the order of the parameters."""
+    """The knowledge of a tool: an attribute of a thing, or of two things."""
 
     attribute: str
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # kinds of the things, in the order of the parameters
     tool: Tool
 
     def looked_up(self, what: str) -> str:
-        """What is said before a call: the line of the tool from the attribute on. To find the line by the word that is asked
-        for, and to go on from there, is all that a small model has to do to choose."""
+        """Returns the text before a call, which repeats the tool's line from the attribute on.
+
+        To choose a tool, a small model only has to find the line by the word of the question and to continue from there.
+        """
         line = self.tool.line()
         found = re.search(rf"\b{re.escape(self.attribute)}\b", line)
         assert found, line
         return LOOK_UP.format(what=what, tool=line[found.start() :])
 
     def chains(self) -> bool:
-        """Whether its one argument may be what another tool returned."""
+        """Whether the only argument may be the result of another tool."""
         return len(self.kinds) == 1 and self.tool.parameters[0][1] == "string"
 
 
 @dataclass
 class Words:
-    """Draws the words of tools: those held out, or only the others; no attribute twice in a scene. `form`, `same_kind`: of all
-    tools' descriptions; drawn for each where empty. Tools that are alike in all but one word teach to look at that word."""
+    """Draws the words of tools: only held-out words or only others, and no attribute twice in a scene.
+
+    Tools that differ in a single word teach the model to look at that word.
+    """
 
     rng: Random
     held_out: bool
-    form: str = ""
-    same_kind: str = ""
+    form: str = ""  # form of all descriptions; empty: drawn for each
+    same_kind: str = ""  # kind of thing of all tools; empty: drawn for each
     used: set[str] = field(default_factory=set)
 
     def attribute(self) -> str:
@@ -128,7 +132,7 @@ class Words:
         return self.form or self.rng.choice(DESCRIPTIONS)
 
     def alike(self) -> None:
-        """From now on."""
+        """Gives all later tools the same form and, in half of the scenes, the same kind of thing."""
         self.form = self.rng.choice(DESCRIPTIONS)
         self.same_kind = self.kind() if self.rng.random() < 0.5 else ""
 
@@ -136,7 +140,7 @@ class Words:
         return self._draw(("name", "query", "value", "key", "id", "x", "input", "text", "label", "code"), 0.4)
 
     def _draw(self, common: tuple[str, ...], share: float) -> str:
-        """Training has more words that are made up: it is to learn to find any word, not to know these."""
+        """Draws a word. Training uses more invented words, so that the model learns to find any word and not only these."""
         while True:
             kind = 1.0 if not self.held_out and self.rng.random() < 0.4 else self.rng.random()
             word = self.rng.choice(common) if kind < share else self.rng.choice(WORDS) if kind < 0.8 else pseudo_word(self.rng)
@@ -233,7 +237,7 @@ def result_text(rng: Random, attribute: str, value: str) -> str:
 
 
 def ask_one(rng: Random, known: Relation) -> Question:
-    """Of one thing, or of two things of different kinds."""
+    """Asks for the attribute of a thing, or of two things of different kinds."""
     arguments = {name: value_of(rng, kind) for name, kind in known.tool.parameters}
     value = result_value(rng)
     if len(known.kinds) == 2:
@@ -252,7 +256,7 @@ def ask_one(rng: Random, known: Relation) -> Question:
 
 
 def ask_both(rng: Random, known: Relation) -> Question:
-    """The same of two things, with two calls at once."""
+    """Asks for the attribute of two things, with two parallel calls."""
     ((parameter, kind),) = known.tool.parameters
     things = (value_of(rng, kind), value_of(rng, kind))
     values = (result_value(rng), result_value(rng))
@@ -268,7 +272,7 @@ def ask_both(rng: Random, known: Relation) -> Question:
 
 
 def ask_chain(rng: Random, known: list[Relation]) -> Question:
-    """An attribute of an attribute: each call after the first is made with what the one before returned."""
+    """Asks for an attribute of an attribute. Each call after the first has the result of the previous one as its argument."""
     (_, kind), *_ = known[0].tool.parameters
     thing = value_of(rng, kind)
     what, turns, value = str(thing), [], thing
@@ -284,13 +288,13 @@ def ask_chain(rng: Random, known: list[Relation]) -> Question:
 
 
 def ask_missing(rng: Random, words: Words) -> Question:
-    """What no tool here knows."""
+    """Asks for something that no tool of the scene knows."""
     what = f"the {words.attribute()} of {entity(rng)}"
     return Question(rng.choice(ASKS).format(what), (), UNKNOWN)
 
 
 def ask_plain(rng: Random, held_out: bool) -> Question:
-    """What needs no tool."""
+    """Asks a question that needs no tool."""
     name = rng.choices(list(PLAIN_TASKS), [task.share for task in PLAIN_TASKS.values()])[0]
     question, answer = (sample_held_out if held_out else sample_training)(name, rng)
     return Question(question, (), answer)
@@ -298,15 +302,15 @@ def ask_plain(rng: Random, held_out: bool) -> Question:
 
 @dataclass(frozen=True)
 class Scene:
-    """`silent`: nothing is said before calls, as some clients write history."""
+    """A conversation with tools."""
 
     tools: tuple[Tool, ...]
     questions: tuple[Question, ...]
     system: str = ""
-    silent: bool = False
+    silent: bool = False  # no text before calls, as in the history of some clients
 
     def messages(self) -> list[Message]:
-        """The whole conversation, in the chat API's form but for the calls' arguments, which are objects."""
+        """Returns the whole conversation in the form of the chat API, except that arguments of calls are objects."""
         messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         for question in self.questions:
             messages.append({"role": "user", "content": question.text})
@@ -330,7 +334,7 @@ KINDS_OF_QUESTION = {"one": 42, "chain": 36, "both": 4, "plain": 15, "missing": 
 
 
 def scene(rng: Random, held_out: bool = False, kind: str = "", turns: int = 1) -> Scene:
-    """`kind`: of every question, one of KINDS_OF_QUESTION; drawn by their shares unless given."""
+    """Draws a scene. All questions have this `kind` of KINDS_OF_QUESTION, or kinds drawn by their shares if it is empty."""
     words = Words(rng, held_out)
     if not held_out and rng.random() < ALIKE_SHARE:
         words.alike()
@@ -355,11 +359,11 @@ def ask(rng: Random, kind: str, relations: list[Relation], words: Words, held_ou
     return ask_missing(rng, words) if kind == "missing" else ask_plain(rng, held_out)
 
 
-# As the chat template writes it.
+# The form of the chat template.
 
 
 def turns_of(messages: list[Message], tools: tuple[Tool, ...]) -> list[tuple[str, str]]:
-    """(role, text) of every turn: the tools' lines end the system message, or are one; calls follow an answer's text."""
+    """Returns (role, text) of every turn. The tools' lines end the system message or form one; calls follow an answer's text."""
     turns = [(message["role"], turn_text(message)) for message in messages]
     if not tools:
         return turns

@@ -1,9 +1,9 @@
-"""Trains the demo model from nothing on the data of tasks.py and writes its Hugging Face model folder, models/demo.
+"""Trains the demo model from scratch on the data of tasks.py and writes its Hugging Face folder, models/demo.
 
 python demo/train.py --minutes 35
 
-Ends at --steps or --minutes, whichever comes first; the learning rate reaches zero then. A folder that already holds
-a tokenizer keeps it; with --resume it also keeps its weights as the start.
+Training ends after --steps or --minutes, whichever comes first, and the learning rate then reaches zero. An existing tokenizer in
+the folder is used again. With --resume, training starts from the existing weights.
 """
 
 import argparse
@@ -31,21 +31,21 @@ SHORT_ROW, LONG_ROW = 512, 3072
 LONG_ROWS_FROM = 0.75
 WARMUP_STEPS = 50
 TOOLS_SHARE, LONG_MESSAGE_SHARE = 0.55, 0.35
-LONGEST_MESSAGE = 180  # sentences, of some 16 tokens each
+LONGEST_MESSAGE = 180  # sentences of about 16 tokens each
 SHORT_ROW_TURNS, LONG_ROW_TURNS = (1, 1, 1, 1, 1, 1, 2, 2, 3, 4), (1, 1, 1, 2, 2, 3, 4, 6, 12)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's rows: `tokens` and `labels`, int64 [rows, length]; labels are IGNORED outside assistant turns."""
+    """The rows of one step."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor  # int64 [rows, length]
+    labels: torch.Tensor  # int64 [rows, length]; IGNORED outside assistant turns
 
 
 @dataclass
 class Progress:
-    """How far the run has come, in [0, 1], by steps or by wall time, whichever is further."""
+    """Progress of the training from 0 to 1: the larger of the shares of steps and of time."""
 
     steps: int
     seconds: float
@@ -60,7 +60,7 @@ class Progress:
 
 
 def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with every byte in the vocabulary, so any UTF-8 text round-trips; digits stay single tokens."""
+    """Trains byte-level BPE with all bytes in the vocabulary, so that any UTF-8 text round-trips. Each digit is a token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -91,7 +91,7 @@ def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_corpus(rng: Random) -> Iterator[str]:
-    """Less of other scripts than the training mix has: most of their characters are to stay split into bytes."""
+    """Yields less text of other scripts than the training data has, so that most of their characters stay split into bytes."""
     common = [name for name in TASKS if name != "copy_unicode"]
     for _ in range(30_000):
         yield from sample_training(rng.choice(common), rng)
@@ -104,7 +104,7 @@ def tokenizer_corpus(rng: Random) -> Iterator[str]:
 
 
 def document(rng: Random, turns: int, longest: int) -> tuple[list[Message], tuple[Tool, ...]]:
-    """One conversation and its tools, with a long message at times where `longest` sentences are allowed."""
+    """Returns a conversation and its tools. If `longest` is not 0, some have a long message of at most that many sentences."""
     tools: tuple[Tool, ...] = ()
     if rng.random() < TOOLS_SHARE:
         drawn = scene(rng, turns=min(turns, 4))
@@ -126,8 +126,10 @@ def document(rng: Random, turns: int, longest: int) -> tuple[list[Message], tupl
 def encode_document(
     tokenizer: PreTrainedTokenizerFast, messages: list[Message], tools: tuple[Tool, ...]
 ) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one conversation, closed by END_OF_DOCUMENT. The labels are the assistant's words and
-    the END_OF_TURN after them, in place (not shifted)."""
+    """Returns token ids and labels of a conversation, which ends with END_OF_DOCUMENT.
+
+    The labels are the assistant's tokens, each followed by END_OF_TURN, at their own positions (not shifted).
+    """
     tokens: list[int] = []
     labels: list[int] = []
     for role, text in turns_of(messages, tools):
@@ -141,7 +143,7 @@ def encode_document(
 
 
 def make_row(tokenizer: PreTrainedTokenizerFast, rng: Random, length: int) -> tuple[list[int], list[int]]:
-    """Whole conversations one after another, the last one cut at `length`."""
+    """Returns consecutive conversations, of which the last one is cut at `length` tokens."""
     turns, longest = (LONG_ROW_TURNS, LONGEST_MESSAGE) if length == LONG_ROW else (SHORT_ROW_TURNS, 0)
     tokens: list[int] = []
     labels: list[int] = []
@@ -153,7 +155,7 @@ def make_row(tokenizer: PreTrainedTokenizerFast, rng: Random, length: int) -> tu
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, fraction: float) -> Batch:
-    """Long rows come last: they teach the model to look past much unrelated text."""
+    """Makes a batch. Long rows come at the end of the training and teach the model to ignore unrelated text."""
     length = LONG_ROW if fraction >= LONG_ROWS_FROM else SHORT_ROW
     rows = [make_row(tokenizer, rng, length) for _ in range(max(1, tokens // length))]
     return Batch(torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows]))
@@ -182,7 +184,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def loss_of(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy over the labelled tokens; logits are computed only where a label follows."""
+    """Returns the mean cross-entropy over the labelled tokens. Logits are computed only for positions with a label."""
     hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
     labels = batch.labels[:, 1:]
     learnt = labels != IGNORED
@@ -190,7 +192,7 @@ def loss_of(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
 
 
 def new_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for what lies between the embeddings, which have AdamW: in as many steps it learns more."""
+    """Returns Muon for the layers' matrices, because it learns more in each step, and AdamW for embeddings and vectors."""
     inner = [parameter for parameter in model.model.layers.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": [model.model.embed_tokens.weight], "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -224,7 +226,7 @@ def train_step(
 
 
 def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Writes the weights in bfloat16, the config and the generation defaults; `model` itself keeps its dtype."""
+    """Writes weights in bfloat16, config and generation defaults. The dtype of `model` does not change."""
     half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
     half.load_state_dict(model.state_dict())
     stops = [tokenizer.eos_token_id, tokenizer.pad_token_id]

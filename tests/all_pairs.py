@@ -1,7 +1,8 @@
-"""Cases that hold every pair of values of any two axes, in place of all combinations of all axes.
+"""Parametrization by cases that contain every pair of values of any two axes, instead of all combinations of all axes.
 
-Greedy (Cohen, Dalal, Fredman, Patton: The AETG System, 1997), over the whole product: the next case is the one with most pairs
-that no case holds yet, the first of them in the product's order. The same axes give the same cases everywhere.
+The choice is greedy over the whole product (Cohen, Dalal, Fredman, Patton: The AETG System, 1997): the next case is the one with
+most pairs that no earlier case has, and of several such cases the first in the product's order. Equal axes always give equal
+cases.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-Case = tuple[int, ...]  # of each axis, which value
-Pair = tuple[int, int, int, int]  # an axis and its value, another and its value
+Case = tuple[int, ...]  # for each axis, the index of its value
+Pair = tuple[int, int, int, int]  # an axis, the index of its value, another axis, the index of its value
 
 
 def pairs_of(case: Case) -> set[Pair]:
@@ -21,7 +22,7 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def covering(sizes: Sequence[int]) -> list[Case]:
-    """Cases that together hold every pair. sizes: how many values each axis has, of two axes at least."""
+    """Returns cases that together have every pair. `sizes` has the number of values of each of two or more axes."""
     if len(sizes) < 2 or min(sizes) < 1:
         raise ValueError(f"sizes {list(sizes)}: two axes or more, each with a value")
     left = {case: pairs_of(case) for case in itertools.product(*map(range, sizes))}
@@ -35,15 +36,19 @@ def covering(sizes: Sequence[int]) -> list[Case]:
 
 
 def each_pair(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test by its axes. An axis is a list of values, or a mapping of what they are called to what they are.
+    """Parametrizes a test with cases that have every pair of values.
 
-    indirect: axes that are the parameters of fixtures.
+    An axis is a list of values, or a mapping of names to values.
+
+    Args:
+        indirect: axes that are the parameters of fixtures.
+        axes: values of each axis by its name.
     """
     return _parametrized(axes, covering([len(axis) for axis in axes.values()]), indirect)
 
 
 def each_value(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """As each_pair, but only each value is in a case: for axes that meet nowhere in what is tested."""
+    """Parametrizes like each_pair, but only with each value in a case: for axes that the code never combines."""
     sizes = [len(axis) for axis in axes.values()]
     return _parametrized(axes, [tuple(index % size for size in sizes) for index in range(max(sizes))], indirect)
 

@@ -1,6 +1,7 @@
-"""pytest -p tests.as_it_goes: each failure is said when it happens, with its text, and so is each test that took a minute.
+"""pytest -p tests.as_it_goes: prints each failure with its text when it happens, and each test that took a minute or more.
 
-For runs of many hours, of which one that is cut off has said what it has found."""
+A run of many hours then shows its findings even if it is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class AsItGoes:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """A process that another one hands its tests has no terminal: the other one says what it reports."""
+    """Registers the plugin in the process with a terminal. A worker process of xdist has none and reports to that process."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         config.pluginmanager.register(AsItGoes(terminal))

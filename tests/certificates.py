@@ -1,4 +1,4 @@
-"""Certificates that are real: authorities, and what they sign, made by openssl and laid out as cert-manager writes a Secret."""
+"""Real certificates and authorities for tests, made by openssl and laid out like a Secret of cert-manager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pems:
 
 
 class Authority:
-    """With a folder of its own, which is made."""
+    """A certificate authority with its files in a new folder."""
 
     def __init__(self, folder: Path, name: str = "services") -> None:
         folder.mkdir(parents=True)
@@ -30,7 +30,7 @@ class Authority:
         self.pem = self._file.read_bytes()
 
     def signed(self, *names: str, expired: bool = False) -> Pems:
-        """Of these DNS names, as docs/how-to/kubernetes/security.md has it: its key signs nobody."""
+        """Returns a certificate for these DNS names as in docs/how-to/kubernetes/security.md: its key cannot sign others."""
         with tempfile.TemporaryDirectory(dir=self._folder) as made:
             folder = Path(made)
             certificate, key = folder / "tls.crt", folder / "tls.key"
@@ -43,7 +43,7 @@ class Authority:
             return Pems(certificate.read_bytes(), key.read_bytes())
 
     def _expired(self, folder: Path, wanted: tuple[str, ...], key: Path, certificate: Path) -> Pems:
-        """By `ca`, which alone takes dates that have gone by."""
+        """Returns an expired certificate, signed by `openssl ca`, the only command that accepts past dates."""
         request, settings = folder / "tls.csr", folder / "ca.cnf"
         (folder / "index").touch()
         settings.write_text(
@@ -58,7 +58,7 @@ class Authority:
 
 
 class Mounted:
-    """A Secret as the kubelet mounts it: files behind a link, whose target is replaced with all of them at once."""
+    """A Secret as the kubelet mounts it: the files are behind a link, whose target is replaced atomically."""
 
     def __init__(self, folder: Path, pems: Pems, *authorities: Authority) -> None:
         folder.mkdir(parents=True)

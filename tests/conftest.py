@@ -1,7 +1,8 @@
-"""Where there is no GPU, Triton's interpreter runs its kernels: chosen when triton is first imported, by whatever test.
+"""Configuration of all tests.
 
-Files that take long come first: with several processes, one would wait at the end for whoever has such a file.
-A skip that tests/skips.py does not list is a failure; those that it does are summed up at the end.
+Without a GPU, Triton's interpreter runs its kernels. Triton reads this choice at its first import in any test.
+Long files run first: with several processes, a long file at the end would keep the others waiting.
+A skip that tests/skips.py does not list is a failure. Listed skips are summed up at the end.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ LONG_FILES = {
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Several processes have one core: a thread of OpenMP that spins while it waits takes what others would compute with.
+# Several processes share a core, so a waiting OpenMP thread that spins would take time from other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and start processes: see services/local/__init__.py
-gc.disable()  # until the cases are collected: what imports and parameters make stays for good
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and start processes; see services/local/__init__.py
+gc.disable()  # until all cases are collected: objects of imports and parameters live until the end
 settings.register_profile("no test asserts on time", deadline=None)
 settings.load_profile("no test asserts on time")
 

@@ -1,8 +1,8 @@
-"""python -m tests.groups [--processes N] [--only GROUP]: the whole suite in groups. All of them run; status 1 if one has failed.
+"""python -m tests.groups [--processes N] [--only GROUP]: runs the whole suite in groups. The status is 1 if a group has failed.
 
-By night (tests/night.py) there are more groups, so that one that was cut off can be run again by itself, and what they say is in
-build/nightly as well, a file for each, line by line as it comes: failures at once (tests/as_it_goes.py). How each group ended is
-in summary.txt there, those of earlier runs too.
+All groups run even if one fails. By night (tests/night.py) there are more groups, so that an interrupted one can be repeated
+alone. Their output is then also written to build/nightly, line by line, one file per group, with failures when they happen
+(tests/as_it_goes.py). summary.txt in this folder has the results of the groups of all runs.
 """
 
 from __future__ import annotations
@@ -18,33 +18,38 @@ from pathlib import Path
 from tests.night import NIGHTLY
 
 LOGS = Path(__file__).resolve().parents[1] / "build" / "nightly"
-# Tests that fill the machine by themselves, or count seconds of it.
+# Tests that use the whole machine, or measure time.
 CROWDED = (
     "tests/e2e/test_fleet_faults.py",
     "tests/e2e/test_fleet_scale.py",
     "tests/e2e/test_fleet_soak.py",
 )
-# Tests that by night fill the machine's memory or its cores, and say how much memory a service may have.
+# Tests that fill the machine's memory or cores by night, and check the memory of services.
 MEASURED = (
     "tests/e2e/test_fuzz.py",
     "tests/services/gateway/http/test_body_budget.py",
     "tests/services/tokenizer/test_long_requests.py",
     "tests/services/worker/control/test_control_process.py",
 )
-# By night each folder's are a group; what is in none of them is another one.
+# Groups of folders by night. All other folders are one further group.
 PARTS = {
     "scheduler": ("tests/core", "tests/sim"),
     "executor": ("tests/exec", "tests/kernels", "tests/gpu"),
     "services": ("tests/services", "tests/grammar"),
 }
-# By night a test may take hours, but for those that say themselves how long.
+# By night, a test without its own limit may take hours.
 AT_NIGHT = ("-ra", "--durations", "50", "--timeout", str(4 * 3600), "-p", "tests.as_it_goes")
 
 
 def groups(processes: int, night: bool) -> dict[str, list[str]]:
-    """Arguments of pytest by group's name. processes: each with a file at a time (tests/spread.py), in the order of
-    tests/conftest.py; by day more of them than that: three on two cores left a fifth of these idle with tests of parts, and less
-    than a tenth with those from end to end."""
+    """Returns the arguments of pytest by the name of each group.
+
+    Args:
+        processes: processes of pytest, each with a file at a time (tests/spread.py), in the order of tests/conftest.py. By day,
+            groups get more than that, because three processes on two cores idle a fifth of the time in tests of parts, and less
+            than a tenth in end-to-end tests.
+        night: whether the groups are those of the night.
+    """
     side_by_side = _spread(processes)
     if not night:
         more = int(processes > 1)
@@ -68,7 +73,7 @@ def groups(processes: int, night: bool) -> dict[str, list[str]]:
 
 
 def chosen(asked: Mapping[str, Sequence[str]], only: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Those of these names, or whose names begin with one that is none. Raises ValueError for one that no name begins with."""
+    """Returns the groups that `only` selects, each by its name or by the beginning of names. Raises ValueError for no match."""
     for prefix in only:
         if not any(name.startswith(prefix) for name in asked):
             raise ValueError(f"no group begins with {prefix!r}; there are: {'; '.join(asked)}")
@@ -91,8 +96,11 @@ def _inside(folders: Sequence[str], files: Sequence[str]) -> list[str]:
 
 
 def run(commands: Mapping[str, Sequence[str]], logs: Path | None = None) -> int:
-    """Runs each command, whatever became of those before it, and says at the end how each ended. logs: the folder for what they
-    say, and how each ended, as soon as it has."""
+    """Runs all commands and finally prints the result of each. Returns 1 if a command failed, and 0 otherwise.
+
+    Args:
+        logs: folder for the output and result of each command, or None.
+    """
     ends: list[str] = []
     failed = False
     for name, command in commands.items():
@@ -109,7 +117,7 @@ def run(commands: Mapping[str, Sequence[str]], logs: Path | None = None) -> int:
 
 
 def _run(command: Sequence[str], log: Path | None) -> int:
-    """Its status. What it says goes on, and into the log line by line."""
+    """Runs a command and returns its status. Copies its output to stdout and, line by line, to the log."""
     if log is None:
         return subprocess.run(command, check=False).returncode
     log.parent.mkdir(parents=True, exist_ok=True)

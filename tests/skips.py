@@ -1,6 +1,7 @@
-"""Every reason for which a test may be skipped, where, and what is missing then. A skip for any other reason is a failure.
+"""The reasons for which a test may be skipped, with folders and remedies. A skip for any other reason is a failure.
 
-`needs("promtool")` marks a test that takes a program which README does not ask for: skipped where it is not on PATH.
+`needs("promtool")` marks a test that needs a program which README does not list. The test is skipped if the program is not on
+PATH.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-PACKAGES = {  # Debian's, by program
+PACKAGES = {  # Debian package by program
     "openssl": "openssl",
     "prometheus": "prometheus",
     "promtool": "prometheus",
@@ -18,11 +19,11 @@ PACKAGES = {  # Debian's, by program
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """folders: below which the reason holds, from the repository's root. missing: what would have the test run."""
+    """A permitted reason for a skip."""
 
     reason: str
-    folders: tuple[str, ...]
-    missing: str
+    folders: tuple[str, ...]  # folders below the repository in which the reason is permitted
+    missing: str  # requirement that would let the test run
 
 
 GPU, FLASHINFER = "a GPU that torch sees", "PyPI's flashinfer-python, which `make env` leaves out"
@@ -68,12 +69,12 @@ ALLOWED = (
 
 
 def missing_program(programs: tuple[str, ...]) -> str:
-    """Why to skip a test that needs them; empty if all are there. Raises ValueError for one that is not in PACKAGES."""
+    """Returns the reason to skip a test that needs these programs, or an empty text. Raises ValueError for an unknown one."""
     if not programs or not PACKAGES.keys() >= set(programs):
         raise ValueError(f"needs{programs}: one or more of {', '.join(PACKAGES)}")
     return next((f"{program} is not on PATH" for program in programs if shutil.which(program) is None), "")
 
 
 def allowed(reason: str, path: str) -> Skip | None:
-    """path: of the test's file, from the repository's root."""
+    """Returns the permitted skip for a reason in a test file, or None. `path` is relative to the repository."""
     return next((each for each in ALLOWED if each.reason == reason and path.startswith(each.folders)), None)

@@ -1,9 +1,10 @@
-"""Runs this interpreter with the arguments given, and runs it again whenever a Python file below services/ has changed.
+"""Runs this interpreter with the given arguments, and restarts it when a Python file below services/ changes.
 
     python reload.py -m services.gateway
 
-SIGTERM and SIGINT go to the child, whose exit status is then this one's. A child that ends by itself ends this process with its
-status, unless a change came before: then, as over a syntax error, the next change starts it again.
+SIGTERM and SIGINT are sent to the child, whose exit status then becomes the status of this process. If the child ends by itself
+before any change, this process ends with its status. After a change, as with a syntax error, the next change starts the child
+again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WATCHED = Path("services")
 
 
 def changed_at(folder: Path) -> float:
-    """Newest modification below folder, in seconds; deletions show in their folder's own time."""
+    """Returns the newest modification time below the folder, in seconds. A deletion changes the time of its folder."""
     return max((path.stat().st_mtime for path in [folder, *folder.rglob("*.py")] if path.exists()), default=0.0)
 
 
@@ -39,7 +40,7 @@ class Reloader:
         self._child.send_signal(number)
 
     def run(self) -> int:
-        """Until a signal has ended the child, or it has ended by itself with no file changed since this began."""
+        """Runs until a signal has ended the child, or the child has ended by itself before any file changed."""
         seen = changed_at(WATCHED)
         while True:
             time.sleep(POLL_S)

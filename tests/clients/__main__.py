@@ -1,9 +1,10 @@
-"""python -m tests.clients [PART ...]: other people's clients, unmodified, against the whole system with the demo model.
+"""python -m tests.clients [PART ...]: runs unmodified public clients against the whole system with the demo model.
 
-Parts: node (the official openai and Anthropic clients), browser (openai's on a page of another origin, and the gateway's own
-pages, in Debian's chromium) and frameworks (agents of three public ones). Each is installed into build/clients, by names and
-versions that stand beside it. Prints what each said in the end; status 1 if one has failed, or a program that it takes is not on
-PATH. Pictures of the gateway's pages go to build/clients/pictures, or where the environment's PICTURES says.
+Parts: node (the official OpenAI and Anthropic clients), browser (the OpenAI client on a page of another origin, and the gateway's
+own pages, in Debian's chromium) and frameworks (agents of three public frameworks). Each part is installed into build/clients,
+with the names and versions in its folder. Prints the result of each part. The exit status is 1 if a part fails or a needed
+program is not on PATH. Pictures of the gateway's pages are written to build/clients/pictures, or to the folder in the variable
+PICTURES.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Env = Mapping[str, str]
 
 
 def node_modules() -> Path:
-    """The folder with the tests and what they import."""
+    """Returns a folder with the tests and their npm packages."""
     folder = BUILT / "node"
     shutil.copytree(HERE / "node", folder, dirs_exist_ok=True)
     subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--silent"], cwd=folder, check=True)
@@ -66,7 +67,7 @@ def frameworks(env: Env) -> list[str]:
 
 
 def failed(argv: list[str], folder: Path, env: Env) -> list[str]:
-    """The command, if it fails."""
+    """Runs a command. Returns it if it fails, and an empty list otherwise."""
     ended = subprocess.run(argv, cwd=folder, env={**os.environ, **env}, timeout=LIMIT_S, check=False)
     return [" ".join(argv)] if ended.returncode else []
 

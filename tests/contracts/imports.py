@@ -1,4 +1,4 @@
-"""Who imports whom, read from the code. Imports inside functions and under TYPE_CHECKING count like all others."""
+"""Imports of modules and packages, read from the code. Imports inside functions and under TYPE_CHECKING count, too."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Graph = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True)
 class Imports:
-    """modules: file by dotted name; a package stands for its __init__. names: what each imports, dotted, of any library."""
+    """The imports of some modules."""
 
-    modules: Mapping[str, Path]
-    names: Mapping[str, frozenset[str]]
+    modules: Mapping[str, Path]  # file by dotted name; the name of a package stands for its __init__.py
+    names: Mapping[str, frozenset[str]]  # dotted names that each module imports, from any library
 
     def own(self) -> Graph:
-        """Edges between the modules alone."""
+        """Returns the imports between these modules."""
         return {name: frozenset(found & self.modules.keys()) - {name} for name, found in self.names.items()}
 
     def packages(self) -> Graph:
-        """Edges between folders."""
+        """Returns the imports between packages."""
         found: dict[str, set[str]] = {self.folder(name): set() for name in self.modules}
         for name, others in self.own().items():
             found[self.folder(name)] |= {self.folder(other) for other in others}
@@ -39,12 +39,12 @@ class Imports:
 
 @cache
 def house() -> Imports:
-    """Of this repository's services and kernels: read when the first test asks, not by every process that collects tests."""
+    """Returns the imports of services and kernels. They are read at the first call, and not when pytest collects tests."""
     return read(ROOT, ("services", "kernels"))
 
 
 def read(root: Path, trees: Iterable[str]) -> Imports:
-    """Of all files below the given folders of root."""
+    """Returns the imports of all files below the given folders of root."""
     files = {path.relative_to(root).with_suffix(""): path for tree in trees for path in sorted((root / tree).rglob("*.py"))}
     modules = {".".join(part for part in stem.parts if part != "__init__"): path for stem, path in files.items()}
     return Imports(modules, {name: frozenset(_imported(ast.parse(path.read_text()), modules)) for name, path in modules.items()})
@@ -62,18 +62,18 @@ def _imported(tree: ast.AST, modules: Mapping[str, Path]) -> Iterable[str]:
 
 
 def by_string(path: Path) -> list[int]:
-    """Lines that import something whose name is not in an import statement."""
+    """Returns the lines that import a module by a string instead of an import statement."""
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     return [node.lineno for node in calls if ast.unparse(node.func) in BY_STRING]
 
 
 def part(graph: Graph, wanted: Callable[[str], bool]) -> Graph:
-    """The nodes that are wanted, and the edges between them."""
+    """Returns the graph of the wanted nodes."""
     return {name: frozenset(filter(wanted, others)) for name, others in graph.items() if wanted(name)}
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The nodes that reach themselves, in groups that reach each other."""
+    """Returns the nodes that are part of a cycle, in groups of nodes that reach each other."""
     ways = {name: reached(graph, name) for name in graph}
     inside = sorted(name for name in graph if name in ways[name])
     groups: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""The packages and what they import, drawn from the code for docs/design/architecture.md: python -m tests.contracts.picture."""
+"""Diagrams of the packages and their imports for docs/design/architecture.md: python -m tests.contracts.picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRAWN = {
     "The worker": ("services.worker",),
     "Between services": ("services", "kernels"),
 }
-APART = ("services.shared", "rootstock", "kernels")  # imported nearly everywhere: in the last diagram alone
+APART = ("services.shared", "rootstock", "kernels")  # nearly every package imports them, so only the last diagram shows them
 
 
 def rendered() -> str:
@@ -31,7 +31,7 @@ def _drawn(house: imports.Imports, title: str) -> dict[str, frozenset[str]]:
 
 
 def _merged(packages: imports.Graph) -> dict[str, frozenset[str]]:
-    """Each service, and kernels, as one node."""
+    """Returns the graph with a single node for each service and for kernels."""
     found: dict[str, set[str]] = {}
     for name, others in packages.items():
         if _whole(name):
@@ -45,7 +45,7 @@ def _whole(name: str) -> str:
 
 
 def _diagram(graph: dict[str, frozenset[str]]) -> str:
-    """An arrow from who imports to what is imported. Left out: an arrow where a longer way leads there too."""
+    """Returns a diagram with an arrow from a package to each import, except imports that a longer path also reaches."""
     root = min(graph, key=len) if len({name.split(".")[1] for name in graph if "." in name}) == 1 else ""
     lines = [f"  {_id(name)}[{_label(name, root)}]" for name in sorted(graph)]
     lines += [f"  {_id(name)} --> {_id(other)}" for name in sorted(graph) for other in sorted(_nearest(graph, name))]

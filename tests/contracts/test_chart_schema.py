@@ -1,4 +1,4 @@
-"""charts/rootstock/values.schema.json is what the settings classes say, and knows exactly the keys of values.yaml."""
+"""charts/rootstock/values.schema.json equals the schema of the settings classes, and has exactly the keys of values.yaml."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from services.local.reference import SERVICES
 CHART = Path(__file__).parents[2] / "charts" / "rootstock"
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-# Keys that values.yaml leaves to the reader: settings have pages of their own, the rest belongs to Helm or to Kubernetes.
+# Keys that values.yaml leaves open: settings have their own pages, and the rest belongs to Helm or Kubernetes.
 OPEN = {"global", "settings"}
-OVER = {"pod", "strategy"}  # a component's says what differs from another block, which has all of the keys
+OVER = {"pod", "strategy"}  # a component's block has only overrides of another block, which has all keys
 
 
-def test_the_file_is_up_to_date() -> None:
+def test_schema_file_is_up_to_date() -> None:
     wanted = values_schema.render()
     assert (CHART / "values.schema.json").read_text() == wanted, (
         "python -m charts.rootstock.values_schema > charts/rootstock/values.schema.json"
     )
 
 
-def test_the_meanings_of_empty_keys_are_up_to_date() -> None:
+def test_empty_keys_file_is_up_to_date() -> None:
     assert (CHART / "files/empty-keys.yaml").read_text() == empty_keys.render(), "make docs"
 
 
 @pytest.mark.parametrize("service", values_schema.DECIDED)
-def test_what_the_chart_decides_are_settings(service: str) -> None:
+def test_values_that_the_chart_sets_are_settings(service: str) -> None:
     assert values_schema.DECIDED[service] <= set(SERVICES[service].model_fields)
 
 
@@ -43,7 +43,7 @@ def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unequal(schema: dict[str, Any], value: Any, at: str) -> Iterator[str]:
-    """Keys that stand in one and not in the other."""
+    """Yields the keys that only one of the two has."""
     known = _resolved(schema)
     parent, _, key = at.rpartition("/")
     if not isinstance(value, dict) or "properties" not in known or key in OPEN or (parent and key in OVER):
@@ -56,7 +56,7 @@ def _unequal(schema: dict[str, Any], value: Any, at: str) -> Iterator[str]:
 
 def test_values_and_schema_have_the_same_keys() -> None:
     kubernetes_own = {"/networkPolicy/dns"}
-    old = "/monitoring/serviceMonitor/"  # without defaults, which would win over those under the new name
+    old = "/monitoring/serviceMonitor/"  # deprecated keys have no defaults, which would override those of the new keys
     found = [path for path in _unequal(SCHEMA, {**VALUES, "gatway": {}}, "") if not path.startswith(old)]
     assert [path for path in found if path not in kubernetes_own] == ["/gatway"]
 
@@ -73,5 +73,5 @@ def _open_objects(schema: Any, at: str) -> Iterator[str]:
             yield from _open_objects(part, f"{at}/{key}")
 
 
-def test_no_object_with_keys_takes_others() -> None:
+def test_schema_refuses_unknown_keys() -> None:
     assert list(_open_objects(SCHEMA, "")) == []

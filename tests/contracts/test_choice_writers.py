@@ -1,4 +1,4 @@
-"""Each part of a choice has one writer: its fields are assigned in the module of its class, and nowhere else in the gateway."""
+"""Each part of a choice has one writer: only the module of its class assigns its fields."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
 PARTS = ("Choice", "Placement")
 MODULES = {path: ast.parse(path.read_text()) for path in sorted(GATEWAY.rglob("*.py"))}
-# Of other classes' objects that have a field of the same name, what variables that hold one are called.
+# Fields of these names also exist in other classes; these variables contain objects of such classes.
 OTHERS = {"handle": {"decoding"}, "model_version": {"link"}, "decoding": {"sink"}}
 
 
 def class_of(name: str) -> tuple[Path, ast.ClassDef]:
-    """The one class of this name that has slots."""
+    """Returns the module and definition of the only class with this name and with slots."""
     classes = [(path, node) for path, tree in MODULES.items() for node in tree.body if isinstance(node, ast.ClassDef)]
     found = [(path, node) for path, node in classes if node.name == name and slots_of(node)]
     assert len(found) == 1, f"{name} is there {len(found)} times"
@@ -24,20 +24,20 @@ def class_of(name: str) -> tuple[Path, ast.ClassDef]:
 
 
 def slots_of(part: ast.ClassDef) -> set[str]:
-    """A class without any could get fields from anywhere."""
+    """Returns the names in __slots__. Objects of a class without slots could get fields from any module."""
     values = [node.value for node in part.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__"]
     return {name for value in values for name in ast.literal_eval(value)}
 
 
 def stores(tree: ast.AST, fields: set[str]) -> Iterator[ast.Attribute]:
-    """Every assignment of an attribute of these names, deletions, loop variables and unpacked tuples among them."""
+    """Yields every assignment to an attribute of these names, also as a deletion, loop variable or part of a tuple."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and node.attr in fields:
             yield node
 
 
 def foreign(node: ast.Attribute) -> bool:
-    """Whether it belongs to another object: a class's own field, or one of OTHERS."""
+    """Whether the attribute belongs to another object: `self`, or a variable in OTHERS."""
     owner = ast.unparse(node.value).rpartition(".")[2]
     return owner == "self" or owner in OTHERS.get(node.attr, set())
 
@@ -57,8 +57,8 @@ def test_fields_are_assigned_in_one_module(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_nobody_inherits_a_part_or_sets_by_name(name: str) -> None:
-    """Which would be writers that the test above does not see."""
+def test_parts_have_no_subclass_and_no_setattr(name: str) -> None:
+    """A subclass or a setattr would be a writer that the test above does not find."""
     for path, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
@@ -67,7 +67,7 @@ def test_nobody_inherits_a_part_or_sets_by_name(name: str) -> None:
                 assert ast.unparse(node.args[0]) in ("own", "self"), f"{path}:{node.lineno}"
 
 
-def test_the_test_sees_a_second_writer() -> None:
+def test_stores_finds_a_second_writer() -> None:
     others = "self.link = 3\nlink.model_version = 4"
     tree = ast.parse(f"placement.link = None\n(a, choice.ending) = 1, 2\nplacement.charged += 1\n{others}")
     found = [ast.unparse(node) for node in stores(tree, {"link", "ending", "charged", "model_version"}) if not foreign(node)]

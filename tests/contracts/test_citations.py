@@ -1,4 +1,4 @@
-"""What code, comments, charts and pages cite is in this repository: files and, in pages, headings."""
+"""Files and headings that code, comments, charts and pages cite exist in this repository."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "Makefile"
 ENDINGS = (".py", ".md", ".yaml", ".tpl", ".txt", ".toml", ".proto", ".cpp", ".h", ".json", ".worker")
 HERE = Path(__file__).name
 
-# A path from the root with an ending, perhaps with a heading; not a part of a URL or of a longer path.
+# A path from the root with an ending, and optionally a heading. Parts of a URL or of a longer path do not match.
 CITED = re.compile(
     rf"(?<![\w./:-])((?:{'|'.join(ROOMS)})/[\w./-]*\.(?:md|py|yaml|tpl|proto|cpp|h|json|svg|toml|txt))(?:#([\w-]+))?(?![\w/*{{<-])"
 )
-MODULE = re.compile(r"(?<![\w./*{}<>-])([a-z_]\w*\.py)(?![\w/*{<-])")  # a name without a path: of a file somewhere
-LISTED = re.compile(rf"`((?:{'|'.join((*ROOMS, 'rootstock'))})/[^`\s*]*)`")  # a file or a folder, whatever its ending
-LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")  # of Markdown, to a place that is no URL
+MODULE = re.compile(r"(?<![\w./*{}<>-])([a-z_]\w*\.py)(?![\w/*{<-])")  # a file name without a path
+LISTED = re.compile(rf"`((?:{'|'.join((*ROOMS, 'rootstock'))})/[^`\s*]*)`")  # a file or folder with any ending
+LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")  # target of a Markdown link that is not a URL
 FOREIGN = re.compile(r"\bDESIGN(\.md)?\b|\bCORE\.md|\bFEATURES\b|\bSTYLE\.md|(?i:\breference \d)|§|(?i:\bdesign text\b)")
-# Files that tests make, or say that somebody has changed.
+# Files that tests create or name as changed.
 INVENTED = {
     "services/one/__main__.py",
     "kernels/a.py",
@@ -44,7 +44,7 @@ def files() -> list[Path]:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """Of a page's headings, as GitHub writes them; a heading that stands there again gets a number."""
+    """Returns the anchors of a page's headings in GitHub's form. A repeated heading gets a number."""
     out: set[str] = set()
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for heading in re.findall(r"^#+ (.+?)\s*$", text, re.M):
@@ -56,7 +56,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 def fault(target: Path, anchor: str | None) -> str:
-    """Why a citation does not resolve, empty if it does."""
+    """Returns the reason why a citation does not resolve; empty if it does."""
     if not target.exists():
         return "no such file"
     if anchor and target.suffix == ".md" and anchor not in anchors(target):
@@ -80,7 +80,7 @@ def modules() -> frozenset[str]:
 
 
 def prose(text: str) -> Iterator[str]:
-    """A module's docstrings and comments."""
+    """Yields a module's docstrings and comments."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node, clean=False) or ""
@@ -93,7 +93,7 @@ def modules_named(text: str) -> list[str]:
     return [name for part in prose(text) for name in MODULE.findall(part)] if MODULE.search(text) else []
 
 
-def test_every_citation_resolves() -> None:
+def test_citations_resolve() -> None:
     found, seen = [], 0
     for path in files():
         for name, target, anchor in citations(path, path.read_text()):
@@ -104,14 +104,14 @@ def test_every_citation_resolves() -> None:
     assert found == []
 
 
-def test_files_and_folders_of_the_recipes_exist() -> None:
+def test_files_and_folders_of_recipes_exist() -> None:
     """docs/how-to/develop.md also lists folders and files whose endings CITED does not know."""
     listed = LISTED.findall((ROOT / "docs/how-to/develop.md").read_text())
     assert len(listed) > 50
     assert [name for name in listed if not (ROOT / name).exists()] == []
 
 
-def test_modules_named_in_docstrings_and_comments_are_here() -> None:
+def test_modules_in_docstrings_and_comments_exist() -> None:
     named = [(path, name) for path in files() if path.suffix == ".py" for name in modules_named(path.read_text())]
     assert named
     assert [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in modules()] == []
@@ -128,11 +128,11 @@ def test_modules_named_in_docstrings_and_comments_are_here() -> None:
     ],
     ids=["of a module", "of a function", "with a path", "a value"],
 )
-def test_a_module_named_in_prose_is_noticed(text: str, names: list[str]) -> None:
+def test_modules_named_finds_a_module_in_prose(text: str, names: list[str]) -> None:
     assert modules_named(text) == names
 
 
-def test_nothing_is_cited_that_is_not_here() -> None:
+def test_no_citation_of_a_foreign_document() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in files()
@@ -152,12 +152,12 @@ def test_nothing_is_cited_that_is_not_here() -> None:
         ("see https://example.com/docs/nothing.md", None),
     ],
 )
-def test_a_citation_that_leads_nowhere_is_noticed(text: str, why: str | None) -> None:
+def test_fault_finds_an_unresolved_citation(text: str, why: str | None) -> None:
     found = [fault(target, anchor) for _, target, anchor in citations(Path("x.py"), text)]
     assert found == ([] if why is None else [why])
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("text", ["(DESIGN §5)", "Reference 2 §12", "CORE.md, memory", "row G9 of FEATURES"])
-def test_a_paper_that_is_not_here_is_noticed(text: str) -> None:
+def test_foreign_document_is_found(text: str) -> None:
     assert FOREIGN.search(text)

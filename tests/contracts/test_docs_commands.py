@@ -98,5 +98,5 @@ def test_output_of_a_page_has_ellipses_for_any_text() -> None:
     assert not is_printed("NAME: a\n…\nend", "NAME: b\nx\nend\n")
 
 
-def test_readme_names_debians_packages_before_its_first_command() -> None:
+def test_readme_names_debians_packages_before_the_first_command() -> None:
     assert {"build-essential", "python3-venv"} <= set(packages())

@@ -1,4 +1,4 @@
-"""The law for folders: who may import what of the project, wherever in a file the import stands."""
+"""Rules for packages: the imports that each package must not have, anywhere in its files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def below(name: str, folders: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("folder", NEVER)
-def test_the_law_for_folders(folder: str) -> None:
+def test_package_has_no_forbidden_import(folder: str) -> None:
     inside = {name: found for name, found in imports.house().names.items() if below(name, (folder,))}
     assert inside, folder
     broken = [
@@ -65,7 +65,7 @@ def test_the_law_for_folders(folder: str) -> None:
     assert not broken
 
 
-def test_the_product_imports_neither_simulators_nor_tests() -> None:
+def test_product_imports_neither_simulators_nor_tests() -> None:
     product = {name: found for name, found in imports.house().names.items() if not below(name, SIMULATORS)}
     broken = [
         f"{name} imports {other}"
@@ -76,7 +76,7 @@ def test_the_product_imports_neither_simulators_nor_tests() -> None:
     assert not broken
 
 
-def test_nothing_is_imported_by_string() -> None:
+def test_no_module_is_imported_by_string() -> None:
     found = [f"{path}:{line}" for path in imports.house().modules.values() for line in imports.by_string(path)]
     assert not found
 

@@ -1,4 +1,4 @@
-"""What of `make gpu-check` can be seen without a GPU: which parts there are, how they are run and resumed, what is reported."""
+"""Parts of `make gpu-check` that need no GPU: selection, runs and resumption of its parts, and the report."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def outcome_script(figures: dict[str, Any], more: str = "") -> str:
 
 @dataclass
 class Reached:
-    """A part's limit passes as soon as it has made the file, however fast this machine is; its clock then stands at the limit."""
+    """A clock and a wait for tests of time limits: the limit passes as soon as the part has created `file`."""
 
     file: Path
     now: float = 0.0
@@ -108,7 +108,7 @@ def report_of(tmp_path: Path) -> str:
     return (tmp_path / "out/report-nvidia-h200-2030-01-02.md").read_text()
 
 
-def test_parts_fit_short_leases_and_run_what_is_there() -> None:
+def test_parts_fit_short_leases_and_name_existing_files() -> None:
     parts = all_parts(ROOT)
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
@@ -124,15 +124,15 @@ def test_parts_fit_short_leases_and_run_what_is_there() -> None:
     assert {target.part for target in TARGETS} <= measured
 
 
-def test_the_figure_of_most_weight_comes_first_and_compilers_last() -> None:
+def test_parts_begin_with_key_figures_and_end_with_compilers() -> None:
     names = [part.name for part in all_parts(ROOT)]
     assert names[:3] == ["parity", "waits", "bench-throughput"]
     assert names[-4:] == ["kernels-layers", "kernels-attention", "kernels-sampling", "backends"]
     assert COMPILING * int(compilers()) <= COMPILERS and int(compilers()) <= COMPILERS // COMPILING
 
 
-def test_the_commands_of_a_first_session_name_what_there_is() -> None:
-    """They are written down beforehand and run when nobody can mend them."""
+def test_commands_of_the_page_name_existing_parts() -> None:
+    """The page's commands run on a rented machine, where they cannot be corrected."""
     page = (ROOT / "docs/reference/gpu/README.md").read_text()
     section = page.partition("## A first session of three commands")[2].partition("\n## ")[0].replace("\\\n", " ")
     each = (command.strip() for line in section.splitlines() for command in line.split(";"))
@@ -155,7 +155,7 @@ def test_parts_are_chosen_by_name_or_kind() -> None:
         chosen(parts, ["nonsense"])
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_make_gpu_check_reports_a_missing_gpu() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON_GPU": sys.executable}
     done = subprocess.run(
         ["make", "-s", "--no-print-directory", "gpu-check"],
@@ -170,7 +170,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert len(done.stdout.strip().splitlines()) == 1
 
 
-def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--parts", "benchmark"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sum(part.kind == BENCHMARK for part in all_parts(ROOT))
@@ -178,9 +178,11 @@ def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
-def test_it_needs_none_of_what_serves(tmp_path: Path) -> None:
-    """All tests that it runs are collected, and all benchmarks imported, where most of our dependencies are missing: those of
-    pydantic's settings, of which tests take the defaults, and xxhash alone are not, and what one worker says to another."""
+def test_gpu_check_needs_no_serving_dependencies(tmp_path: Path) -> None:
+    """Collects all tests and imports all benchmarks without most dependencies.
+
+    Pydantic's settings, whose defaults tests use, and xxhash stay available. The part `peers` needs gRPC and is left out.
+    """
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=set(ELSEWHERE)))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     parts = [part for part in all_parts(ROOT) if part.name != "peers"]
@@ -194,7 +196,7 @@ def test_it_needs_none_of_what_serves(tmp_path: Path) -> None:
     assert blocked.returncode != 0
 
 
-def test_results_are_kept_and_only_what_is_missing_runs_again(tmp_path: Path) -> None:
+def test_passed_parts_are_not_run_again(tmp_path: Path) -> None:
     good = script(tmp_path, "good", outcome_script({}, "open('ran', 'a').write('x')"))
     bad = script(tmp_path, "bad", "print('first line')\nraise SystemExit('the reason')")
     runner, _ = check(tmp_path, [good, bad])
@@ -209,8 +211,8 @@ def test_results_are_kept_and_only_what_is_missing_runs_again(tmp_path: Path) ->
     assert "failed" not in report_of(tmp_path)
 
 
-def test_tests_run_beside_each_other_and_before_all_benchmarks(tmp_path: Path) -> None:
-    """Each of the two ends once the other has begun. What ends the check ends both."""
+def test_tests_run_in_parallel_and_before_benchmarks(tmp_path: Path) -> None:
+    """Each of the two tests waits for the start of the other. A signal to the check ends both."""
     begun = "import time, pathlib\ndef test_it():\n    pathlib.Path({0!r}).touch()\n"
     begun += "    while not pathlib.Path({1!r}).exists(): time.sleep(0.01)\n"
     marks = [str(tmp_path / name) for name in ("first", "second")]
@@ -251,7 +253,7 @@ def test_tests_run_beside_each_other_and_before_all_benchmarks(tmp_path: Path) -
             os.kill(int(pid.read_text()), 0)
 
 
-def test_other_files_make_results_old(tmp_path: Path) -> None:
+def test_changed_source_makes_results_old(tmp_path: Path) -> None:
     part = script(tmp_path, "part", outcome_script({}, "open('ran', 'a').write('x')"))
     assert check(tmp_path, [part])[0].run([part], None, keep=False) == 0
     changed = Source("abc", "2233")
@@ -261,7 +263,7 @@ def test_other_files_make_results_old(tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "xx"
 
 
-def test_other_versions_and_other_flags_make_results_old_too(tmp_path: Path) -> None:
+def test_changed_versions_and_flags_make_results_old(tmp_path: Path) -> None:
     part = script(tmp_path, "part", outcome_script({}, "open('ran', 'a').write('x')"))
     runner, state = check(tmp_path, [part])
     assert runner.run([part], None, keep=False) == 0
@@ -274,8 +276,8 @@ def test_other_versions_and_other_flags_make_results_old_too(tmp_path: Path) -> 
     assert not state.is_done(otherwise, SOURCE, FACTS, keep=True)
 
 
-def test_a_variant_stands_beside_what_was_measured_before(tmp_path: Path) -> None:
-    """Other flags, or another card: figures, logs and judgement of both are there."""
+def test_variant_is_added_to_earlier_results(tmp_path: Path) -> None:
+    """Results with other flags or from another card are added: figures, logs and judgement of both stay."""
     part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 26.0}}))
     text = (tmp_path / "bench-throughput.py").read_text().replace("26.0", "31.0")
     (tmp_path / "other.py").write_text(text)
@@ -295,7 +297,7 @@ def test_a_variant_stands_beside_what_was_measured_before(tmp_path: Path) -> Non
     assert len(state.results) == 3 and check(tmp_path, [part])[1].is_done(part, SOURCE, FACTS, keep=False)
 
 
-def test_targets_judge_no_other_card(tmp_path: Path) -> None:
+def test_targets_do_not_judge_another_card(tmp_path: Path) -> None:
     elsewhere = {**FACTS, "device": "NVIDIA H100 80GB HBM3"}
     part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 60.0}}))
     state = load_state(tmp_path / "work/state.json", "2030-01-02", fresh=False)
@@ -312,7 +314,7 @@ def test_targets_judge_no_other_card(tmp_path: Path) -> None:
     ]
 
 
-def test_the_report_says_where_versions_are_not_the_images(tmp_path: Path) -> None:
+def test_report_lists_versions_that_differ_from_the_image(tmp_path: Path) -> None:
     (tmp_path / "docker/requirements").mkdir(parents=True)
     (tmp_path / "docker/requirements/worker-cuda.txt").write_text("# written\ntorch==2.13.0\ntriton==3.7.1 ; x\nnumpy==2.5\n")
     part = script(tmp_path, "part", outcome_script({}))
@@ -325,8 +327,8 @@ def test_the_report_says_where_versions_are_not_the_images(tmp_path: Path) -> No
     assert [phrase.split()[0] for phrase in differing(measured, pins)] == ["triton", "flashinfer-python"]
 
 
-def test_a_benchmark_that_kept_its_figures_comes_last_when_run_again(tmp_path: Path) -> None:
-    """What has no figures goes before it; if it fails again with fewer, the earlier ones stay."""
+def test_benchmark_with_figures_is_repeated_last(tmp_path: Path) -> None:
+    """Parts without figures run first. If the benchmark fails again with fewer figures, the earlier ones stay."""
     figures = {"a": {"value": 1.0}, "b": {"value": 2.0}}
     half = script(tmp_path, "half", outcome_script(figures, "open('ran', 'a').write('h')\nraise SystemExit(1)"))
     runner, state = check(tmp_path, [half])
@@ -342,8 +344,8 @@ def test_a_benchmark_that_kept_its_figures_comes_last_when_run_again(tmp_path: P
     assert result is not None and result.outcome["figures"] == figures
 
 
-def test_a_check_goes_on_from_its_report(tmp_path: Path) -> None:
-    """Where only the reports have come back from the machine."""
+def test_check_resumes_from_a_report(tmp_path: Path) -> None:
+    """Only the report was copied back from the machine."""
     good, bad = script(tmp_path, "good", outcome_script({})), script(tmp_path, "bad", "raise SystemExit('the reason')")
     assert check(tmp_path, [good, bad])[0].run([good, bad], None, keep=False) == 1
     report = tmp_path / "out/report-nvidia-h200-2030-01-02.json"
@@ -354,7 +356,7 @@ def test_a_check_goes_on_from_its_report(tmp_path: Path) -> None:
         load_state(tmp_path / "state.json", "2030-01-05", fresh=False, earlier=tmp_path / "none.json")
 
 
-def test_a_part_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_slow_part_is_killed_with_all_children(tmp_path: Path) -> None:
     child = "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\n"
     slow = script(
         tmp_path,
@@ -369,8 +371,8 @@ def test_a_part_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path
     assert result.outcome["figures"] == {"a": {"value": 1.0}}, "what it had measured by then is kept"
 
 
-def test_the_whole_checks_limit(tmp_path: Path) -> None:
-    """A part that it cuts off is not one that took too long; one that it leaves no time for is not begun."""
+def test_check_stops_at_the_whole_limit(tmp_path: Path) -> None:
+    """A part that the whole limit stops does not count as timed out. A part without enough time is not started."""
     slow = script(
         tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, "import time\nopen('there', 'w')\ntime.sleep(600)"), limit_s=300
     )
@@ -400,7 +402,7 @@ def test_pytest_outcomes_are_counted(tmp_path: Path) -> None:
     ].counts == {"failure": 1}
 
 
-def test_a_cut_off_test_part_says_what_had_failed_by_then(tmp_path: Path) -> None:
+def test_interrupted_test_part_reports_earlier_failures(tmp_path: Path) -> None:
     test_file = tmp_path / "test_some.py"
     lines = [
         "import time",
@@ -412,7 +414,7 @@ def test_a_cut_off_test_part_says_what_had_failed_by_then(tmp_path: Path) -> Non
     command = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--junitxml={out}", str(test_file))
     some = Part("some", TESTS, "tests", 8, command)
     runner, state = check(tmp_path, [some], reached=Reached(tmp_path / "there"))
-    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a check that a shell has started in the background
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a check that a shell runs in the background
     try:
         assert runner.run([some], None, keep=False) == 1
     finally:
@@ -423,7 +425,7 @@ def test_a_cut_off_test_part_says_what_had_failed_by_then(tmp_path: Path) -> Non
     assert result.tail.startswith("First of what failed: test_some.test_a") and "'this' == 'that'" in result.tail
 
 
-def test_a_benchmark_goes_on_without_a_piece_that_fails(tmp_path: Path) -> None:
+def test_journal_continues_after_a_failed_piece(tmp_path: Path) -> None:
     journal = Journal("as it is", tmp_path / "out.json")
     for name in ("one", "two"):
         with journal.apart(name):
@@ -435,8 +437,8 @@ def test_a_benchmark_goes_on_without_a_piece_that_fails(tmp_path: Path) -> None:
     assert found["notes"] == ["one failed: RuntimeError: no such kernel"]
 
 
-def test_no_test_is_begun_on_a_device_that_is_lost(tmp_path: Path) -> None:
-    """As after an illegal address: the device is a double whose every call fails from the second test on."""
+def test_tests_fail_at_once_on_a_lost_device(tmp_path: Path) -> None:
+    """The device is a double whose calls all fail from one test on, as after an illegal address."""
     (tmp_path / "test_some.py").write_text(LOST)
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.lost_device", "-p", "no:cacheprovider", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -445,7 +447,7 @@ def test_no_test_is_begun_on_a_device_that_is_lost(tmp_path: Path) -> None:
     assert "the device is lost since test_some.py::test_lost: an illegal address" in done.stdout
 
 
-def test_a_broken_state_is_named(tmp_path: Path) -> None:
+def test_load_state_names_a_broken_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text("{")
     with pytest.raises(ValueError, match="begin anew with --fresh"):
@@ -453,7 +455,7 @@ def test_a_broken_state_is_named(tmp_path: Path) -> None:
     assert load_state(path, "2030-01-02", fresh=True).results == {}
 
 
-def test_targets_are_judged_with_the_profile_of_what_missed() -> None:
+def test_judge_explains_a_missed_target_by_the_profile() -> None:
     kernels = [["gemm", 0.7], ["attention", 0.2]]
     outcome = {
         "figures": {"qwen3-8b.seconds": {"value": 29.5, "unit": "s"}},
@@ -471,7 +473,7 @@ def test_targets_are_judged_with_the_profile_of_what_missed() -> None:
     assert judge([result], card)[0].is_met is True
 
 
-def test_a_missed_target_is_shown_in_the_report(tmp_path: Path) -> None:
+def test_report_shows_a_missed_target(tmp_path: Path) -> None:
     profile = {"qwen3-0.6b": {"idle_share": 0.0, "kernels": [["attention | kernel", 0.6, 28, 4.25]]}}
     text = outcome_script({"qwen3-0.6b.speedup": {"value": 1.01, "unit": "×"}})
     text = text.replace("'how'", f"'profiles': {profile!r}, 'how'")
@@ -484,7 +486,7 @@ def test_a_missed_target_is_shown_in_the_report(tmp_path: Path) -> None:
     assert [entry["met"] for entry in found["targets"] if entry["target"]["part"] == "bench-overlap"] == [False]
 
 
-def test_the_source_is_named_by_commit_and_content(tmp_path: Path) -> None:
+def test_source_has_commit_and_digest(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/a.py").write_text("a = 1\n")
     before = source_of(tmp_path)
@@ -496,7 +498,7 @@ def test_the_source_is_named_by_commit_and_content(tmp_path: Path) -> None:
     assert source_of(tmp_path).digest != before.digest
 
 
-def test_wheels_are_installed_without_a_network(tmp_path: Path) -> None:
+def test_install_uses_wheels_without_a_network(tmp_path: Path) -> None:
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()
     with pytest.raises(ValueError, match="holds no wheels"):
@@ -512,7 +514,7 @@ def test_wheels_are_installed_without_a_network(tmp_path: Path) -> None:
     assert "already" in install(wheels, site)
 
 
-def test_flashinfer_is_carried_without_what_compiles_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flashinfer_folder_omits_compiler_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, kept = "flashinfer/data", "flashinfer/data/csrc"
     names = {
         "flashinfer/__init__.py": True,

@@ -1,4 +1,4 @@
-"""`make test` runs every group, each test in one of them, and fails at its end if any has failed."""
+"""`make test` runs every group, each test file is in one group, and the run fails if a group has failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.spread import EVERY_RELEASE
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_group_that_fails_ends_no_other(capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_continues_after_a_failed_group(capfd: pytest.CaptureFixture[str]) -> None:
     ends = {"first": 0, "second": 3, "third": 0}
     commands = {name: [sys.executable, "-c", f"print('ran {name}'); raise SystemExit({end})"] for name, end in ends.items()}
     assert run(commands) == 1
@@ -27,8 +27,8 @@ def test_a_group_that_fails_ends_no_other(capfd: pytest.CaptureFixture[str]) -> 
     assert run({"first": commands["first"]}) == 0
 
 
-def test_what_a_group_says_is_in_a_file_line_by_line_and_how_it_ended_beside_it(tmp_path: Path) -> None:
-    """Of a group that is cut off too: what it has said is there while it runs."""
+def test_run_writes_output_and_summary_of_groups(tmp_path: Path) -> None:
+    """The output is written while a group runs, so that an interrupted group leaves its output."""
     look = f"import pathlib; print(pathlib.Path({str(tmp_path / 'one-at-a-time.txt')!r}).read_text().upper())"
     says = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {look!r}])"
     commands = {"one, at a time": [sys.executable, "-c", says], "another": [sys.executable, "-c", "raise SystemExit(3)"]}
@@ -38,8 +38,8 @@ def test_what_a_group_says_is_in_a_file_line_by_line_and_how_it_ended_beside_it(
     assert ends == ["one, at a time: passed", "another: failed (3)"]
 
 
-def test_a_failure_is_said_before_the_run_ends(tmp_path: Path) -> None:
-    """The second test ends the process as whoever cuts off a night does."""
+def test_failure_is_printed_before_the_run_ends(tmp_path: Path) -> None:
+    """The second test ends the process like an interruption of the nightly run."""
     file = tmp_path / "test_two.py"
     file.write_text("import os\ndef test_one():\n    assert 1 + 1 == 3, 'sums'\ndef test_two():\n    os._exit(7)\n")
     command = [
@@ -60,7 +60,7 @@ def test_a_failure_is_said_before_the_run_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("night", [False, True], ids=["by day", "by night"])
-def test_every_file_is_in_one_group(night: bool) -> None:
+def test_each_test_file_is_in_one_group(night: bool) -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     taken: list[str] = []
     for arguments in groups(2, night).values():
@@ -74,16 +74,16 @@ def test_every_file_is_in_one_group(night: bool) -> None:
     ("only", "ran"),
     [(["end to end"], ["end to end"]), (["end", "by"], None), (["end to end, one"], ["end to end, one at a time"])],
 )
-def test_groups_can_be_run_by_themselves(only: list[str], ran: list[str] | None) -> None:
+def test_chosen_selects_groups_by_name(only: list[str], ran: list[str] | None) -> None:
     assert list(chosen(groups(2, night=False), only)) == (ran or [*groups(2, night=False)])
 
 
-def test_a_group_that_is_none_is_refused_with_those_that_there_are() -> None:
+def test_chosen_refuses_an_unknown_group_with_the_names() -> None:
     with pytest.raises(ValueError, match="end to end, one at a time"):
         chosen(groups(2, night=True), ["by parts", "parts"])
 
 
-def test_what_is_run_first_or_by_one_process_is_there() -> None:
+def test_files_with_a_fixed_order_exist() -> None:
     assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONG_FILES
     assert all((ROOT / file).exists() for file in EVERY_RELEASE)
 

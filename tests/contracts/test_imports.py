@@ -1,4 +1,4 @@
-"""Who may import what, shown by importing it with the forbidden thing made unimportable."""
+"""Modules import without forbidden packages, which the tests make unimportable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def import_with_blocked(blocked: list[str], module: str) -> subprocess.Completed
 
 
 def modules_below(folder: str) -> list[str]:
-    """Every module of a folder and of the folders in it."""
+    """Returns the names of all modules in a folder and its subfolders."""
     paths = (path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / folder).rglob("*.py")))
     return [".".join(path.parts) for path in paths if path.name != "__init__"]
 
@@ -41,18 +41,18 @@ def test_services_without_torch_import_without_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_core_and_the_fake_executor_need_numpy_alone() -> None:
+def test_core_and_fake_executor_need_only_numpy() -> None:
     names = modules_below("services/worker/core")
     assert names
     result = import_with_blocked(NOT_IN_CORE, ", ".join([*names, "services.worker.exec.fake"]))
     assert result.returncode == 0, result.stderr
 
 
-def test_the_blocker_blocks() -> None:
+def test_blocker_blocks_an_import() -> None:
     assert import_with_blocked(["numpy"], "services.worker.core.scheduler").returncode != 0
 
 
-def test_nothing_unsafe_is_called_in_the_product() -> None:
+def test_product_makes_no_unsafe_call() -> None:
     found = []
     for path in [*(ROOT / "services").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Every limit in services/shared/limits.py is tried out, at whichever ends hold it, or in a test that is named here."""
+"""A test covers every limit of services/shared/limits.py: one of the two walks over all limits, or a test that is named here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = [name for name in vars(limits) if name.isupper()]
 GATEWAY, KEYS = "tests/services/gateway/", "tests/services/gateway/keys/test_key_table.py"
 BODIES, LONG = GATEWAY + "http/test_body_budget.py", "tests/services/tokenizer/test_long_requests.py"
 SIZES = "tests/services/shared/test_json_schema.py"
-# By limit that neither table has: the test, and what it has to speak of.
+# Limits that neither walk covers, with the file of their test and a text in this file.
 ELSEWHERE = {
     "MAX_LOGPROB_VALUES": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_LOGPROB_VALUES"),
     "MAX_REPEATED_LOGPROB_VALUES": (
@@ -86,10 +86,10 @@ ELSEWHERE = {
 }
 
 
-def test_every_limit_is_tried_out() -> None:
+def test_every_limit_has_a_test() -> None:
     walked = over_http.WALKED.keys() | over_grpc.WALKED.keys()
     assert set(NAMES) == walked | ELSEWHERE.keys() and not walked & ELSEWHERE.keys()
 
 
-def test_what_is_named_is_there() -> None:
+def test_named_tests_exist() -> None:
     assert not [name for name, (path, word) in ELSEWHERE.items() if word not in (ROOT / path).read_text()]

@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md is what the code defines, all of it, and what the chart watches is there."""
+"""docs/reference/metrics.md has all metrics of the code, and the chart uses only metrics that exist."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rootstock"
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 COLLECTORS = {"Collector", "Readings"}
-SILENT = {"Scrapes"}  # has no series: it notes when the others were asked for
+SILENT = {"Scrapes"}  # has no series: it records the times of scrapes
 DIRECT = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
-KINDS = {"Readings", "LabelledHistogram"}  # of collectors, for others to be made of
-# Its own series, those of exporters that may be there, and what the chart records of its values.
+KINDS = {"Readings", "LabelledHistogram"}  # base classes of collectors
+# Series of Prometheus itself, of exporters that may exist, and of the chart's recording rules for its values.
 PROMETHEUS = ("kubelet_volume_stats_", "process_", "python_", "up", "ALERTS", "kube_", "DCGM_", "rootstock:max_replicas")
 
 
@@ -37,7 +37,7 @@ def rules() -> list[dict[str, str]]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Where it stands, PromQL."""
+    """Yields the location and the PromQL expression of each panel and rule."""
     for path in sorted((CHART / "dashboards").glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             yield from ((f"{path.name}: {panel['title']}", target["expr"]) for target in panel["targets"])
@@ -48,16 +48,16 @@ def emitted() -> set[str]:
     return {name for row in rows() for name in row.series}
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_metrics_page_is_up_to_date() -> None:
     assert PAGE.read_text() == metrics_reference.render(), "run `make docs`"
 
 
-def test_the_dashboards_are_up_to_date() -> None:
+def test_dashboards_are_up_to_date() -> None:
     written = runpy.run_path(str(CHART / "dashboards" / "build.py"))["written"]()
     assert {path: path.read_text() for path in written} == written, "run `make docs`"
 
 
-def test_each_of_sglangs_metrics_is_emitted_or_has_a_reason_not_to_be() -> None:
+def test_each_sglang_metric_has_a_counterpart_or_a_reason() -> None:
     table = metrics_reference.counterparts()
     known = emitted() | {row.name for row in rows()} | {"process_cpu_seconds_total"}
     theirs = [each.theirs for each in table]
@@ -71,14 +71,14 @@ def test_each_of_sglangs_metrics_is_emitted_or_has_a_reason_not_to_be() -> None:
     assert reasons and reasons <= known
 
 
-def test_a_name_means_one_metric_with_a_text() -> None:
+def test_metric_names_are_unique_and_documented() -> None:
     series = [name for row in rows() for name in row.series]
     assert len(series) == len(set(series)) and len(series) > 100
     assert [row.name for row in rows() if not row.text.endswith(".")] == []
 
 
 def collecting(tree: ast.Module) -> Iterator[str]:
-    """Classes that are collectors, and those that make metrics of the library's own kinds."""
+    """Yields the classes that are collectors or that create metrics of the Prometheus library."""
     library = any(isinstance(node, ast.ImportFrom) and node.module == "prometheus_client" for node in tree.body)
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -88,7 +88,7 @@ def collecting(tree: ast.Module) -> Iterator[str]:
                 yield node.name
 
 
-def test_every_collector_is_on_the_page() -> None:
+def test_metrics_page_has_every_collector() -> None:
     page = ast.parse(Path(metrics_reference.__file__).read_text())
     imported = {alias.name for node in ast.walk(page) if isinstance(node, ast.ImportFrom) for alias in node.names}
     found = {name for path in (ROOT / "services").rglob("*.py") for name in collecting(ast.parse(path.read_text()))}
@@ -96,7 +96,7 @@ def test_every_collector_is_on_the_page() -> None:
     assert found - imported - KINDS - SILENT == set()
 
 
-def test_what_dashboards_and_rules_name_is_emitted() -> None:
+def test_dashboards_and_rules_use_existing_metrics() -> None:
     known = emitted() | {rule["record"] for rule in rules() if "record" in rule}
     found = [(where, name) for where, expression in expressions() for name in names(expression)]
     assert len(found) > 100
@@ -104,6 +104,6 @@ def test_what_dashboards_and_rules_name_is_emitted() -> None:
 
 
 @pytest.mark.parametrize("path", ["files/queries.yaml", "templates/monitoring/adapter-rules.yaml"])
-def test_what_workers_are_scaled_by_is_emitted(path: str) -> None:
+def test_autoscaling_queries_use_existing_metrics(path: str) -> None:
     named = set(re.findall(r"\b(?:sglang:|rootstock_(?:gateway|worker)_)\w+", (CHART / path).read_text()))
     assert named and named <= emitted()

@@ -1,4 +1,4 @@
-"""`python -m release` writes artifacts that are complete, and pushes nothing. Images are built by a fake program here."""
+"""`python -m release` writes complete artifacts and pushes nothing. A fake program builds the images in these tests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tracked(*folders: str) -> set[str]:
     return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
 
 
-def test_release_lists_each_artifact_with_its_checksum(artifacts: Path) -> None:
+def test_release_lists_each_artifact_with_a_checksum(artifacts: Path) -> None:
     sums = dict(reversed(line.split("  ")) for line in (artifacts / SUMS).read_text().splitlines())
     assert sums == {name: hashlib.sha256((artifacts / name).read_bytes()).hexdigest() for name in (WHEEL, CHART)}
     assert {path.name for path in artifacts.iterdir()} == {WHEEL, CHART, SUMS}
@@ -79,7 +79,7 @@ def test_wheel_runs_the_client_and_imports_the_services_when_installed(artifacts
     assert all(Path(path).is_relative_to(site) for path in output(str(python), "-c", code).splitlines())
 
 
-def test_chart_package_has_the_charts_files_without_its_generators(artifacts: Path) -> None:
+def test_chart_package_has_the_charts_files_without_generators(artifacts: Path) -> None:
     with tarfile.open(artifacts / CHART) as archive:
         names = set(archive.getnames())
     assert {"rootstock/Chart.yaml", "rootstock/values.yaml", "rootstock/values.schema.json"} <= names

@@ -52,15 +52,15 @@ WIRE_TYPES: dict[Kind, tuple[int, ...]] = {
     Kind.STRINGS: (FieldDescriptor.TYPE_STRING,),
     Kind.TOKEN_IDS: (FieldDescriptor.TYPE_UINT32,),
 }
-# Fields with a range that say nothing about sampling.
+# Fields with a range that are not sampling parameters.
 OTHERS = frozenset(
     ("cache_salt", "extra_key", "guided_choice", "logprob_token_ids", "logprobs", "priority", "request_id", "rid", "routing_key")
 ) | {"top_logprobs"}
-NOT_SAMPLED = frozenset(("logprobs", "grammar", "embedding", "score"))  # of the message
+NOT_SAMPLED = frozenset(("logprobs", "grammar", "embedding", "score"))  # fields of the message
 
 
 def limits_of(field: FieldInfo) -> dict[str, Any]:
-    """As pydantic enforces them."""
+    """Returns the limits that pydantic enforces."""
     found: dict[str, Any] = {}
     for limit in field.metadata:
         for kind, name in (("Ge", "ge"), ("Gt", "gt"), ("Le", "le"), ("MinLen", "min_length"), ("MaxLen", "max_length")):
@@ -93,7 +93,7 @@ def test_bodies_have_the_tables_fields_and_ranges(api: Api) -> None:
 
 
 @pytest.mark.parametrize("api", Api)
-def test_absence_is_null_but_for_the_length_that_null_makes_unlimited(api: Api) -> None:
+def test_only_max_new_tokens_has_a_default_other_than_null(api: Api) -> None:
     absent = {name: BODIES[api].model_fields[name].default for name in of_api(api)}
     assert {name: value for name, value in absent.items() if value is not None} == (
         {"max_new_tokens": of_api(api)["max_new_tokens"].default} if api is Api.GENERATE else {}
@@ -109,7 +109,7 @@ def test_filters_take_the_tables_neutral_values(api: Api) -> None:
     assert not unserved.keys() & BODIES[api].model_fields.keys()
 
 
-def test_names_are_unique_and_all_of_them_are_somewhere() -> None:
+def test_parameter_names_are_unique_and_in_use() -> None:
     assert all(len(of_api(api)) == sum(api in row.names for row in PARAMETERS) for api in Api)
     assert all(row.names for row in PARAMETERS)
     assert len(SCALAR) == len(SCALARS)
@@ -131,7 +131,7 @@ def descriptor_of(row: SamplingParameter) -> FieldDescriptor:
     return message.fields_by_name[field]
 
 
-def test_the_message_has_the_tables_fields() -> None:
+def test_message_has_the_tables_fields() -> None:
     crossing = [row for row in PARAMETERS if row.wire and row.kind is not Kind.BIASES]
     for row in crossing:
         field = descriptor_of(row)
@@ -144,14 +144,14 @@ def test_the_message_has_the_tables_fields() -> None:
     assert dry == {f"dry.{field.name}" for field in pb.Dry.DESCRIPTOR.fields}
 
 
-def test_the_ends_of_a_range_cross_the_wire_unchanged() -> None:
-    """Else the gateway takes an end that the worker refuses."""
+def test_range_ends_are_unchanged_as_float32() -> None:
+    """The gateway would accept a value that the worker refuses if rounding to float32 changed an end."""
     for row in PARAMETERS:
         if row.kind is Kind.NUMBER:
             assert [float(np.float32(end)) for end in (row.low, row.high)] == [row.low, row.high], row.wire
 
 
-def test_the_cores_parameters_are_the_tables() -> None:
+def test_core_has_the_tables_defaults() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     for row in SCALARS:
         assert defaults[row.wire] == (1 if row.default is None else row.default), row.wire
@@ -161,18 +161,18 @@ def test_the_cores_parameters_are_the_tables() -> None:
             assert dry[row.wire.removeprefix("dry.")] == row.default
 
 
-def test_defaults_that_a_model_may_choose() -> None:
+def test_sampling_defaults_are_the_fields_that_a_model_sets() -> None:
     of_model = {row.wire: row.default for row in SCALARS if row.of_model}
     assert API_DEFAULTS.as_dict() == of_model
     assert set(NAMES) == {field.name for field in worker_pb2.SamplingDefaults.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_pages_tables_are_the_codes(page: str) -> None:
+def test_tables_of_pages_are_up_to_date(page: str) -> None:
     text = (ROOT / page).read_text()
     assert rendered(text) == text, "run `make docs`"
 
 
-def test_every_table_stands_on_a_page() -> None:
+def test_every_table_is_on_one_page() -> None:
     text = "".join((ROOT / page).read_text() for page in PAGES)
     assert [name for name in TABLES if text.count(f"<!-- make docs: {name} -->\n") != 1] == []

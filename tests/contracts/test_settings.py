@@ -1,4 +1,4 @@
-"""Settings are documented, and --help, environment and page say the same."""
+"""Every setting is documented, and --help, the environment and the page agree."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ print(json.dumps(said))
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_field_has_a_help_text(name: str) -> None:
+def test_every_setting_has_a_help_text(name: str) -> None:
     for field, info in SERVICES[name].model_fields.items():
         assert info.description and info.description.endswith((".", ")")), f"{name}.{field}"
 
 
 @pytest.mark.by_day(one_in=3, seed=21)
 @pytest.mark.parametrize(("name", "cls"), SERVICES.items())
-def test_settings_are_frozen_and_refuse_what_they_do_not_know(name: str, cls: type[BaseSettings]) -> None:
+def test_settings_are_frozen_and_refuse_unknown_names(name: str, cls: type[BaseSettings]) -> None:
     assert cls.model_config.get("frozen") and cls.model_config.get("extra") == "forbid"
 
 
-def test_the_configuration_page_is_what_the_classes_say() -> None:
+def test_configuration_page_is_up_to_date() -> None:
     assert (ROOT / "docs/reference/configuration.md").read_text() == render(), "run `make docs`"
 
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, dict[str, Any]]:
-    """What each service prints as `python -m services.NAME`, by name and command line. One process loads torch once for all."""
+    """Output of each service as `python -m services.NAME`, by name and command line. One process runs all services."""
     done = subprocess.run(
         [sys.executable, "-c", COMMAND_LINES, json.dumps([list(SERVICES), [line.split() for line in LINES]])],
         cwd=ROOT,
@@ -75,7 +75,7 @@ def test_help_names_every_flag(name: str, ran: dict[str, dict[str, Any]]) -> Non
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_wrong_flag_is_one_line_and_status_2(name: str, ran: dict[str, dict[str, Any]]) -> None:
+def test_service_exits_with_status_2_for_a_wrong_flag(name: str, ran: dict[str, dict[str, Any]]) -> None:
     result = ran[name]["--port ninety"]
     assert result["status"] == 2
     assert "port" in result["stderr"] and "Traceback" not in result["stderr"]
@@ -95,6 +95,6 @@ def test_service_names_the_configuration_file_when_it_is_missing(name: str, ran:
     assert "--config /no/such/file.yaml is not readable: no such file or directory." in result["stderr"]
 
 
-def test_the_page_of_models_names_the_families() -> None:
+def test_models_page_is_up_to_date() -> None:
     page = models_reference.PAGE.read_text()
     assert "Qwen3ForCausalLM" in page and page == models_reference.render(page), "run `make docs`"

@@ -11,7 +11,7 @@ from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/sglang-settings.md").read_text()
-# Names of SGLang's server arguments, as its page "Server Arguments" and its ServerArgs have them.
+# Names of SGLang's server arguments, from the page "Server Arguments" and the class ServerArgs.
 NAMES = """
     model_path model tokenizer_path tokenizer_mode tokenizer_worker_num skip_tokenizer_init load_format model_loader_extra_config
     trust_remote_code context_length is_embedding enable_multimodal revision model_impl host port fastapi_root_path grpc_mode

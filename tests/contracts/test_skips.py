@@ -1,4 +1,4 @@
-"""No test is skipped silently: what tests/skips.py does not list, at collection or at run, is a failure; a listed one is told."""
+"""No test is skipped silently. A skip that tests/skips.py does not list is a failure, and a listed skip is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SKIPS = {
 
 
 def pytest_of(folder: Path, source: str, path: str = "tests/test_one.py") -> subprocess.CompletedProcess[str]:
-    """A run of this one file under this repository's conftest, on a PATH without any program."""
+    """Runs this file under this repository's conftest, with an empty PATH."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = needs(program, ...): x\n")
     (folder / path).parent.mkdir(parents=True)
@@ -34,25 +34,25 @@ def pytest_of(folder: Path, source: str, path: str = "tests/test_one.py") -> sub
 
 @pytest.mark.by_day(one_in=5)
 @pytest.mark.parametrize("how", SKIPS)
-def test_a_skip_that_is_not_listed_fails(how: str, tmp_path: Path) -> None:
+def test_unlisted_skip_fails(how: str, tmp_path: Path) -> None:
     done = pytest_of(tmp_path, SKIPS[how])
     assert done.returncode != 0, done.stdout
     assert "skipped for a reason that tests/skips.py does not list" in done.stdout and "1 skipped" not in done.stdout
 
 
-def test_a_program_that_is_missing_is_told_with_its_package(tmp_path: Path) -> None:
+def test_missing_program_is_reported_with_the_package(tmp_path: Path) -> None:
     done = pytest_of(tmp_path, "import pytest\n@pytest.mark.needs('promtool')\ndef test_a(): pass\n")
     assert done.returncode == 0, done.stdout
     assert "skipped: 1 × promtool is not on PATH (missing: Debian's package prometheus)" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 skipped in ")
 
 
-def test_a_program_without_a_package_is_refused() -> None:
+def test_missing_program_refuses_a_program_without_a_package() -> None:
     with pytest.raises(ValueError, match="one or more of"):
         missing_program(("no-such-program",))
 
 
-def test_a_reason_holds_in_its_folders_alone() -> None:
+def test_allowed_reason_applies_only_to_listed_folders() -> None:
     assert allowed("torch sees no GPU", "tests/gpu/test_sync.py")
     assert allowed("torch sees no GPU", "tests/exec/test_sync.py") is None
 

@@ -1,4 +1,4 @@
-"""What the type checker is asked is all of the product, and what it is not asked is written down here."""
+"""The type checker checks the whole product strictly, and these tests list the exceptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_only_generated_code_may_have_errors() -> None:
     assert forgiven and all(name.startswith(GENERATED) for name in forgiven)
 
 
-def test_only_other_peoples_libraries_may_lack_types() -> None:
+def test_only_foreign_libraries_may_lack_types() -> None:
     untyped = [name for each in overrides_of("ignore_missing_imports") for name in each["module"]]
     assert untyped and not [name for name in untyped if name.startswith(OURS)]
 
@@ -37,13 +37,13 @@ def test_only_other_peoples_libraries_may_lack_types() -> None:
 LOOSENED = [name for each in overrides_of("check_untyped_defs", "disallow_untyped_defs") for name in each["module"]]
 
 
-def test_the_modules_with_triton_bodies_are_loosened_and_no_others() -> None:
+def test_only_modules_with_triton_kernels_are_loosened() -> None:
     files = [path.relative_to(ROOT) for folder in OURS for path in (ROOT / folder).rglob("*.py")]
     jitted = [".".join(path.with_suffix("").parts) for path in files if "@triton.jit" in (ROOT / path).read_text()]
     assert jitted and sorted(LOOSENED) == sorted(jitted)
 
 
-def test_few_lines_are_hidden_from_the_checker() -> None:
+def test_few_lines_ignore_the_type_checker() -> None:
     files = [path for folder in OURS for path in (ROOT / folder).rglob("*.py")]
     found = [path for path in files for _ in re.findall(r"# type: ignore", path.read_text())]
     assert len(files) > 300 and len(found) <= MOST_IGNORES, found

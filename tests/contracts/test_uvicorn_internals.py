@@ -26,14 +26,14 @@ HTTP = "services/gateway/http"
 USED: Mapping[type, frozenset[str]] = {
     HttpToolsProtocol: frozenset(
         (
-            # of the connection
+            # attributes of the connection
             *("app", "connection_lost", "connection_made", "data_received", "flow", "loop", "parser", "pipeline", "shutdown"),
             *("timeout_keep_alive", "timeout_keep_alive_handler", "timeout_keep_alive_task", "transport"),
             "_unset_keepalive_if_required",
-            # of the request that is being parsed
+            # attributes of the request that is being parsed
             *("cycle", "expect_100_continue", "headers", "scope", "url"),
             *("on_body", "on_headers_complete", "on_message_begin", "on_message_complete"),
-            # of the response
+            # attributes of the response
             *("_start_asgi_task", "on_response_complete"),
         )
     ),
@@ -109,7 +109,7 @@ def test_installed_uvicorn_has_each_listed_attribute(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", USED, ids=lambda kind: kind.__name__)
-def test_gateway_uses_the_listed_attributes_and_no_others(kind: type) -> None:
+def test_gateway_uses_only_the_listed_attributes(kind: type) -> None:
     assert uses()[kind] == USED[kind]
 
 

@@ -1,4 +1,4 @@
-"""The worker's settings are the one source of defaults: what the scheduler goes by is bound to them by name, field by field."""
+"""The worker's settings are the only source of defaults: every field of SchedulerConfig is bound to the setting of its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTROL = "services/worker/__main__.py"
 TRACING = "services/shared/observe/tracing.py"
 TLS = "services/shared/tls/mutual_tls.py"
 
-# Fields of SchedulerConfig that no setting gives, and the file that does.
+# Fields of SchedulerConfig without a setting, and the file that gives each value.
 FIELDS_WITHOUT_A_SETTING = {
     "num_pages": MODEL,
     "page_size": MODEL,
@@ -47,9 +47,9 @@ FIELDS_WITHOUT_A_SETTING = {
     "bos_token_id": ENGINE,
     "random_seed": BINDING,
 }
-# Fields whose setting is one of the things that they are made of; tests/services/worker/test_engine_config.py tries each.
+# Fields that are computed from their setting and other values; tests/services/worker/test_engine_config.py has a test of each.
 COMPUTED = {"max_prefill_tokens", "chunked_prefill_size", "enable_mixed_chunk", "enable_radix_cache"}
-# Settings that the scheduler does not know, and the file that reads them.
+# Settings that are no field of SchedulerConfig, and the file that reads each.
 SETTINGS_ELSEWHERE = {
     "host": MAIN,
     "port": MAIN,
@@ -132,7 +132,7 @@ SETTINGS_ELSEWHERE = {
     "disaggregation_transfer_backend": PEERS,
     "fake_step_s": ENGINE,
 }
-# Of these, what a simulation goes by beside what the scheduler does.
+# Settings of SETTINGS_ELSEWHERE that a simulation also uses.
 SIMULATED_ELSEWHERE = {"page_size", "context_len", "enable_overlap"}
 
 
@@ -145,25 +145,25 @@ def calls(tree: ast.Module, name: str) -> list[ast.Call]:
 
 
 def attributes(node: ast.AST, owner: str) -> set[str]:
-    """Names that are read of `owner`, anywhere below node."""
+    """Returns the names of attributes of the variable `owner` that the node reads."""
     found = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
     return {each.attr for each in found if isinstance(each.value, ast.Name) and each.value.id == owner}
 
 
 @pytest.fixture(scope="module")
 def binding() -> dict[str, ast.expr]:
-    """What each field is bound to."""
+    """Expression of each field in the call of SchedulerConfig."""
     (call,) = calls(tree_of(BINDING), "SchedulerConfig")
     assert not call.args and all(keyword.arg for keyword in call.keywords), "field by field, and each by its name"
     return {str(keyword.arg): keyword.value for keyword in call.keywords}
 
 
-def test_the_scheduler_has_no_default() -> None:
+def test_scheduler_config_has_no_defaults() -> None:
     for field in fields(SchedulerConfig):
         assert field.default is MISSING and field.default_factory is MISSING, field.name
 
 
-def test_every_field_is_bound_to_the_setting_of_its_name_or_has_another_owner(binding: dict[str, ast.expr]) -> None:
+def test_every_field_is_bound_to_the_setting_of_that_name(binding: dict[str, ast.expr]) -> None:
     assert set(binding) == {field.name for field in fields(SchedulerConfig)}
     read = {name: attributes(value, "settings") for name, value in binding.items()}
     assert {name for name, settings in read.items() if not settings} == set(FIELDS_WITHOUT_A_SETTING)
@@ -172,13 +172,13 @@ def test_every_field_is_bound_to_the_setting_of_its_name_or_has_another_owner(bi
     assert {name for name, settings in read.items() if settings} - plain == COMPUTED, "as it is, or tried by itself"
 
 
-def test_a_constant_stands_beside_the_binding(binding: dict[str, ast.expr]) -> None:
-    """What the model and its tokenizer say is told as they say it: tests/services/worker/test_engine_config.py."""
+def test_constant_fields_are_bound_to_constants(binding: dict[str, ast.expr]) -> None:
+    """tests/services/worker/test_engine_config.py checks the values that come from the model and its tokenizer."""
     constants = [name for name, owner in FIELDS_WITHOUT_A_SETTING.items() if owner == BINDING]
     assert constants and all(ast.unparse(binding[name]).isupper() for name in constants)
 
 
-def test_every_setting_is_bound_or_has_another_reader(binding: dict[str, ast.expr]) -> None:
+def test_every_setting_has_a_reader(binding: dict[str, ast.expr]) -> None:
     bound = set(binding) - set(FIELDS_WITHOUT_A_SETTING)
     assert not bound & set(SETTINGS_ELSEWHERE)
     read = bound | set(SETTINGS_ELSEWHERE) | {CONFIG}  # load() reads CONFIG before there are settings
@@ -187,18 +187,18 @@ def test_every_setting_is_bound_or_has_another_reader(binding: dict[str, ast.exp
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("path", sorted(set(SETTINGS_ELSEWHERE.values())))
-def test_whoever_is_said_to_read_a_setting_does(path: str) -> None:
+def test_listed_files_read_the_settings(path: str) -> None:
     owned = {name for name, owner in SETTINGS_ELSEWHERE.items() if owner == path}
     assert owned - attributes(tree_of(path), "settings") == set()
 
 
-def test_a_simulation_goes_by_all_that_the_scheduler_does(binding: dict[str, ast.expr]) -> None:
+def test_simulation_uses_every_scheduler_setting(binding: dict[str, ast.expr]) -> None:
     assert set(SETTINGS_ELSEWHERE) >= SIMULATED_ELSEWHERE
     assert set(SETTINGS) == (set(binding) - set(FIELDS_WITHOUT_A_SETTING)) | SIMULATED_ELSEWHERE
     assert len(SETTINGS) == len(set(SETTINGS))
 
 
-def test_configurations_are_made_in_one_place_and_pinned_in_one() -> None:
+def test_only_two_files_make_a_scheduler_config() -> None:
     pinned = "tests/benchmarks/pinned_config.py"
     paths = [path for top in ("services", "tests") for path in (ROOT / top).rglob("*.py")]
     makers = {str(path.relative_to(ROOT)) for path in paths if calls(ast.parse(path.read_text()), "SchedulerConfig")}
@@ -206,7 +206,7 @@ def test_configurations_are_made_in_one_place_and_pinned_in_one() -> None:
 
 
 def range_of(name: str) -> Range | None:
-    """Of a setting, by its annotation; None for one that is no number."""
+    """Returns the range in the annotation of a setting, or None if it is not a number."""
     field = WorkerSettings.model_fields[name]
     if field.annotation not in (int, float, int | None):
         return None
@@ -215,9 +215,9 @@ def range_of(name: str) -> Range | None:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_tunable_has_the_range_of_its_setting_and_a_row_in_docs(name: str) -> None:
+def test_tunable_has_the_range_of_the_setting_and_a_row_in_docs(name: str) -> None:
     own = range_of(name)
-    if name == "max_running_requests":  # whose setting has 0 for what the device decides
+    if name == "max_running_requests":  # the setting also has 0, with which the device decides
         assert own is not None and RANGES[name] == Range(1)
     else:
         assert RANGES[name] == own

@@ -1,4 +1,4 @@
-"""What a worker says in words is for people: the gateway passes it on, and goes by fields and codes."""
+"""A worker's messages are for people: the gateway forwards them, and decides by fields and codes only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
 READER = GATEWAY / "dispatch" / "worker_errors.py"
-CUT = "why_of"  # services/shared/field_refusal.py: cuts off the field that stands beside the message
+CUT = "why_of"  # in services/shared/field_refusal.py; removes the field that the message repeats
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -23,7 +23,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What is bound to what, tuples by their members."""
+    """Yields targets with the values that are bound to them, tuples by their items."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         for part, its in zip(target.elts, value.elts, strict=True):
             yield from pairs(part, its)
@@ -34,8 +34,10 @@ def pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.exp
 
 
 class Words:
-    """Of one module: which expressions are a message or made of one. By name: whatever is bound to a message somewhere in the
-    module is one everywhere in it, parameters and results of its functions among them."""
+    """Finds the expressions of one module that are a message or contain one.
+
+    The analysis is by name: a variable, parameter or function that is bound to a message once counts as a message everywhere.
+    """
 
     def __init__(self, tree: ast.AST) -> None:
         self._tree = tree
@@ -96,7 +98,7 @@ class Words:
 
 
 def looks(tree: ast.AST) -> list[int]:
-    """Lines that look into a message: whatever depends on more than its being there."""
+    """Returns the lines that depend on the content of a message, and not only on whether there is one."""
     words = Words(tree)
 
     def looks_into(node: ast.AST) -> bool:
@@ -120,14 +122,14 @@ def looks(tree: ast.AST) -> list[int]:
     return sorted({getattr(node, "lineno", 0) for node in ast.walk(tree) if looks_into(node)})
 
 
-def test_what_knows_workers_messages_has_no_regex() -> None:
+def test_readers_of_worker_messages_import_no_regex() -> None:
     trees = {path: ast.parse(path.read_text()) for path in GATEWAY.rglob("*.py")}
     reading = {path for path, tree in trees.items() if "rootstock.v1.worker_pb2" in imported(tree)}
     assert READER in reading and "finish.message" in ast.unparse(trees[READER]), "one of them does read it"
     assert not [path for path in reading if "re" in imported(trees[path])]
 
 
-def test_no_part_of_a_message_means_anything() -> None:
+def test_gateway_does_not_interpret_worker_messages() -> None:
     found = {str(path.relative_to(GATEWAY)): looks(ast.parse(path.read_text())) for path in GATEWAY.rglob("*.py")}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
@@ -169,9 +171,9 @@ PASSES_ON = {
 }
 
 
-def test_looking_into_a_message_is_noticed() -> None:
+def test_looks_finds_each_interpretation_of_a_message() -> None:
     assert [name for name, source in LOOKS.items() if not looks(ast.parse(source))] == []
 
 
-def test_passing_a_message_on_is_none() -> None:
+def test_looks_ignores_forwarded_messages() -> None:
     assert [name for name, source in PASSES_ON.items() if looks(ast.parse(source))] == []

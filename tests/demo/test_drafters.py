@@ -1,4 +1,4 @@
-"""What the demo model's drafters can say."""
+"""Vocabulary of the demo model's drafters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield importlib.import_module("tasks")
 
 
-def test_the_head_has_the_tokens_of_each_task(tasks: ModuleType) -> None:
-    """A token that its vocabulary lacks ends every guess that should hold it."""
+def test_eagle3_vocabulary_has_the_tokens_of_each_task(tasks: ModuleType) -> None:
+    """If the vocabulary lacks a token, the head cannot draft past it."""
     tokenizer, held = AutoTokenizer.from_pretrained(DEMO), load_file(DEMO.parent / "demo-eagle3/model.safetensors")
     known = held["t2d"].tolist()
     assert (held["d2t"] + torch.arange(len(held["d2t"]))).tolist() == [token for token, has in enumerate(known) if has]

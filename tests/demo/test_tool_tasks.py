@@ -1,4 +1,4 @@
-"""What the demo model is taught of tools is what the gateway's clients will make it read."""
+"""The demo model's training data for tools has the form that the gateway's chat template produces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(DEMO)
 
 
-def test_training_writes_a_conversation_as_the_template_does(tool_tasks: ModuleType, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_training_text_equals_the_chat_template(tool_tasks: ModuleType, tokenizer: PreTrainedTokenizerBase) -> None:
     rng = Random(1)
     for number in range(SCENES):
         scene = tool_tasks.scene(rng, held_out=number % 2 == 1, turns=rng.choice((1, 1, 2)))
@@ -39,7 +39,7 @@ def test_training_writes_a_conversation_as_the_template_does(tool_tasks: ModuleT
         assert taught == read
 
 
-def test_words_of_tools_are_held_out_whole(tool_tasks: ModuleType) -> None:
+def test_held_out_tool_words_do_not_occur_in_training(tool_tasks: ModuleType) -> None:
     def words(held_out: bool) -> set[str]:
         drawn = (tool_tasks.scene(Random(seed), held_out=held_out) for seed in range(SCENES))
         found = (part for scene in drawn for tool in scene.tools for name, _ in tool.parameters for part in name.split("_"))
@@ -48,7 +48,7 @@ def test_words_of_tools_are_held_out_whole(tool_tasks: ModuleType) -> None:
     assert not words(True) & words(False)
 
 
-def test_every_answer_needs_what_the_last_call_returned(tool_tasks: ModuleType) -> None:
+def test_answer_contains_the_last_result(tool_tasks: ModuleType) -> None:
     rng, seen = Random(2), {"one": 0, "chain": 0}
     for kind in seen:
         for _ in range(SCENES // 4):

@@ -1,11 +1,11 @@
-"""The code blocks of README.md and docs/, each with the mark that stands directly before it in a comment.
+"""The code blocks of README.md and docs/, each with a mark in a comment directly before it.
 
 | mark | meaning |
 | --- | --- |
 | `<!-- run -->` | The block runs by day, in the order of its page. |
-| `<!-- nightly -->` | The block runs with `--nightly` alone: it takes minutes, or programs that README does not ask for. |
+`<!-- nightly -->` | The block runs only with `--nightly`: it takes minutes, or needs programs that README does not list. |
 | `<!-- cluster -->` | The block is for a cluster. Its shell or YAML is read here; tests/cluster and tests/chart run such steps. |
-| `<!-- output -->` | The lines that the block before prints. `…` stands for any text. |
+`<!-- output -->` | The lines that the previous block prints. `…` matches any text. |
 | `<!-- output: KIND -->` | A text that no block prints: one of KINDS. |
 | `<!-- skip: REASON -->` | The block cannot run: one of REASONS. |
 
@@ -39,7 +39,7 @@ INDENT = "    "
 class Block:
     page: str  # path below the repository
     line: int  # number of the first line, from 1
-    language: str  # behind the fence; empty for an indented block
+    language: str  # word after the fence; empty for an indented block
     text: str  # without its indentation and fence
     mark: str  # empty if the block has no mark
     detail: str  # text behind the mark's colon
@@ -76,7 +76,7 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
 
 
 def _options(detail: str) -> Mapping[str, str]:
-    """Options without a known beginning stand under their whole text."""
+    """Returns the options by their first words. An option with an unknown beginning is returned under its whole text."""
     found = {}
     for option in filter(None, detail.split("; ")):
         words = next((words for words in OPTIONS if option == words or option.startswith(f"{words} ")), option)
@@ -85,7 +85,7 @@ def _options(detail: str) -> Mapping[str, str]:
 
 
 def _end_of_fence(lines: list[str], begin: int, fence: str) -> int:
-    """Returns the index behind the closing fence. Raises ValueError if the fence stays open."""
+    """Returns the index after the closing fence. Raises ValueError if the fence stays open."""
     for at in range(begin + 1, len(lines)):
         if lines[at].strip().startswith(fence) and not lines[at].strip(fence[0] + " "):
             return at + 1
@@ -98,7 +98,7 @@ def _is_indented(lines: list[str], at: int) -> bool:
 
 
 def _end_of_indented(lines: list[str], begin: int) -> int:
-    """Returns the index behind the last indented line; blank lines may stand between two of them."""
+    """Returns the index after the last indented line. Blank lines between indented lines belong to the block."""
     end = begin
     for at in range(begin, len(lines)):
         if lines[at].strip() and not lines[at].startswith(INDENT):

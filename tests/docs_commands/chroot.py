@@ -26,7 +26,7 @@ PIP_FILES = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
 COPIED = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt")
 KEPT = re.compile(
     r"PIP_\w+|\w+_proxy|TORCH_INDEX|SSL_CERT_FILE|REQUESTS_CA_BUNDLE", re.IGNORECASE
-)  # variables that go with the command
+)  # variables that are passed to the command
 
 
 def packages() -> list[str]:
@@ -68,11 +68,11 @@ def folders_of_pip() -> Iterator[str]:
     for word in " ".join(texts).split():
         path = Path(word.removeprefix("file://"))
         if path.is_absolute() and path.is_dir():
-            yield str(path if path.name != "simple" else path.parent)  # an index of files has them beside it
+            yield str(path if path.name != "simple" else path.parent)  # the files are next to an index named simple
 
 
 def run_in(root: Path, command: str) -> int:
-    """Returns the status of a shell's command in a clone's folder, with mounts and processes of its own."""
+    """Runs a shell command in the clone's folder, with its own mounts and process namespace, and returns the status."""
     mounts = [f"mount --rbind /dev {root}/dev", f"mount -t tmpfs tmpfs {root}/dev/shm" if os.path.isdir("/dev/shm") else "true"]
     mounts += [f"mount -t sysfs -o ro sysfs {root}/sys"]
     for folder in sorted(set(folders_of_pip())):

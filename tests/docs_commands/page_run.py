@@ -34,7 +34,7 @@ MASKS = {  # words that differ from run to run
 
 
 class BlockFailed(Exception):
-    """A block ended with another status than 0, or printed other lines than its page shows."""
+    """Raised if a block fails, or prints other lines than its page shows."""
 
 
 def port_is_free() -> bool:
@@ -43,13 +43,13 @@ def port_is_free() -> bool:
 
 
 class PageRun:
-    """Owns the page's folder and its server; both are gone behind the context."""
+    """A run of one page. Owns the page's folder and its server, and removes both on exit."""
 
     def __init__(self, nightly: bool) -> None:
         self._nightly = nightly
         self._server: subprocess.Popen[bytes] | None = None
-        self._serving = ""  # command of the server
-        self._printed = ""  # by the last block
+        self._serving = ""  # command of the running server
+        self._printed = ""  # output of the last block
         self._temporary = tempfile.TemporaryDirectory(prefix="rootstock-docs-")
         self.folder = Path(self._temporary.name) / "rootstock"
         self._environment = {**os.environ, "PYTHONPATH": str(self.folder)}
@@ -164,11 +164,11 @@ class PageRun:
         if server is None:
             return
         if server.poll() is None:
-            os.killpg(server.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
+            os.killpg(server.pid, signal.SIGINT)  # the signal of Ctrl-C in a terminal
         _wait_or_kill(server)
 
     def _compare(self, block: Block) -> bool:
-        """Whether there was something to compare. Raises BlockFailed if each line of the page was not printed in its order."""
+        """Returns whether there was an output to compare. Raises BlockFailed if the output lacks the page's lines."""
         if block.detail or not self._printed:
             return False
         if not is_printed(block.text, self._printed):
@@ -186,7 +186,7 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_printed(shown: str, printed: str) -> bool:
-    """Returns whether the text of a page is part of the printed text, as it is or masked. `…` stands for any text."""
+    """Returns whether the text of a page is part of the output, with or without masked words. `…` matches any text."""
     return any(_is_part(change(shown), change(printed)) for change in (lined, masked))
 
 
@@ -195,7 +195,7 @@ def _is_part(shown: str, printed: str) -> bool:
 
 
 def lined(text: str) -> str:
-    """Returns the text without blanks at the ends of lines and of the whole."""
+    """Returns the text without trailing blanks in lines, and without blank lines at both ends."""
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
@@ -214,7 +214,7 @@ def _is_ready() -> bool:
 
 
 def make_checkout(folder: Path) -> None:
-    """Copies the repository's files with their times. The environment and the compiled kernels are links to the repository's."""
+    """Copies the repository's files with their times. The environment and the compiled kernels are linked."""
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
     if (ROOT / ".venv").exists():
         (folder / ".venv").symlink_to((ROOT / ".venv").resolve())
@@ -225,7 +225,7 @@ def make_checkout(folder: Path) -> None:
 
 
 def read_only(block: Block) -> str:
-    """Returns the fault of a block that cannot run here; empty if its language is right."""
+    """Returns the syntax fault of a block that cannot run here, or an empty text."""
     if block.language == "yaml":
         return _read_yaml(block.text)
     if block.language in ("js", "promql"):
@@ -247,12 +247,12 @@ SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
     "docker": ("build", "push", "compose"),
     "skaffold": ("dev", "run"),
 }
-# At the begin of a command. Flags with a value may stand before the subcommand.
+# Matches a command's program and subcommand. Flags with a value may precede the subcommand.
 SUBCOMMAND = re.compile(rf"(?m)(?:^|[|&;(]|\bdo\b|\bthen\b)[ \t]*({'|'.join(SUBCOMMANDS)})(?:[ \t]+-\w[ \t]+\S+)*[ \t]+([a-z-]+)")
 
 
 def _unknown_subcommands(text: str) -> set[str]:
-    """`program subcommand` for each command line whose subcommand is none of SUBCOMMANDS. Flags before it are passed over."""
+    """Returns `program subcommand` for each command line whose subcommand is not in SUBCOMMANDS."""
     found = set()
     for program, subcommand in SUBCOMMAND.findall(text):
         if subcommand not in SUBCOMMANDS[program]:

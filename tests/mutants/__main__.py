@@ -1,9 +1,9 @@
-"""python -m tests.mutants [AREA ...] [--beside REVISION]: whether the tests notice faults that are put into what they test.
+"""python -m tests.mutants [AREA ...] [--beside REVISION]: checks whether the tests find faults that are put into the code.
 
-Works in a copy of the tree. Each fault is put in alone, the test files of its area run until one fails, and the fault is taken
-out. A fault that no test notices ends the run with status 1, and so does one whose place is not in the code once: it is to be
-written again. --beside: where today's tests do not notice a fault, those of a revision are asked; then only what they noticed is
-status 1. By hand: on two cores, two hundred faults take about forty minutes.
+The run uses a copy of the working tree. It puts in one fault at a time, runs the test files of its area until one fails, and
+removes the fault. The exit status is 1 if no test finds a fault, or if a fault's text is not exactly once in the code and must be
+rewritten. With --beside, the tests of a revision run if today's tests do not find a fault. The status is then 1 only for faults
+that they find. Run it by hand: two hundred faults take about forty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ import torch
 from tests.mutants.areas import AREAS, FAULTS
 from tests.mutants.fault import Fault
 
-SHARED = (torch,)  # imported here, so that no process that runs tests has to. Helm cannot be: Go does not survive a fork
+SHARED = (torch,)  # imported once here for all forked test processes; helm's library is not, because Go does not survive a fork
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("fork")
-SECONDS = 900  # for the files of an area; what hangs was noticed
+SECONDS = 900  # time limit for the files of an area; a hanging test counts as a found fault
 
 
 class Unusable(Exception):
-    """The fault cannot be tried: the message says why."""
+    """Raised if a fault cannot be tried. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Test files of one revision beside the code of today."""
+    """Test files of one revision, together with today's code."""
 
     name: str
     root: Path
@@ -51,7 +51,7 @@ class Suite:
         return self.root.with_suffix(".log")
 
     def noticed(self, files: Sequence[str]) -> bool:
-        """Raises Unusable where the C++ kernels cannot be built: what is no program is no fault."""
+        """Returns whether the test files find the fault. Raises Unusable if the C++ kernels do not compile."""
         there = [file for file in files if (self.root / file).is_file()]
         child = FORKED.Process(target=run_pytest, args=(self.root, self.log, there))
         child.start()
@@ -65,7 +65,7 @@ class Suite:
 
 
 def run_pytest(root: Path, log: Path, files: Sequence[str]) -> None:
-    """In a process of its own, with this one's libraries and the root's modules. Ends it with pytest's status."""
+    """Runs pytest in a forked process, with its libraries and the modules of root, and ends the process with pytest's status."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -79,7 +79,7 @@ def run_pytest(root: Path, log: Path, files: Sequence[str]) -> None:
 
 
 def copy_of_the_tree(target: Path) -> None:
-    """What git tracks, as it lies here, and the generated protos."""
+    """Copies the tracked files with their local changes, and the generated protos."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in names:
         if (ROOT / name).is_file():
@@ -89,7 +89,7 @@ def copy_of_the_tree(target: Path) -> None:
 
 
 def tests_of(revision: str, target: Path) -> None:
-    """Puts them in place of the target's. Raises CalledProcessError for a revision that is none."""
+    """Replaces the target's tests by those of a revision. Raises CalledProcessError for an unknown revision."""
     archive = subprocess.run(["git", "archive", revision, "tests"], cwd=ROOT, capture_output=True, check=True).stdout
     shutil.rmtree(target / "tests")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -115,7 +115,7 @@ def files_of(fault: Fault) -> list[str]:
 
 
 def tried(fault: Fault, suites: Sequence[Suite]) -> tuple[str, bool]:
-    """What became of it, and whether that is bad. The suites in turn, until one notices it."""
+    """Tries a fault with the suites in turn, until one finds it. Returns the outcome and whether it is bad."""
     with put_into(fault, [suite.root for suite in suites]):
         for suite in suites:
             if suite.noticed(files_of(fault)):
@@ -124,7 +124,7 @@ def tried(fault: Fault, suites: Sequence[Suite]) -> tuple[str, bool]:
 
 
 def report(faults: Sequence[Fault], suites: Sequence[Suite]) -> int:
-    """Prints a row for each fault as it is tried. How many rows are bad."""
+    """Tries all faults and prints a row for each. Returns the number of bad rows."""
     bad = 0
     print("| fault | outcome | s |\n|---|---|---|", flush=True)
     for fault in faults:
@@ -155,7 +155,7 @@ def main() -> int:
             suites.append(Suite("beside", Path(name) / "beside"))
             copy_of_the_tree(suites[1].root)
             tests_of(arguments.beside, suites[1].root)
-            for suite in suites:  # kernels are built once for both
+            for suite in suites:  # kernels are built once for both suites
                 (suite.root / "build").symlink_to(Path(name))
         for area in areas if not arguments.known_good else ():
             if suites[0].noticed(AREAS[area]):

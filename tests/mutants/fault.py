@@ -1,4 +1,4 @@
-"""A small fault, to be put in alone."""
+"""Small faults for `python -m tests.mutants`, which puts in one at a time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """right: text that is in the file once; wrong: what takes its place. only: the one of its area's files that is about it."""
+    """A replacement of a text in a file."""
 
-    area: str
-    path: str
-    right: str
-    wrong: str
-    only: str = ""
+    area: str  # key of AREAS, whose tests must find the fault
+    path: str  # file below the repository
+    right: str  # text that is exactly once in the file
+    wrong: str  # text that replaces `right`
+    only: str = ""  # part of the names of the area's test files that run; empty: all of them
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What the tools of every framework know, and what an agent has to find out with them."""
+"""Data of the tools of every framework, and the questions that an agent answers with them."""
 
 import os
 
@@ -27,7 +27,7 @@ def get_age(person: str) -> str:
 
 
 def check(question: str, answer: str) -> None:
-    """Of the calls since the last check."""
+    """Checks the calls since the last check and the answer."""
     expected, names = QUESTIONS[question]
     assert called == names, (question, called, answer)
     assert expected in answer, (question, answer)

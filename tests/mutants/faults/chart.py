@@ -1,4 +1,4 @@
-"""Of the chart."""
+"""Faults of the chart."""
 
 from __future__ import annotations
 

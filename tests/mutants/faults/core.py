@@ -1,4 +1,4 @@
-"""Of the scheduler."""
+"""Faults of the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of the executor."""
+"""Faults of the executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of what fetches models."""
+"""Faults of the fetching of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of the gateway, and of what it refuses at the worker."""
+"""Faults of the gateway, and of the worker's checks of requests."""
 
 from __future__ import annotations
 

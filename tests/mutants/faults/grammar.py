@@ -1,4 +1,4 @@
-"""Of constraints."""
+"""Faults of grammars."""
 
 from __future__ import annotations
 

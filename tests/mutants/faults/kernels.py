@@ -1,4 +1,4 @@
-"""Of kernels."""
+"""Faults of kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of loads that come layer by layer."""
+"""Faults of imports that load pages layer by layer."""
 
 from __future__ import annotations
 

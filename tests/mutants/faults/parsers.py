@@ -1,4 +1,4 @@
-"""Of what outputs are held to where they are calls, and of how they are read."""
+"""Faults of the grammars for tool calls, and of the parsers of outputs."""
 
 from __future__ import annotations
 

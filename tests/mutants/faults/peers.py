@@ -1,4 +1,4 @@
-"""Of KV that goes from worker to worker."""
+"""Faults of KV transfer between workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of who guesses, of what guesses come to, and of how many there are."""
+"""Faults of drafters, of the verification of draft tokens, and of the choice of their number."""
 
 from tests.mutants.fault import of
 

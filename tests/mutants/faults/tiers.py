@@ -1,4 +1,4 @@
-"""Of what is copied down the tiers, kept there and read back."""
+"""Faults of backups to lower KV tiers, of the tiers' storage, and of reads from them."""
 
 from __future__ import annotations
 

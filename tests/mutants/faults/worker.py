@@ -1,4 +1,4 @@
-"""Of the worker's settings and of small parts beside it."""
+"""Faults of the worker's settings and small parts, and of the tokenizer."""
 
 from __future__ import annotations
 
