@@ -18,7 +18,7 @@ ELSEWHERE = {
     "MAX_LOGPROB_VALUES": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_LOGPROB_VALUES"),
     "MAX_REPEATED_LOGPROB_VALUES": (
         GATEWAY + "api/test_limits_of_a_request.py",
-        "test_a_stream_that_repeats_itself",
+        "test_cumulative_stream_has_a_lower_limit",
     ),
     "MAX_REQUEST_SET_IDS": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_REQUEST_SET_IDS"),
     "MAX_SCORE_TOKENS": (GATEWAY + "api/test_score.py", "MAX_SCORE_TOKENS"),
@@ -74,7 +74,7 @@ ELSEWHERE = {
         ("tests/exec/peers/test_nixl.py", "MAX_STAGING_SLOTS + 1"),
     ),
     "MAX_CORPUS_BYTES": ("tests/services/worker/test_draft_corpus.py", "MAX_CORPUS_BYTES"),
-    "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "a window that is too long"),
+    "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "longer than the longest window"),
     "MAX_BATCH_RESULT_BYTES": (GATEWAY + "batches/test_line_results.py", "MAX_BATCH_RESULT_BYTES + 1"),
     "MAX_WORD_CHARS": (
         "tests/services/tokenizer/test_piece_encoder.py",
