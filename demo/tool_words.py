@@ -1,4 +1,4 @@
-"""Words and sentences of which tools, and questions that they answer, are made."""
+"""Words and sentence forms for tools and their questions."""
 
 ATTRIBUTES = tuple(
     """

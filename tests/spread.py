@@ -1,5 +1,7 @@
-"""pytest -p tests.spread, with --dist loadfile: a process has a file at a time, or the files that go through every release of the
-chart. Those are rendered once for all of them, which takes as long as the rest of such a file."""
+"""pytest -p tests.spread, with --dist loadfile: a process gets a file at a time, or all files that render every chart release.
+
+A single process runs the latter, so that releases are rendered once. Rendering takes as long as the rest of such a file.
+"""
 
 from __future__ import annotations
 

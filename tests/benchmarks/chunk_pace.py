@@ -1,8 +1,9 @@
-"""Streams beside long prompts, chunks bounded by time and not: python -m tests.benchmarks.chunk_pace [--adaptive-chunk-s S] ...
+"""Effect of time-bounded prompt chunks on streams: python -m tests.benchmarks.chunk_pace [--adaptive-chunk-s S] ...
 
-Two whole systems of one worker with two threads stand on this machine, one with --adaptive-chunk-s, one without a bound. In turns
-each gets the same load: streams one after the other, and beside them prompts of many tokens. Printed are medians of the ratio
-bounded / not of the streams' inter-token latency (p50, p99) and of the prompts' time to their first token, with 95 % intervals.
+Two whole systems run on this machine, each with one worker of two threads: one with --adaptive-chunk-s and one without a bound.
+They get the same load in turns: streams in sequence, and long prompts at the same time. The output has medians of the ratio
+bounded / unbounded, with 95 % intervals, of the streams' inter-token latency (p50, p99) and of the prompts' time to the first
+token.
 """
 
 from __future__ import annotations

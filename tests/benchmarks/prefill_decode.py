@@ -1,9 +1,9 @@
-"""Streams beside long prompts, prefill and decode apart and together: python -m tests.benchmarks.prefill_decode [--pairs N] ...
+"""Effect of separate prefill and decode workers on streams: python -m tests.benchmarks.prefill_decode [--pairs N] ...
 
-Two whole systems stand on this machine: one of a prefill and a decode worker with a thread each, one of a worker with two threads
-that does both and cuts prompts. In turns each gets the same load: streams one after the other, and beside them prompts of many
-tokens. Printed are medians of the ratio apart / together of the streams' inter-token latency (p50, p99) and of the prompts' time
-to their first token, with 95 % intervals.
+Two whole systems run on this machine: one with a prefill and a decode worker of one thread each, and one with a single worker of
+two threads that chunks prompts. They get the same load in turns: streams in sequence, and long prompts at the same time. The
+output has medians of the ratio separate / single, with 95 % intervals, of the streams' inter-token latency (p50, p99) and of the
+prompts' time to the first token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Models for a laptop, measured: python -m tests.benchmarks.small_models [SHAPE …] [--runs 3] [--no-compiler]
+"""Memory and speed of models for a laptop: python -m tests.benchmarks.small_models [SHAPE …] [--runs 3] [--no-compiler]
 
-For each shape of make_model, a checkpoint with random weights is served by the whole system, and prompts of 256 tokens get 64
-tokens each: one stream, then eight. Prints a row for each shape: bytes of the weights, the worker's largest resident memory, and
-output tokens per second, the median of the runs with the smallest and the largest. The row `demo` is the demo model, for scale.
+For each shape of make_model, the whole system serves a checkpoint with random weights. Each prompt of 256 tokens gets 64 output
+tokens: one stream, then eight. Prints a row for each shape: bytes of the weights, the worker's largest resident memory, and
+output tokens per second as the median of the runs with the range. The row `demo` is the demo model, for comparison.
 """
 
 from __future__ import annotations

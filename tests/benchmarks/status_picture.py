@@ -1,6 +1,6 @@
 """The picture of `rootstock status` for documents: python -m tests.benchmarks.status_picture
 
-Three workers with little memory under load, of which one is killed: what the command prints right after that. It belongs into
+Prints the command's output just after one of three small workers was killed under load. The output belongs into
 docs/pictures/status.txt, docs/tutorials/laptop.md and, by `make docs`, into docs/reference/cli.md.
 """
 

@@ -1,4 +1,4 @@
-"""transformers.generate on one batch, in a process of its own: a job as JSON on stdin, {"seconds", "tokens"} on stdout.
+"""Runs transformers.generate on a batch, as a child process with a JSON job on stdin and {"seconds", "tokens"} on stdout.
 
 Job: model (folder), prompts (lists of ids, all of one length), output_len, threads. bf16, sdpa, greedy, and exactly output_len
 tokens for each prompt.

@@ -181,7 +181,8 @@ def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_gpu_check_needs_no_serving_dependencies(tmp_path: Path) -> None:
     """Collects all tests and imports all benchmarks without most dependencies.
 
-    Pydantic's settings, whose defaults tests use, and xxhash stay available. The part `peers` needs gRPC and is left out.
+    Pydantic's settings, whose defaults tests use, and xxhash stay available. The part `peers` needs the
+    generated messages and is left out.
     """
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=set(ELSEWHERE)))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

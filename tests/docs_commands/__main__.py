@@ -1,4 +1,4 @@
-"""python -m tests.docs_commands [PAGE ...] [--list] [--nightly]: runs the commands of README.md and docs/ as they stand there.
+"""python -m tests.docs_commands [PAGE ...] [--list] [--nightly]: runs the commands of README.md and docs/ as written there.
 
 Each page runs from top to bottom in a fresh checkout, one page after the other, because pages name port 8000. A block without a
 mark is a failure, and so is a block that fails. tests/docs_commands/blocks.py explains the marks.

@@ -18,7 +18,7 @@ from tests.e2e.system import ROOT, wait_until
 
 
 class Launcher:
-    """`python -m services.local`, in a process group of its own, with logs and state below `folder`."""
+    """A running `python -m services.local` in its own process group, with logs and state below `folder`."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Launcher:
         return None
 
     def _name_of(self, process: psutil.Process) -> str:
-        """A process's name in the launcher's plan; "" before it has its own command line."""
+        """Returns the name of a process in the launcher's plan; "" before the process has its own command line."""
         argv = process.cmdline()
         if "--worker-id" in argv:
             return str(argv[argv.index("--worker-id") + 1])
-        if "server" in " ".join(argv[:1]):  # a Redis, which replaces its command line; the store of responses has a folder
+        if "server" in " ".join(argv[:1]):  # Redis replaces its command line; only the store has a folder
             return "state" if Path(process.cwd()).is_relative_to(self.folder / "state") or "--dir" in argv else "redis"
         service = next((word.removeprefix("services.") for word in argv if word.startswith("services.")), "")
-        return "" if service == "local" else service  # forked, and not yet the program that it will be
+        return "" if service == "local" else service  # forked, before the exec of its program
 
     def wait_for(self, name: str, besides: int = 0) -> psutil.Process:
         """Waits for a process of that name with another id than `besides`."""
@@ -104,7 +104,7 @@ class Launcher:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def curl(self) -> str:
-        """The command that was printed, as a user pastes it."""
+        """Returns the printed command in the form that a user pastes."""
         return next(line.strip() for line in self.output.splitlines() if line.startswith("  curl "))
 
     def urls(self) -> list[str]:

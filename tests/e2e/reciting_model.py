@@ -1,15 +1,15 @@
-"""A tiny checkpoint that recites chosen texts: the request's prompt selects one of them, whatever else the prompt holds.
+"""A tiny checkpoint that recites chosen texts: the request's prompt selects one of them, whatever else it contains.
 
     texts = ["Hello.", '<tool_call>\\n{"name": "read"}\\n</tool_call>']
     write_reciting_model(folder, texts, chat_template=template)
     prompt = f"Recite {selector(1)}"  # anywhere in the prompt; the last selector counts
 
-Each text is cut into pieces, and each piece of each text is a token of its own. A special token of the vocabulary, such as
-`<think>`, stays that token, behind a token without text. The folder's decoder drops the number that makes a piece unique.
+Each text is cut into pieces, and each piece of each text is a separate token. A special token of the vocabulary, such as
+`<think>`, stays that token and follows a token without text. The folder's decoder drops the number that makes a piece unique.
 
 The model is a GPT-2 with one layer and without an MLP. Its attention finds the last numbered token, because the score grows with
-a flag of such tokens and with the position. The value that it reads there is the code of the next token. Where a special token
-comes next, the value holds two codes; a special token takes the first one away again. Weights need float32.
+a flag of such tokens and with the position. The value that it reads there is the code of the next token. If a special token
+comes next, the value contains two codes, and the special token removes the first one. Weights need float32.
 
 Chat templates, tools and reasoning work as for any model. Output under a grammar does not: no grammar knows the pieces.
 """
@@ -37,10 +37,10 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WIDTH, HEADS, CODE = 256, 4, 248  # dimensions of the residual stream; the code has the first ones
+WIDTH, HEADS, CODE = 256, 4, 248  # dimensions of the residual stream; the code uses the first CODE ones
 FLAG, SPECIAL, SINE, COSINE = (CODE + 2 * at for at in range(4))  # pairs of a value and its negative, so that means are 0
 MAX_POSITIONS = 4096
-LONGEST_PIECE = 6  # characters, where a text is cut by chance
+LONGEST_PIECE = 6  # characters, if a text is cut at random
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -55,8 +55,8 @@ def write_reciting_model(
     """Writes config, weights and tokenizer of a model that recites each of the texts.
 
     Args:
-        folder: created if it is not there.
-        texts: a text is cut at random; a sequence is a text in the pieces that its tokens shall have. The model stops
+        folder: created if it does not exist.
+        texts: a text is cut at random; a sequence is a text in the pieces of its tokens. The model stops
             behind each of them, by itself or at the first token of STOPS that the text holds.
         chat_template: Jinja source.
         seed: chooses the cuts.
@@ -194,12 +194,12 @@ def _pair(rows: np.ndarray, row: int, at: int, value: float) -> None:
 
 
 def _attention() -> dict[str, np.ndarray]:
-    """Every head looks for the last flagged token, and reads its share of the code there."""
+    """Returns weights with which every head attends to the last flagged token and reads its share of the code."""
     per_head = WIDTH // HEADS
     query, key = np.zeros(WIDTH), np.zeros((WIDTH, WIDTH))
     for head in range(HEADS):
         flag, sine = head * per_head, head * per_head + 1
-        query[flag], query[sine] = 4e5, 1e5  # the score's weights of the two; neighbouring positions differ by more than 20
+        query[flag], query[sine] = 4e5, 1e5  # weights in the score; neighbouring positions differ by more than 20
         key[FLAG, flag] = key[SINE, sine] = 1
     reading = np.zeros((WIDTH, WIDTH))
     reading[:CODE, :CODE] = np.eye(CODE) / 6

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tests.e2e.reported_apis import CHAT, MESSAGES, RESPONSES, Json
 from tests.services.tokenizer.test_history import CHATS, NO_OBJECTS
 
-# Concatenates content, looks into parts of user messages only, iterates over arguments, allows one call a turn, and takes one
-# system message, first, then user and assistant by turns.
+# A template that concatenates content, reads parts only in user messages and iterates over arguments. It allows one call per
+# turn, and one system message at the beginning, followed by alternating user and assistant messages.
 STRICT = """{% if messages[0].role == 'system' %}<s>{{ messages[0].content + '|' }}{% set rest = messages[1:] %}{% else %}
 {% set rest = messages %}{% endif %}{% set ns = namespace(n=0) %}{% for m in rest %}
 {% if m.role not in ['user', 'assistant', 'tool'] %}{{ raise_exception('Unknown role ' + m.role) }}{% endif %}
@@ -107,7 +107,7 @@ BODIES: dict[str, tuple[str, Json]] = {
         {"input": [{"role": "system", "content": "Two."}, ASKED], "instructions": "One.", "max_output_tokens": 2},
     ),
 }
-# Words in the names of the chats of each row. A chat without any of them is one of the last row.
+# Words in the names of the chats of each row. A chat without any of these words belongs to the last row.
 ROWS = {
     "A1": ("content", "a call alone", "reasoning", "thinking", "an empty assistant turn"),
     "A2": ("empty",),

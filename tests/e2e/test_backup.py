@@ -25,7 +25,7 @@ from tests.chart.release import merged, render
 from tests.chart.variants import VARIANTS
 from tests.e2e.system import ROOT, System, wait_until
 
-pytestmark = pytest.mark.needs("redis-server")  # and its tools, which Debian installs with it
+pytestmark = pytest.mark.needs("redis-server")  # Debian installs Redis' tools with it
 PAGE = (ROOT / "docs/how-to/kubernetes/backup.md").read_text()
 KUBECTL = Path(__file__).with_name("local_kubectl.py")
 PASSWORD = "letters"

@@ -30,7 +30,7 @@ OUTPUT = Path(__file__).with_name("make_run_output.txt")
 LAST = "Ctrl-C stops everything."
 KEY = "a-key-of-this-test"
 TOKEN = "a-token-of-this-test"
-BY_TIME = re.compile(r"^  \S+ +\d+ s  .*\n", re.MULTILINE)  # a line that time alone decides about
+BY_TIME = re.compile(r"^  \S+ +\d+ s  .*\n", re.MULTILINE)  # a line whose presence depends on the duration
 MASKS = {  # parts of the output that differ between runs
     r"after +[\d.]+ s": "after TIME s",
     r"processes in [\d.]+ s": "processes in TIME s",
@@ -180,7 +180,7 @@ def test_pasted_command_trusts_the_certificate_when_the_gateway_has_tls(name: st
 
 
 def own_certificate(folder: Path) -> list[str]:
-    """Signed by itself for 127.0.0.1, as a user makes one."""
+    """The certificate is self-signed for 127.0.0.1, as a user makes one."""
     files = (
         "-keyout",
         f"{folder}/tls.key",

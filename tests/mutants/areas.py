@@ -1,4 +1,4 @@
-"""For each area the test files that must notice its faults; and all faults."""
+"""All faults, and for each area the test files that must find its faults."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ HOW = (
 )
 MODEL = "qwen3-0.6b"
 LOADS = ((1, 256, 64), (8, 256, 64), (32, 256, 64), (1, 4032, 64))  # requests, tokens in, tokens out
-TOYS = ((1, 12, 6), (2, 12, 6), (3, 12, 6), (1, 24, 6))  # in the place of each
+TOYS = ((1, 12, 6), (2, 12, 6), (3, 12, 6), (1, 24, 6))  # toy sizes of each load
 ROUNDS = 5
 PROFILED_STEPS = 20
 

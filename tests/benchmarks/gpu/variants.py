@@ -1,4 +1,4 @@
-"""The same decode steps in one of two ways of running them."""
+"""Measures decode steps in one of two variants, such as with and without graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROFILED_STEPS = 20
 
 
 def measure_variant(wanted: Wanted, name: str, rows: Sequence[int], setting: Setting, journal: Journal) -> dict[int, float]:
-    """Mean seconds of a decode step, by number of rows. The profile at the row count nearest 64 is kept under `name`."""
+    """Returns the mean seconds of a decode step by number of rows. Stores a profile of about 64 rows under `name`."""
     prompt_len, steps = (8, 4) if setting.toy else (256, 200)
     turns = steps + PROFILED_STEPS + 4
     context = prompt_len + output_of(max(rows), turns)

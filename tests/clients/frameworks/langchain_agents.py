@@ -1,4 +1,4 @@
-"""LangChain's agents on LangGraph, over chats, Responses and Messages."""
+"""Runs LangChain's agents on LangGraph over chat completions, Responses and Messages."""
 
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic

@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK, over Responses and over chats, streamed and not."""
+"""Runs OpenAI's Agents SDK over Responses and chat completions, streamed and whole."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Pydantic AI, over chats, Responses and Messages."""
+"""Runs Pydantic AI over chat completions, Responses and Messages."""
 
 from anthropic import AsyncAnthropic
 from pydantic_ai import Agent
