@@ -50,9 +50,7 @@ from services.gateway.http.tls import TlsFiles
 from services.gateway.keys.key_ring import KeyOptions, KeyRing
 from services.gateway.keys.key_table import BadKeys
 from services.gateway.observe.access_log import AccessLog
-from services.gateway.observe.key_labels import OTHER
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.observe.scrapes import Scrapes
+from services.gateway.observe.metrics import OTHER, GatewayMetrics, Scrapes
 from services.gateway.parsers.formats.families import output_parser
 from services.gateway.peers.detokenizer_link import SILENCE_S, DetokPool
 from services.gateway.peers.silence import Patience

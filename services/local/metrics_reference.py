@@ -16,8 +16,7 @@ from prometheus_client.metrics_core import Metric
 
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.gateway.dispatch.fleet_collector import FleetCollector
-from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, StoreMetrics
-from services.gateway.observe.request_series import RequestMetrics
+from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, RequestMetrics, StoreMetrics
 from services.shared.observe.histogram import LabelledHistogram
 from services.shared.observe.readings import Readings
 from services.shared.tls.metrics import TlsMetrics

@@ -19,7 +19,7 @@ MAKERS: dict[str, tuple[int, int]] = {
     "ApiError": (-1, 0),
     "bad_request": (2, 400),
     "unavailable": (2, 503),
-    "self._refused": (1, 503),  # in dispatch/refusals.py
+    "self._refused": (1, 503),  # in dispatch/waiting.py
     "_not_found": (2, 404),  # in api/responses/records.py
     "BadLine": (0, 0),
     "not_executed": (1, 0),

@@ -28,7 +28,7 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import held_body
 from services.gateway.http.http_server import CannotListen, served_beside
 from services.gateway.observe.access_log import ERROR_CODE, AccessLog
-from services.gateway.observe.key_labels import OTHER
+from services.gateway.observe.metrics import OTHER
 from services.gateway.request.abort import Aborter
 from services.gateway.request.body_budget import BodyBudget, ClientGone
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, Headers, internal

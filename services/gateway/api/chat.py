@@ -14,10 +14,9 @@ from services.gateway.api.constraints import Named
 from services.gateway.api.request_body import SamplingBody, ThinkingBody, ThinkingSwitch
 from services.gateway.api.tools import NO_TOOLS, ToolUse
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
-from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import bad_request
 from services.gateway.request.field_names import FieldNames
-from services.gateway.request.generation import ModelInfo, Prompt
+from services.gateway.request.generation import ModelInfo, PromptInput, check_chars
 from services.shared import limits
 from services.shared.output_formats import OutputFormats
 from services.shared.sampling_defaults import SamplingDefaults
@@ -82,7 +81,7 @@ class PreparedChat:
     It is used even if the model's workers and tokenizers report other values by then.
     """
 
-    prompt: Prompt
+    prompt: PromptInput
     formats: OutputFormats | None  # formats of the output, or None if only the prompt was stored
     reasoning_marks: Sequence[int]  # see Parsing
     context_len: int  # tokens

@@ -20,10 +20,9 @@ from services.gateway.api.tools import constrained
 from services.gateway.api.translation import generation_of
 from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request import budgets
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import Generation, ModelInfo, Models, Part, Plan
+from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, Models, check_sets
 from services.gateway.request.origin import Origin
 from services.shared.output_formats import NONE, OutputFormats
 from services.shared.sampling_parameters import Api
@@ -52,7 +51,7 @@ class ChatPreparer:
         self._dropped = dropped
         self.omits_hosted_tools = omits_hosted_tools
 
-    async def plan(self, chat: ChatRequest, origin: Origin, prepared: PreparedChat | None = None) -> Plan:
+    async def plan(self, chat: ChatRequest, origin: Origin, prepared: PreparedChat | None = None) -> GenerationRequest:
         """Returns the plan of a chat.
 
         Args:
@@ -62,7 +61,7 @@ class ChatPreparer:
         chat = replace(chat, messages=())  # messages may have 64 MiB, and `call` has a copy
         model = await self.generating_model(chat.model, origin.caller)
         model = model if prepared is None else prepared.of(model)
-        budgets.check_sets(chat.sampling.allowed_token_ids, chat.sampling.banned_token_ids, chat.sampling.n or 1)
+        check_sets(chat.sampling.allowed_token_ids, chat.sampling.banned_token_ids, chat.sampling.n or 1)
         generation = _generation_of(chat, model)
         if chat.session is not None:
             check_turn(generation.n == 1, None)
@@ -81,7 +80,8 @@ class ChatPreparer:
             marks = self._tokenizer.reasoning_marks(model.source)
         generation = constrained(generation, chat.tool_use, formats, self._parsing(marks))
         name = chat.name or (origin.request_id if chat.session is not None else "")  # a later turn of the session names this one
-        return Plan(model, [Part(prompt, generation, "", name, await self._prediction(chat, model, origin))])
+        prompt = replace(prompt, request_id=name, prediction=await self._prediction(chat, model, origin))
+        return GenerationRequest.of(model, [prompt], generation)
 
     async def count(self, chat: ChatRequest, origin: Origin) -> int:
         """Returns the number of tokens of a chat's prompt, which may be longer than the context."""
@@ -137,7 +137,7 @@ def _encode_call(chat: ChatRequest, request_id: str) -> tokenizer_pb2.EncodeChat
     )
 
 
-def _generation_of(chat: ChatRequest, model: ModelInfo) -> Generation:
+def _generation_of(chat: ChatRequest, model: ModelInfo) -> GenerationParams:
     """Returns the parameters of a chat. Raises ApiError."""
     check_token_ids(chat.logprob_token_ids, model.vocab_size, "logprob_token_ids")
     logprobs = None if chat.logprobs is None else pb.Logprobs(top=chat.logprobs, token_ids=chat.logprob_token_ids)

@@ -12,13 +12,13 @@ import orjson
 
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice import Choice, Delta
-from services.gateway.request.generation import Generation
-from services.gateway.request.logprobs import TokenLogprob, values_per_token
+from services.gateway.request.generation import GenerationParams
+from services.gateway.request.logprobs import LogprobRow, values_per_token
 
 SLICE_VALUES = 4096  # values per slice; some milliseconds of rendering
 LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token
 
-Entry = tuple[int, TokenLogprob | None]  # token id, and its values, or None for the first token of all
+Entry = tuple[int, LogprobRow | None]  # token id, and its values, or None for the first token of all
 Texts = Mapping[int, bytes]
 
 
@@ -66,7 +66,7 @@ class LogprobSlices:
         return await self._token_texts.of(ids)
 
 
-def _slices(generation: Generation, token_texts: ModelTexts) -> LogprobSlices:
+def _slices(generation: GenerationParams, token_texts: ModelTexts) -> LogprobSlices:
     wanted = generation.sampling.logprobs
     return LogprobSlices(wanted.top, list(wanted.token_ids), token_texts)
 
@@ -74,7 +74,7 @@ def _slices(generation: Generation, token_texts: ModelTexts) -> LogprobSlices:
 class ChatLogprobWriter:
     """Writes the log probabilities of a chat's choices."""
 
-    def __init__(self, generation: Generation, token_texts: ModelTexts) -> None:
+    def __init__(self, generation: GenerationParams, token_texts: ModelTexts) -> None:
         self._requested = list(generation.sampling.logprobs.token_ids)
         self._slices = _slices(generation, token_texts)
 
@@ -85,7 +85,7 @@ class ChatLogprobWriter:
             extend(content, [self._entry(token, values, texts) for token, values in entries if values is not None])
         return b'{"content":[%s],"refusal":null}' % content
 
-    def _entry(self, token: int, values: TokenLogprob, texts: Texts) -> dict[str, Any]:
+    def _entry(self, token: int, values: LogprobRow, texts: Texts) -> dict[str, Any]:
         tops = zip(values.top_ids, values.top_values, strict=True)
         entry = _named(token, values.value, texts)
         entry["top_logprobs"] = [_named(top, value, texts) for top, value in tops]
@@ -103,7 +103,7 @@ def _named(token: int, value: float, texts: Texts) -> dict[str, Any]:
 class CompletionLogprobWriter:
     """Writes the log probabilities of completions. With echo, the prompt's tokens come first, and the first has no value."""
 
-    def __init__(self, generation: Generation, token_texts: ModelTexts) -> None:
+    def __init__(self, generation: GenerationParams, token_texts: ModelTexts) -> None:
         self._requested = list(generation.sampling.logprobs.token_ids)
         self._slices = _slices(generation, token_texts)
         self._echo = generation.wants_prompt_logprobs
@@ -111,7 +111,7 @@ class CompletionLogprobWriter:
 
     async def of(self, delta: Delta) -> bytes:
         """Returns the log probabilities of a delta as JSON. Raises ApiError."""
-        offsets = self._offsets.setdefault(delta.choice.index, TextOffsets(delta.choice.part.prefix))
+        offsets = self._offsets.setdefault(delta.choice.index, TextOffsets(delta.choice.prompt.prefix))
         columns = _Columns(self._requested)
         async for entries, texts in self._slices.of(self._entries(delta)):
             columns.add(entries, texts, offsets)
@@ -141,7 +141,7 @@ class _Columns:
         if self._requested:
             extend(arrays["requested_logprobs"], [self._chosen(values) if values else None for _, values in entries])
 
-    def _chosen(self, values: TokenLogprob) -> dict[str, float]:
+    def _chosen(self, values: LogprobRow) -> dict[str, float]:
         chosen = zip(self._requested, values.chosen_values, strict=True)
         return {str(token): max(value, LOWEST) for token, value in chosen}
 
@@ -149,7 +149,7 @@ class _Columns:
         return b"{%s}" % b",".join(b'"%s":[%s]' % (name.encode(), array) for name, array in self._arrays.items())
 
 
-def _tops(token: int, values: TokenLogprob, texts: Texts) -> dict[str, float]:
+def _tops(token: int, values: LogprobRow, texts: Texts) -> dict[str, float]:
     """Returns the most likely tokens and the token itself."""
     tops = zip((*values.top_ids, token), (*values.top_values, values.value), strict=True)
     return {_name(texts[top]): max(value, LOWEST) for top, value in tops}

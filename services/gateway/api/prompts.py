@@ -12,10 +12,9 @@ import numpy as np
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import ApiError, bad_request, context_length_exceeded, internal
 from services.gateway.request.field_names import FieldNames
-from services.gateway.request.generation import ModelInfo, Prompt
+from services.gateway.request.generation import ModelInfo, PromptInput, check_chars
 from services.gateway.request.origin import Origin
 from services.gateway.request.trace import EncodeCall
 from services.shared import limits
@@ -59,7 +58,7 @@ class ContextBudget:
         message = f"This model's maximum context length is {self.context_len} tokens, and the input has {said}."
         raise bad_request(param, message, "context_length_exceeded")
 
-    def fit(self, prompt: Prompt, param: str) -> Prompt:
+    def fit(self, prompt: PromptInput, param: str) -> PromptInput:
         """Returns the prompt, or its first tokens. Echo and the prefix index then use the first tokens. Raises ApiError as
         check().
         """
@@ -95,7 +94,7 @@ async def of_chat(
     origin: Origin,
     budget: ContextBudget,
     fields: FieldNames,
-) -> Prompt:
+) -> PromptInput:
     """Returns the prompt of a chat. Raises ApiError in the client's names of its fields."""
     budget.bound(call)
     with origin.tokenizing(call):
@@ -103,7 +102,7 @@ async def of_chat(
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of prompts.")
     found = response.prompts[0]
-    prompt = Prompt(found.ids, None, found.block_hashes, at_least=found.at_least, rendered_end=response.rendered_end)
+    prompt = PromptInput(found.ids, None, found.block_hashes, at_least=found.at_least, rendered_end=response.rendered_end)
     return budget.fit(prompt, fields.of("messages"))
 
 
@@ -127,8 +126,8 @@ async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo,
     return ids
 
 
-def _prompt(found: tokenizer_pb2.TokenIds, text: str | None) -> Prompt:
-    return Prompt(found.ids, text, found.block_hashes, at_least=found.at_least)
+def _prompt(found: tokenizer_pb2.TokenIds, text: str | None) -> PromptInput:
+    return PromptInput(found.ids, text, found.block_hashes, at_least=found.at_least)
 
 
 async def of_completion(
@@ -140,7 +139,7 @@ async def of_completion(
     budget: ContextBudget,
     hash_root: bytes,
     add_special_tokens: bool = True,
-) -> list[Prompt]:
+) -> list[PromptInput]:
     """Returns the prompts in any of OpenAI's four forms. Raises ApiError.
 
     Args:
@@ -175,7 +174,7 @@ def _check_count(prompts: list[Any], param: str) -> None:
         raise bad_request(param, f"'{param}' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
 
 
-async def _of_ids_or_lists(prompt: list[Any], model: ModelInfo, param: str, budget: ContextBudget) -> list[Prompt]:
+async def _of_ids_or_lists(prompt: list[Any], model: ModelInfo, param: str, budget: ContextBudget) -> list[PromptInput]:
     if isinstance(prompt[0], int):
         budget.check(len(prompt), param)
         return [budget.fit(of_ids(prompt, model.vocab_size, param), param)]
@@ -193,13 +192,13 @@ def _wrong_form(param: str) -> ApiError:
     return bad_request(param, f"'{param}' must be {forms}.")
 
 
-async def of_many_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
+async def of_many_ids(ids: list[Any], vocab_size: int, where: str) -> PromptInput:
     """Returns the prompt with these ids, after other tasks of the event loop have run. Raises ApiError."""
     await asyncio.sleep(0)
     return of_ids(ids, vocab_size, where)
 
 
-def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
+def of_ids(ids: list[Any], vocab_size: int, where: str) -> PromptInput:
     """Returns the prompt with these ids, whose number has been checked. Raises ApiError."""
     try:
         packed = tokenizer_pb2.TokenIds(ids=ids).ids  # takes nothing but integers of 32 bits, at a fraction of a check's cost
@@ -208,10 +207,10 @@ def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
         raise
     if ids and int(np.asarray(packed).max()) >= vocab_size:
         check_token_ids(ids, vocab_size, where)
-    return Prompt(packed, None)
+    return PromptInput(packed, None)
 
 
-def of_last(prompt: Prompt, most: int, param: str) -> Prompt:
+def of_last(prompt: PromptInput, most: int, param: str) -> PromptInput:
     """Returns the last `most` tokens of a prompt. Raises ApiError for 0 tokens."""
     if not most:
         raise bad_request(param, f"'{param}' leaves nothing of the input.")
@@ -226,7 +225,7 @@ async def of_texts(
     model: ModelInfo,
     origin: Origin,
     budget: ContextBudget,
-) -> list[Prompt]:
+) -> list[PromptInput]:
     """Returns a prompt for each text of the call, which may exceed the budget. Raises ApiError."""
     check_chars(sum(map(len, call.texts)), param)
     budget.bound(call)
@@ -235,3 +234,8 @@ async def of_texts(
     if len(response.prompts) != len(call.texts):
         raise internal("The tokenizer answered with the wrong number of prompts.")
     return [_prompt(one, text) for one, text in zip(response.prompts, call.texts, strict=True)]
+
+
+def named(prompts: Sequence[PromptInput], names: Sequence[str]) -> list[PromptInput]:
+    """Returns the prompts with their names on workers."""
+    return [replace(prompt, request_id=name) if name else prompt for prompt, name in zip(prompts, names, strict=True)]

@@ -21,7 +21,7 @@ from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpe
 from services.gateway.parsers.tags.layouts import ORIGIN, Layout, LayoutOrigin, regex, schema
 from services.gateway.parsers.tags.structural_tags import Tag, after_reasoning, call_tag, calls_or_answer
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import Generation
+from services.gateway.request.generation import GenerationParams
 from services.shared import limits
 from services.shared.json_schema import too_large
 from services.shared.output_formats import NONE, OutputFormats
@@ -95,36 +95,34 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-def constrained(generation: Generation, use: ToolUse, formats: OutputFormats, make: MakeParsing) -> Generation:
+def constrained(generation: GenerationParams, use: ToolUse, formats: OutputFormats, make: MakeParsing) -> GenerationParams:
     """Returns the generation with its parser, and with a grammar for its calls, reasoning and answer together. Raises ApiError.
 
     Args:
         formats: Of this prompt.
     """
     parsing, field = use.parsing(formats, make), generation.grammar_field or ""
-    answer = _layout_of(generation.sampling.grammar, LayoutOrigin(field))
+    answer = None if generation.grammar is None else _layout_of(generation.grammar, LayoutOrigin(field))
     if answer is not None and not use.forced:
         found = use.or_answer(formats, answer, field)
         if found is None and formats.reasoning != NONE:
             found = _grammar_of(after_reasoning(formats, answer), field)
         if found is None:
             return replace(generation, parsing=parsing)
-        sampling = _with_grammar(generation.sampling, found.grammar)
-        return replace(generation, parsing=parsing, sampling=sampling, grammar_fields=found.fields)
+        return replace(generation, parsing=parsing, grammar=found.grammar, grammar_fields=found.fields)
     calls = use.grammar(formats)
     if calls is not None:
-        if generation.sampling.HasField("grammar"):
+        if generation.grammar is not None:
             kind = "required" if use.forced else "strict"
             raise bad_request(field, f"'{field}' and calls that are {kind} exclude each other.")
-        sampling = _with_grammar(generation.sampling, calls.grammar)
-        return replace(generation, parsing=parsing, sampling=sampling, grammar_field="tools", grammar_fields=calls.fields)
+        return replace(generation, parsing=parsing, grammar=calls.grammar, grammar_field="tools", grammar_fields=calls.fields)
     return generation if parsing is generation.parsing else replace(generation, parsing=parsing)
 
 
 def _layout_of(grammar: pb.Grammar, origin: LayoutOrigin) -> Layout | None:
     """Returns the layout of an answer that follows a grammar.
 
-    None without a grammar, and for a structural tag, which has an order of its own.
+    None for a structural tag, which has an order of its own.
     """
     kind = grammar.WhichOneof("kind")
     if kind == "json_schema":
@@ -134,13 +132,6 @@ def _layout_of(grammar: pb.Grammar, origin: LayoutOrigin) -> Layout | None:
     if kind == "regex":
         return {**regex(grammar.regex), ORIGIN: origin}
     return {"type": "grammar", "grammar": grammar.ebnf, ORIGIN: origin} if kind == "ebnf" else None
-
-
-def _with_grammar(sampling: pb.SamplingParams, grammar: pb.Grammar) -> pb.SamplingParams:
-    copy = pb.SamplingParams()
-    copy.CopyFrom(sampling)
-    copy.grammar.CopyFrom(grammar)
-    return copy
 
 
 def _grammar_of(tag: Tag, field: str) -> OutputGrammar:

@@ -1,4 +1,4 @@
-"""Parameters of a request of any API → Generation, whose sampling parameters are the message that workers receive.
+"""Parameters of a request of any API → GenerationParams, whose sampling parameters are the message that workers receive.
 
 Pure; raises ApiError. Errors name the API's own field, and their messages never repeat a value that the client sent.
 """
@@ -13,7 +13,7 @@ from services.gateway.api.sampling_fields import check_token_ids, dry, logit_bia
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
 from services.gateway.request.errors import bad_request
 from services.gateway.request.field_names import SCORE, FieldNames
-from services.gateway.request.generation import Generation, one_step
+from services.gateway.request.generation import GenerationParams, one_step
 from services.shared.sampling_parameters import (
     ALLOWED_TOKEN_IDS,
     BANNED_TOKEN_IDS,
@@ -46,7 +46,7 @@ def generation_of(
     include_usage: bool = False,
     include_stop: bool | None = None,
     answer: AnswerBody = TEXT_ALONE,
-) -> Generation:
+) -> GenerationParams:
     """Returns the generation of each prompt of a request. Raises ApiError.
 
     Args:
@@ -58,13 +58,13 @@ def generation_of(
     if max_tokens is not None and (min_tokens or 0) > max_tokens:
         name = SCALAR["min_new_tokens"].names[api]
         raise bad_request(name, f"'{name}' is greater than the most tokens that are allowed.")
-    return Generation(
+    return GenerationParams(
         stream=stream,
         include_usage=include_usage,
         n=body.n or 1,
         seed=seed,
         max_tokens=None if max_tokens is None else max(1, max_tokens),
-        sampling=_message_of(body, api, min_tokens, logprobs, constraint, vocab_size),
+        sampling=_message_of(body, api, min_tokens, logprobs, vocab_size),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.no_stop_trim) if include_stop is None else include_stop,
@@ -74,17 +74,18 @@ def generation_of(
         session=session,
         fields=fields,
         grammar_field=constraint[0] if constraint else None,
+        grammar=constraint[1] if constraint else None,
         hidden=max_tokens == 0,
         answer=answer,
     )
 
 
-def embedding_generation(body: PlacedBody, cache_salt: str, embedding: pb.Embedding, fields: FieldNames) -> Generation:
+def embedding_generation(body: PlacedBody, cache_salt: str, embedding: pb.Embedding, fields: FieldNames) -> GenerationParams:
     """Returns the generation of an embedding vector."""
     return one_step(pb.SamplingParams(embedding=embedding), body.priority, cache_salt, body.routing_key or "", fields)
 
 
-def score_generation(body: PlacedBody, cache_salt: str, score: pb.Score) -> Generation:
+def score_generation(body: PlacedBody, cache_salt: str, score: pb.Score) -> GenerationParams:
     """Returns the generation of the log probabilities of labels behind the prompt."""
     return one_step(pb.SamplingParams(score=score), body.priority, cache_salt, body.routing_key or "", SCORE)
 
@@ -94,11 +95,9 @@ def _message_of(
     api: Api,
     min_tokens: int | None,
     logprobs: pb.Logprobs | None,
-    constraint: Named | None,
     vocab_size: int,
 ) -> pb.SamplingParams:
-    """Returns the message without max_new_tokens and seed, which differ by prompt and choice. A parameter that the client has not
-    given is unset."""
+    """Returns the parameters that all choices share. A parameter that the client has not given is unset."""
     for row in (STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS):
         check_token_ids(getattr(body, row.names[api]) or (), vocab_size, row.names[api])
     bias = logit_bias(body.logit_bias or {}, vocab_size)
@@ -118,5 +117,4 @@ def _message_of(
         banned_token_ids=token_id_set(body.banned_token_ids),
         dry=dry(body),
         logprobs=logprobs,
-        grammar=constraint[1] if constraint else None,
     )

@@ -29,7 +29,7 @@ from services.gateway.request.caller import Caller
 from services.gateway.request.choice import Choice, EarlierOutput
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError, internal, timed_out
-from services.gateway.request.generation import ModelVersion, Plan
+from services.gateway.request.generation import GenerationRequest, ModelVersion
 from services.gateway.request.request import KeyAdmission
 from services.gateway.request.usage import access_state
 from services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
@@ -54,7 +54,7 @@ class First:
     """The client's request, from which the first attempt is computed."""
 
     stored: Stored  # the state that `open` stores
-    plan: Plan
+    plan: GenerationRequest
     caller: Caller
     admission: KeyAdmission | None  # the request's share of its API key's limits; None if the key has no limits
     open: Callable[[], Awaitable[None]]  # stores the response; raises ApiError
@@ -150,7 +150,7 @@ class BackgroundRun:
             self.is_in_doubt = False
             self.opened.set_result(None)
 
-        async def prepared(_body: Any, _origin: Any) -> Plan:
+        async def prepared(_body: Any, _origin: Any) -> GenerationRequest:
             return plan
 
         try:

@@ -19,7 +19,7 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
 from services.gateway.request.choice import Choice
 from services.gateway.request.errors import ApiError, unavailable
-from services.gateway.request.generation import ModelVersion, Plan
+from services.gateway.request.generation import GenerationRequest, ModelVersion
 from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import RunGeneration
 from services.gateway.state.background_record import OPEN, BackgroundOrder, BackgroundStatus, Stored
@@ -103,7 +103,7 @@ class BackgroundWork:
         self,
         order: BackgroundOrder,
         record: bytes,
-        plan: Plan,
+        plan: GenerationRequest,
         caller: Caller,
         admission: KeyAdmission | None,
         events: Sequence[bytes],
@@ -121,7 +121,7 @@ class BackgroundWork:
             if admission is not None:
                 admission.end(0)
             raise
-        stored = self._store.asked(order, array("I", plan.parts[0].prompt.ids).tobytes(), len(events))
+        stored = self._store.asked(order, array("I", plan.prompts[0].ids).tobytes(), len(events))
         lease = new_lease(order.owner, order.id)
         first = First(stored, _counted(plan), caller, admission, partial(self._keep, lease, stored, record, events))
         await self._runner.begin(BackgroundRun(self._ports, lease, order, first))
@@ -218,6 +218,6 @@ class BackgroundWork:
         return unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable")
 
 
-def _counted(plan: Plan) -> Plan:
-    """Returns the plan without numbers of truncated tokens, because the gateway has already reported them."""
-    return replace(plan, parts=[replace(part, prompt=replace(part.prompt, num_cut=0)) for part in plan.parts])
+def _counted(plan: GenerationRequest) -> GenerationRequest:
+    """Returns the request without numbers of truncated tokens, because the gateway has already reported them."""
+    return replace(plan, prompts=tuple(replace(prompt, num_cut=0) for prompt in plan.prompts))

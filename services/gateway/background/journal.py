@@ -22,10 +22,9 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice import Choice, Delta, EarlierOutput
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import ModelVersion, Plan
+from services.gateway.request.generation import GenerationRequest, ModelVersion
 from services.gateway.request.request import Phase, RunningRequest
-from services.gateway.request.silence import Silence
-from services.gateway.service.sink import Sink
+from services.gateway.service.sink import Silence, Sink
 from services.gateway.state.background_past import BackgroundPast, pages
 from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Stored
 from services.gateway.state.background_store import BackgroundStore, WriteResult
@@ -84,7 +83,7 @@ class Journal:
     def said(self, choice: Choice) -> Said:
         """Returns the output since the last piece. Valid only directly after a take() of the choice's text."""
         offset = self._ids
-        rows = choice.logprobs.rows(offset).SerializeToString() if choice.generation.wants_logprobs else b""
+        rows = choice.logprobs.rows(offset).SerializeToString() if choice.params.wants_logprobs else b""
         return Said(offset, array("I", choice.output_ids[offset:]).tobytes(), rows, *choice.taken)
 
     async def tell(self, events: Sequence[bytes], status: BackgroundStatus) -> None:
@@ -189,7 +188,7 @@ class JournalSink(Sink):
     def open(self, running: RunningRequest) -> None:
         self.running = running
 
-    async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
         assert self.running is not None
         (choice,) = self.running.choices
         if self._earlier is not None:

@@ -10,9 +10,9 @@ from services.gateway.batches.lanes import Lanes
 from services.gateway.batches.line_call import LineCalls
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.observe.access_log import AccessLog
-from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics, StoreSigns
 from services.gateway.request.caller import Caller
+from services.gateway.service.service import Attendance
 from services.gateway.service.sink import MakeOperation, RunGeneration
 from services.gateway.state.batch_store import BatchStore
 from services.gateway.state.file_store import FileStore

@@ -1,10 +1,15 @@
-"""Places choices on workers, moves them on when a worker is lost, and carries what comes back to the detokenizers. The one
-writer of where a choice is.
+"""Places choices on workers, moves them when a worker is lost, and passes output to choices and detokenizers.
 
-A choice's Placement is in exactly one place: its pool's queue (no worker has room), its pool's `moved` (its worker was lost, and
-none has room yet) or `parked` (its session's worker is not connected), one WorkerLink's `open` (two with a hedge), or nowhere. A
-request that fails or ends is released from wherever it is; release is idempotent. A choice that moves takes its prompt and its
-output along: the next worker goes on where the last one was heard.
+Only the dispatcher moves a choice. The Placement of a choice is in exactly one place:
+
+- its pool's `queue`, because no worker has a free slot;
+- its pool's `moved`, because its worker was lost and no other one has a free slot yet;
+- its pool's `parked`, because the worker of its session is not connected;
+- the `open` requests of one WorkerLink, or of two if it has a copy;
+- nowhere, before start() and after release().
+
+release() frees a choice from each of them and is idempotent. A choice that moves takes prompt and output to the next worker,
+which continues behind the last token that the gateway received.
 """
 
 from __future__ import annotations
@@ -20,10 +25,8 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch import sessions, worker_errors
 from services.gateway.dispatch.fleet import Fleet
 from services.gateway.dispatch.model_catalog import ModelCatalog
-from services.gateway.dispatch.pace import Pace
 from services.gateway.dispatch.placement import Home, Link, Placement, Pool, PrefetchedPages, reservation_of
-from services.gateway.dispatch.refusals import Refusals
-from services.gateway.dispatch.waiting import Waiting
+from services.gateway.dispatch.waiting import Pace, Refusals, Waiting
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.reconnect import StreamBroken
@@ -38,13 +41,15 @@ from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 
-MAX_CRASHES = 3  # workers that a choice may lose soon after they got it: one that kills its workers does not kill them all
+MAX_CRASHES = 3  # workers that a choice may lose within SHORT_LIFE_S each, so that a harmful request does not end all of them
 SHORT_LIFE_S = 10.0
-CROWDED_S = 1.0  # a worker tells its load as often
-SESSION, RETRY, HEDGE, READER, HOME = "session", "retry", "hedge", "reader", "home"
+CROWDED_S = 1.0  # interval of load reports
+SESSION, RETRY, HEDGE, READER, HOME = "session", "retry", "hedge", "reader", "home"  # labels of routing decisions
 
 
 class Dispatcher:
+    """Owns the placements of all choices. Runs on the event loop, for as long as the process."""
+
     def __init__(
         self,
         settings: GatewaySettings,
@@ -55,7 +60,13 @@ class Dispatcher:
         weights: Mapping[str, float] | None = None,
         dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
-        """weights: shares of keys while requests wait, by their names."""
+        """Makes a dispatcher without workers.
+
+        Args:
+            handles: Numbers that no stream to a worker has used.
+            changed: Called when the set of usable workers may have changed.
+            weights: Shares of API keys while requests wait, by the key's name. With None, all shares are equal.
+        """
         self.fleet = Fleet(settings, self, self._ticked, weights, dialer)
         self._settings = settings
         self._refusals = Refusals(settings.retry_after_s, metrics)
@@ -68,17 +79,17 @@ class Dispatcher:
         self._changed = changed
         clock = asyncio.get_running_loop().time
         self.pace = Pace(lambda: sum(self.waiting_by_model().values()), settings.retry_after_s, clock)
-        self.last_step_at: float | None = None  # of any worker, in the loop's time
+        self.last_step_at: float | None = None  # loop time of the last step of any worker
         metrics.watch_connected("worker", self.connected)
         metrics.watch_queue(self.waiting_by_model)
 
     def waiting_by_model(self) -> dict[str, int]:
-        """What waits for a worker, by model; "" for requests whose model nobody has named."""
+        """Returns the number of waiting choices by model; "" for requests that wait for the first worker of the default model."""
         return self.catalog.waiting()
 
     def num_waiting_anywhere(self) -> int:
-        """Choices that wait for a worker here, or at a worker for its next step, as each told last. Where a model has no worker
-        nobody is in their way."""
+        """Returns the number of choices that wait for a worker here, or at a worker for its next step. Choices of a model without
+        a usable worker do not count."""
         at_workers = sum(link.load.num_waiting for link in self.fleet.links.values() if link.load is not None)
         here = sum(pool.num_waiting for pool in self.fleet.pools.values() if pool.columns.usable.any())
         return here + int(at_workers)
@@ -90,15 +101,21 @@ class Dispatcher:
         await self.fleet.run()
 
     def start(self, request: RunningRequest, refused_by: Collection[str] = ()) -> None:
-        """Places every choice, or lets it wait. refused_by: addresses of workers that get none of it while there are others.
-        Raises ApiError if the queue is full, or if a score is wanted and every worker is of an earlier version."""
+        """Places or queues every choice.
+
+        Args:
+            refused_by: Addresses of workers that do not get the request while there are others.
+
+        Raises:
+            ApiError: The queue is full, or every worker is of a version without scores and the request asks for one.
+        """
         pool = self.fleet.pools[request.model.name]
         if pool.model.source != request.model.source:
             raise self._replaced()
-        if request.generation.sampling.HasField("score") and pool.lacks_scores:
+        if request.params.sampling.HasField("score") and pool.lacks_scores:
             raise self._refusals.no_scores()
-        batch = next(self._handles) if request.choices[0].part is not request.choices[-1].part else 0
-        home = Home() if batch and request.generation.sampling.HasField("score") else None
+        batch = next(self._handles) if len(request.prompts) > 1 else 0
+        home = Home() if batch and request.params.sampling.HasField("score") else None
         queued: list[Placement] = []
         for choice in request.choices:
             if choice.number == 0:
@@ -116,16 +133,16 @@ class Dispatcher:
             elif queued or pool.num_waiting or not self._place(placement):
                 queued.append(placement)
         self._waiting.wait(pool, queued)
-        self._waiting.pump(pool)  # what waits may wait for one worker only
+        self._waiting.pump(pool)  # some of them may wait for one worker only
 
     def _resume(self, placement: Placement) -> None:
-        """It began elsewhere: it goes on as one whose worker was lost does."""
+        """Places a choice whose output began at another gateway, like a choice that has lost its worker."""
         if not self._place(placement):
             self._waiting.wait_first(placement)
             self._waiting.give_up(placement.pool, self.fleet.may_serve)
 
     def _replaced(self) -> ApiError:
-        """The gateway's one name has got another model, to which ids of the old one mean nothing."""
+        """Returns the error for requests of a model whose name now belongs to another model, with other token ids."""
         return unavailable("The model is being replaced.", self._settings.retry_after_s, "model_replaced")
 
     def release(self, choice: Choice) -> None:
@@ -138,11 +155,11 @@ class Dispatcher:
         self._waiting.leave(placement)
         for link in placement.withdraw():
             self._has_room(placement.pool, link)
-        if placement.placed_at:  # one that no worker has had has cost nothing
+        if placement.placed_at:  # a choice that had no worker has cost nothing
             self._waiting.charge(placement)
 
     def abort(self, choice: Choice) -> bool:
-        """Ends a choice with what has come so far; its last text is still to come. False for one that has ended."""
+        """Ends a choice with the output so far; its last text follows. Returns False if it has ended already."""
         placement = self._placements.get(choice)
         if placement is None or choice.worker_ending is not None or choice.request.error is not None:
             return False
@@ -154,22 +171,22 @@ class Dispatcher:
         return True
 
     def computed_by(self, choice: Choice) -> tuple[ModelVersion | None, str]:
-        """What its output is of: weights, and the fingerprint of what decides its bits beside them."""
+        """Returns the model version and the numerics of the choice's output; None and "" before the first worker."""
         placement = self._placements.get(choice)
         return (None, "") if placement is None else (placement.model_version, placement.numerics)
 
     def worker_ids(self, choice: Choice) -> list[str]:
-        """Of those that it is on."""
+        """Returns the ids of the workers that compute the choice: two if it has a copy."""
         placement = self._placements.get(choice)
         return placement.worker_ids() if placement is not None else []
 
     # Placing
 
     def _place(self, placement: Placement) -> bool:
-        """Gives it to a worker, if there is one with room that would take it."""
-        pool, session = placement.pool, placement.choice.generation.session
+        """Submits a choice to a worker. Returns False if no worker that may get it has a free slot."""
+        pool, session = placement.pool, placement.choice.params.session
         if session is not None:
-            links = pool.homes()  # also those that take nothing new: it can go nowhere else
+            links = pool.homes()  # also workers that refuse new requests: a session cannot move
             index = session_home.place(placement.choice.session_id, [link.info.worker_id if link.info else "" for link in links])
             if index is None or links[index].paused:
                 return False
@@ -209,22 +226,22 @@ class Dispatcher:
         self, placement: Placement, link: Link, handle: int, reason: str, predicted_tokens: int, hands_over: bool = False
     ) -> None:
         request, choice, pool = placement.request, placement.choice, placement.pool
-        generation = choice.generation
+        params = choice.params
         worker_id = link.info.worker_id if link.info is not None else ""
-        if request.course is not None:
-            request.course.placed(worker_id)
+        if request.report is not None:
+            request.report.placed(worker_id)
         now = request.clock()
         left_s = self._settings.request_timeout_s - (now - request.arrived)
         submit = worker_pb2.Submit(
             handle=handle,
             request_id=choice.request_id,
             output_ids=choice.output_ids,
-            stream=generation.stream,
+            stream=params.stream,
             cache_salt=choice.cache_salt,
             priority=choice.priority,
             timeout_ms=max(1, int(left_s * 1000)),
-            routing_key=generation.routing_key,
-            session=generation.session,
+            routing_key=params.routing_key,
+            session=params.session,
             revision="" if link.model_version is None else link.model_version.revision,
             tenant=request.caller.tenant,
             batch=placement.batch,
@@ -232,7 +249,7 @@ class Dispatcher:
             hand_over=hands_over,
             source=placement.take_source(link, handle),
         )
-        if generation.session is not None:
+        if params.session is not None:
             submit.session.session_id = choice.session_id
         if choice.trace is not None:
             tokens = len(choice.prompt.ids)
@@ -240,13 +257,15 @@ class Dispatcher:
         link.submit(placement, submit)
         pool.picked(placement, link, now + self._settings.speculative_s)
         link.breaker.begin(now)
-        pool.refresh(link, now)  # a probe is the only one
+        pool.refresh(link, now)  # while the breaker tries a worker, it gets one request only
         self._waiting.charge(placement)
         self._metrics.decisions.labels(reason).inc()
 
     def _hedge(self, placement: Placement) -> None:
-        """Makes the copy, unless the first token has come or nobody else has room. It, too, may go through a prefill worker, and
-        has a room of its own then."""
+        """Makes a copy of a choice on a second worker, unless it has output or no other worker has a free slot.
+
+        The copy may go to a prefill worker first, and then has a KV reservation of its own.
+        """
         if placement.link is None or placement.has_begun or len(placement.choice.prompt_logprobs):
             return
         pool = placement.pool
@@ -260,17 +279,17 @@ class Dispatcher:
             self._send(placement, link, handle, HEDGE, at.predicted_tokens, hands_over=prefill is not None)
 
     def _settle(self, placement: Placement, link: Link) -> None:
-        """This link's copy goes on alone."""
+        """Keeps the copy on this link, whose worker has sent output, and frees the slot of the second copy."""
         loser = placement.settle(link)
         if loser is not None:
             self._has_room(placement.pool, loser)
 
     def _has_room(self, pool: Pool, link: Link) -> None:
-        """The link has lost a request, for whatever reason."""
+        """Gives a slot that has become free on the link to a waiting choice."""
         self.fleet.refresh(link)
         self._waiting.pump(pool)
 
-    # What links tell
+    # Events of links
 
     def _ticked(self) -> None:
         self._changed()
@@ -321,7 +340,7 @@ class Dispatcher:
             begin, position = position, position + count
             placement = link.open.get(handle)
             if placement is None:
-                continue  # aborted here, and the worker did not know yet
+                continue  # aborted here before the worker received the abort
             if placement.hedge is not None:
                 self._settle(placement, link)
             placement.choice.extend(token_ids[begin:position])
@@ -352,7 +371,7 @@ class Dispatcher:
             raise StreamBroken(str(error)) from None
 
     def _on_ready(self, link: Link, placement: Placement, ready: worker_pb2.PagesReady) -> None:
-        """The link's worker has computed further pages of a prompt: who will go on with it reads them meanwhile."""
+        """Lets a decode worker read further pages of a prompt that the link's prefill worker has computed."""
         pages = placement.prefetched_of(ready.handle)
         if pages is not None:
             pages.link.more_ready(pages.handle, ready.room)
@@ -391,7 +410,7 @@ class Dispatcher:
         elif not choice.fits(finish):
             placement.request.fail(internal("The worker's log probabilities do not fit the labels of the score."))
         else:
-            if choice.number == 0:  # as cached tokens are counted
+            if choice.number == 0:  # cached tokens are counted once for each prompt
                 self._metrics.predicted_tokens.inc(placement.predicted_tokens)
             choice.finish(finish)
             if choice.ending is None:
@@ -411,7 +430,7 @@ class Dispatcher:
             self._waiting.give_up(placement.pool, self.fleet.may_serve)
 
     def _judge(self, link: Link, choice: Choice, finish: worker_pb2.Finish) -> None:
-        """What an end says of the worker."""
+        """Updates the worker's breaker and state after a choice has ended there."""
         now = choice.request.clock()
         if choice.trace is not None:
             choice.trace.finished(finish)
@@ -443,8 +462,8 @@ class Dispatcher:
             placement.request.fail(worker_errors.of_finish(finish, choice, self._settings.retry_after_s))
 
     def _other_weights(self, link: Link, placement: Placement) -> None:
-        """The submit has crossed the hello that tells of others. A worker that names the ones that it refuses gets one more
-        chance: it may have had others in between."""
+        """Moves a choice whose worker has another model version than its submit names: the submit has crossed the worker's hello.
+        If the worker's hello names that version, one retry follows, because it may have changed twice."""
         request, contradicts = placement.request, placement.model_version == link.model_version
         if placement.in_session:
             request.fail(sessions.session_weights_replaced(self._settings.retry_after_s))
@@ -458,7 +477,7 @@ class Dispatcher:
 
     @staticmethod
     def _may_retry(link: Link, placement: Placement) -> bool:
-        """A fault before the first token: once, where there is another worker."""
+        """Whether a choice without output gets one retry after a worker's fault: only if there is another worker."""
         if placement.has_begun or placement.retried or not placement.choice.can_move:
             return False
         placement.refused(link.address)
@@ -474,16 +493,16 @@ class Dispatcher:
             placement.leave()
             placement.forget_refusals()
         for placement in orphans:
-            if placement.request.error is None:  # else a sibling has just ended the whole request
+            if placement.request.error is None:  # another choice may just have failed the request
                 self._go_on(placement, link)
-            self._waiting.pump(placement.pool)  # who was to come to a reader may have left room there
+            self._waiting.pump(placement.pool)  # a released prefetch may have freed a slot on its decode worker
         for other in self.fleet.unused(link):
             self.on_hello(other)
 
     def _go_on(self, placement: Placement, link: Link) -> None:
-        """With a choice whose worker, the link's, was lost."""
+        """Moves a choice whose worker was lost, or fails its request."""
         request, retry_after_s = placement.request, self._settings.retry_after_s
-        if not link.draining:  # else it was about to end anyway
+        if not link.draining:  # a draining worker ends on purpose
             placement.count_crash(survived=request.clock() - placement.placed_at >= SHORT_LIFE_S)
         if placement.choice.can_move and placement.crashes <= MAX_CRASHES:
             self._move(placement, "lost")
@@ -494,7 +513,7 @@ class Dispatcher:
             request.fail(unavailable(message, retry_after_s, "worker_lost"))
 
     def _move(self, placement: Placement, cause: str) -> None:
-        """To another worker, with the output so far."""
+        """Places a choice on another worker, with the output so far, or queues it."""
         choice, tokens = placement.choice, len(placement.choice.output_ids)
         self._metrics.moves.labels(cause, "begun" if tokens else "new").inc()
         told = fields(**placement.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)

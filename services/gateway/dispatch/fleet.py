@@ -1,4 +1,4 @@
-"""All workers, as links that follow discovery, grouped into one pool per model. Decides nothing about requests."""
+"""The links to all workers that discovery has found, in one pool for each model. Makes no decision about requests."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefau
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.25  # how late a lease, a breaker or an expired guess is noticed
-YOUNG_S = 5.0  # after the start
-SWEEP_BLOCKS = 2000  # of workers that have gone, per tick
+TICK_S = 0.25  # seconds between two looks at leases, breakers and speculative blocks
+YOUNG_S = 5.0  # seconds after the start in which the first workers connect
+SWEEP_BLOCKS = 2000  # blocks of lost workers that a tick removes from the index
 NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)
 
 
 class Fleet:
-    """ticked: called several times a second, when what time alone changes has been brought up to date. expected: names of models
-    that may have no worker."""
+    """Owns the links, the pools and the prefix index. Runs on the event loop, for as long as the process."""
 
     def __init__(
         self,
@@ -46,12 +45,17 @@ class Fleet:
         weights: Mapping[str, float] | None = None,
         dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
-        """weights: shares of keys while requests wait, by their names."""
+        """Makes a fleet without workers.
+
+        Args:
+            ticked: Called every TICK_S, after leases, breakers and the index have been brought up to date.
+            weights: Shares of API keys while requests wait, by the key's name. With None, all shares are equal.
+        """
         self._replicas: Replicas[Link] = Replicas(self._make)
         self.links: Mapping[str, Link] = self._replicas.by_address
         self.pools: dict[str, Pool] = {}  # by the name that clients know
         self._pool_of: dict[AnyLink, Pool] = {}
-        self.expected = settings.expected_models
+        self.expected = settings.expected_models  # names of models that may have no worker yet
         self._settings = settings
         self._events = events
         self._ticked = ticked
@@ -74,7 +78,7 @@ class Fleet:
                 group.create_task(self.mirror.run())
 
     def loads(self) -> list[dict[str, str | int]]:
-        """Of the workers that have told theirs, as SGLang's /get_load says it."""
+        """Returns the loads that workers have reported, in the form of SGLang's /get_load."""
         told = [(link.info, link.load) for link in self.links.values() if link.info is not None and link.load is not None]
         return [
             {
@@ -87,21 +91,21 @@ class Fleet:
         ]
 
     def pool_of(self, link: AnyLink) -> Pool | None:
-        """That of its worker's model, while it is connected."""
+        """Returns the pool of a connected worker's model, or None."""
         return self._pool_of.get(link)
 
     def refresh(self, link: AnyLink) -> None:
-        """After anything about the link has changed."""
+        """Updates routing after a change of the link."""
         pool = self._pool_of.get(link)
         if pool is not None:
             pool.refresh(link, asyncio.get_running_loop().time())
 
     def may_grow(self) -> bool:
-        """Shortly after the start, workers that were never met may still name their models."""
+        """Whether a worker may still connect for the first time and add a model: only within YOUNG_S of the start."""
         return asyncio.get_running_loop().time() < self._young_until and not all(link.met for link in self.links.values())
 
     def take_replaced(self) -> list[Pool]:
-        """Pools whose name has got another model since the last call."""
+        """Returns the pools whose name was given to another model since the last call."""
         replaced, self._replaced = self._replaced, []
         return replaced
 
@@ -109,7 +113,11 @@ class Fleet:
         return [link for pool in self.pools.values() for link in pool.usable()]
 
     def join(self, link: Link) -> Pool | None:
-        """The pool of the model that the link's worker has named. None: the gateway's one name is another model's."""
+        """Adds a worker after its hello.
+
+        Returns:
+            The pool of its model. None if the gateway's only model name belongs to another model.
+        """
         info = link.info
         assert info is not None
         name = self._settings.model_name or info.model
@@ -119,7 +127,7 @@ class Fleet:
                 logger.error("worker serves another model and is not used", extra=fields(address=link.address, model=info.model))
                 return None
             self._replaced.append(pool)
-            pool = None  # the name has got another model
+            pool = None  # the name now belongs to another model
         model = ModelInfo(
             name,
             info.context_len,
@@ -148,8 +156,10 @@ class Fleet:
         return pool
 
     def may_serve(self, version: ModelVersion) -> bool:
-        """Whether a worker has them, or may have when it is back: one that is lost had them, or was never met. While discovery
-        names none that serves the model, whoever comes may have them."""
+        """Whether a worker has this model version, or may have it once it connects.
+
+        A worker that was never connected may have any version. So may a new worker if discovery knows none of the model.
+        """
         known = [link.model_version for link in self.links.values() if not link.retiring]
         mine = [each for each in known if each is None or each.model == version.model]
         return not mine or any(each in (None, version) for each in mine)
@@ -166,14 +176,14 @@ class Fleet:
         return ModelPool(model, policy, self.index, queue, self._lease_alive, self._owner_of, settings.worker_queue_slack)
 
     def _lease_alive(self, link: AnyLink) -> bool:
-        """A worker that keeps no lease, or says itself that Redis refuses it, needs none."""
+        """Whether the worker's lease is valid. A worker needs none if it keeps no lease, or reports that Redis has refused it."""
         info, load = link.info, link.load
         if self.mirror is None or info is None or not info.publishes_index or load is None or not load.lease_held:
             return True
         return self.mirror.lease_alive(info.worker_id, load.index_generation) is not False
 
     def _owner_of(self, link: AnyLink) -> int:
-        """With a mirror, it says who owns what; without one, a worker's own word about its generation does."""
+        """Returns the worker's number in the index, or -1 if it has none. Without a mirror, the worker's generation decides."""
         info, load = link.info, link.load
         if self.index is None or info is None:
             return -1
@@ -185,7 +195,7 @@ class Fleet:
         return self.index.owner(info.worker_id, generation)
 
     def _retire(self, link: AnyLink) -> None:
-        """What the link's worker held it holds no more. Where it is known by two addresses, the last one counts."""
+        """Removes the worker's blocks from an index without a mirror, unless another link leads to the same worker."""
         pool = self._pool_of.get(link)
         if self.index is None or self.mirror is not None or pool is None:
             return
@@ -195,25 +205,28 @@ class Fleet:
             self.index.retire(owner)
 
     def leave(self, link: AnyLink) -> None:
-        """The link's session is over."""
+        """Removes a link whose stream has ended."""
         pool = self._pool_of.get(link)
         if pool is None:
             return
-        self._retire(link)  # what it will hold when it comes back, nobody here knows
+        self._retire(link)  # the worker's cache may have changed when it connects again
         del self._pool_of[link]
         pool.leave(link)
         _agree(pool)
 
     def unused(self, gone: AnyLink) -> list[Link]:
-        """Connected links that could not join while the worker that has gone, of another model, had the gateway's one name."""
+        """Returns connected links that could not join because a lost worker's model (`gone`) had the gateway's only name."""
         pool = self.pools.get(self._settings.model_name)
         if pool is None or pool.links:
             return []
         return [link for link in self.links.values() if link is not gone and link.info is not None and self.pool_of(link) is None]
 
     def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
-        """endpoints: address → ready, as discovery says. An address that it names again may be another worker's: its idle link is
-        closed first, and what it knew goes with it."""
+        """Follows discovery. An address that appears again may belong to another worker, so its idle link is closed first.
+
+        Args:
+            endpoints: Whether each address is ready.
+        """
         self._close_idle()
         self._replicas.set_endpoints(endpoints)
         now = asyncio.get_running_loop().time()
@@ -222,7 +235,7 @@ class Fleet:
 
     def _make(self, address: str) -> Link:
         settings = self._settings
-        cooldown_s = settings.breaker_cooldown_s  # also for a probe without a result, as when its client has gone
+        cooldown_s = settings.breaker_cooldown_s  # also the time limit of a probe, whose client may leave
         breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
         patience = Patience(settings.worker_silence_s, settings.unreachable_s)
         return WorkerLink(address, self._events, patience, breaker, self._dialer)
@@ -242,16 +255,19 @@ class Fleet:
             self._ticked()
 
     def _close_idle(self) -> None:
-        """Links whose addresses have gone, and that have ended what they had."""
+        """Closes links whose addresses discovery no longer knows and which have no open request."""
         for link in list(self.links.values()):
             self._replicas.retire(link)
 
 
 def _agree(pool: Pool) -> None:
-    """Any of its workers may get any of its requests: the shortest context counts, and prompts are cut where all of them say so.
-    Blocks are named by the weights that most of them have, of two equal halves by those that they were named by. Sampling
-    defaults are those of the worker among these whose id comes first, so that all gateways take the same. The model is
-    deterministic where all of them say so, and have one fingerprint."""
+    """Sets the model of a pool from its workers, because any of them may get any of its requests.
+
+    - The context is the shortest one. Prompts are cut if all workers cut them.
+    - Block names come from the model version of most workers; in a tie, from the version that they come from now.
+    - Sampling defaults come from the worker of that version with the lowest id, so all gateways use the same ones.
+    - The model is deterministic if all workers report one equal fingerprint.
+    """
     links = [link for link in pool.links.values() if link.info is not None]
     infos = [link.info for link in links if link.info is not None]
     model = pool.model
@@ -270,7 +286,7 @@ def _agree(pool: Pool) -> None:
 
 
 def _defaults_of(info: worker_pb2.WorkerInfo) -> SamplingDefaults:
-    """What no worker could mean is left out: clients would be refused for what they have not sent."""
+    """Returns the sampling defaults of a worker without invalid values, for which clients would get errors."""
     given = info.sampling_defaults
     values = {name: getattr(given, name) for name in NAMES if given.HasField(name)}
     wrong = {name: text for name, value in values.items() if (text := fault(name, value))}

@@ -1,4 +1,4 @@
-"""Prometheus metrics of workers and of the prefix index, as the gateway sees them at the moment of being asked."""
+"""Prometheus metrics of workers and of the prefix index, read when they are scraped."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ def _breakers(fleet: Fleet) -> Value:
 
 
 def _index(read: Callable[[PrefixIndex], float]) -> Callable[[Fleet], Value]:
-    """Where routing goes by prefixes."""
+    """Returns a reading of the prefix index; no value without an index."""
     return lambda fleet: None if fleet.index is None else read(fleet.index)
 
 
 def _mirror(read: Callable[[IndexMirror], float]) -> Callable[[Fleet], Value]:
-    """Where there is a Redis too."""
+    """Returns a reading of the mirror of Redis; no value without Redis."""
     return lambda fleet: None if fleet.mirror is None else read(fleet.mirror)
 
 
 class FleetCollector(Readings[Fleet]):
+    """Metrics of one Fleet."""
+
     rows = (
         Reading(Gauge, f"{PREFIX}workers", "Workers by model and state.", _workers, ("model", "state")),
         Reading(Gauge, f"{PREFIX}breakers", "Workers by the state of their circuit breaker.", _breakers, ("state",)),
@@ -49,28 +51,35 @@ class FleetCollector(Readings[Fleet]):
         Reading(
             Gauge,
             INDEX + "speculative_blocks",
-            "Blocks thought to be where they were sent.",
+            "Blocks of recent requests that their worker has not announced yet.",
             _index(lambda index: index.num_speculative),
         ),
         Reading(
             Gauge,
             INDEX + "up",
-            "Whether Redis answers; without it routing goes by what is known.",
+            "1 if Redis responds, else 0. Without Redis, routing uses this copy as it is.",
             _mirror(lambda index: index.available),
         ),
-        Reading(Gauge, INDEX + "lag_seconds", "Time since this copy had all that Redis had.", _mirror(lambda index: index.lag_s)),
-        Reading(Counter, INDEX + "events", "Batches of changes that were read.", _mirror(lambda index: index.counts.events)),
+        Reading(
+            Gauge, INDEX + "lag_seconds", "Seconds since this copy was last equal to Redis.", _mirror(lambda index: index.lag_s)
+        ),
+        Reading(Counter, INDEX + "events", "Event batches read from Redis.", _mirror(lambda index: index.counts.events)),
         Reading(
             Counter,
             INDEX + "bad_events",
-            "Entries that were no batch of changes.",
+            "Entries in Redis that are not valid event batches.",
             _mirror(lambda index: index.counts.bad_events),
         ),
         Reading(
             Counter,
             INDEX + "loads",
-            "Times that all blocks of a worker were read.",
+            "Full reloads of a worker's blocks.",
             _mirror(lambda index: index.counts.loads),
         ),
-        Reading(Counter, INDEX + "gaps", "Of those, because batches had been missed.", _mirror(lambda index: index.counts.gaps)),
+        Reading(
+            Counter,
+            INDEX + "gaps",
+            "Full reloads of a worker's blocks after missed event batches.",
+            _mirror(lambda index: index.counts.gaps),
+        ),
     )

@@ -1,4 +1,4 @@
-"""The models that can be asked for: those that a worker has named, and those that operators have said will be."""
+"""The models that clients may name: the models of connected workers, and the models that the settings expect."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from contextlib import suppress
 
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch.placement import Pool
-from services.gateway.dispatch.refusals import Refusals
 from services.gateway.dispatch.sessions import SessionWorker
+from services.gateway.dispatch.waiting import Refusals
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import model_not_allowed, unknown_model
 from services.gateway.request.generation import ModelInfo
 
-LOOK_S = 0.5  # how often a request looks whether its model may still appear
+LOOK_S = 0.5  # seconds between two looks of a request whose model may still appear
 
 
 class ModelCatalog:
-    """expected: names of models that may have no worker. strangers: requests that wait until a worker names their model, by these
-    names; "" for others."""
+    """Finds the model of a request, and holds requests until the first worker of their model connects."""
 
     def __init__(
         self, settings: GatewaySettings, pools: Mapping[str, Pool], may_grow: Callable[[], bool], refusals: Refusals
     ) -> None:
-        """pools: by the name that clients know. may_grow: whether workers that were never met may still name their models."""
+        """Makes the catalog of a fleet.
+
+        Args:
+            pools: By the model name that clients use.
+            may_grow: Returns whether a worker may still connect for the first time and add a model.
+        """
         self._settings = settings
         self._pools = pools
         self._may_grow = may_grow
         self._refusals = refusals
         self._grown = asyncio.Event()
-        self.expected = settings.expected_models
-        self.strangers: Counter[str] = Counter()
+        self.expected = settings.expected_models  # names of models that may have no worker yet
+        self.strangers: Counter[str] = Counter()  # waiting requests by the expected model that they name; "" for other names
 
     @property
     def default(self) -> ModelInfo | None:
-        """The one that is meant where none is named: the first of the setting `models` that is known, else the first by name."""
+        """The model of a request that names none: the first known one of the setting `models`, else the first by name."""
         name = self._first_known(self._pools)
         return self._pools[name].model if name else None
 
@@ -44,38 +48,38 @@ class ModelCatalog:
         return [pool.model for pool in self._pools.values()]
 
     def names(self) -> list[str]:
-        """Of all that can be asked for: also of those that no worker has named yet."""
+        """Returns the names of all models that clients may name, with or without a worker."""
         return list(dict.fromkeys((*self.expected, *self._pools)))
 
     def listed(self) -> list[ModelInfo]:
-        """The same with what is known of them; the context's length is 0 where nothing is."""
+        """Returns the models of names(). The context length of a model without a worker is 0."""
         return [self._pools[name].model if name in self._pools else ModelInfo(name, 0, 0) for name in self.names()]
 
     def waiting(self) -> dict[str, int]:
-        """Choices that wait for a worker, by model, 0 for those for which none waits; "" for models that nobody has named."""
+        """Returns the number of waiting choices of every model of names(); "" for requests of other names."""
         waiting = {name: self.strangers[name] for name in ("", *self.names())}
         for name, pool in self._pools.items():
             waiting[name] += pool.num_waiting
         return waiting
 
     def workers_of(self, name: str | None = None) -> list[SessionWorker]:
-        """A model's connected workers; None: the default model's."""
+        """Returns the connected workers of a model that may have sessions; of the default model for None."""
         model = self._find(name)
         links = self._pools[model.name].homes() if model is not None else ()
         return [SessionWorker(link.info.worker_id, link.address, link.paused) for link in links if link.info is not None]
 
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
-        """What block hashes of a prompt begin with; empty where nobody needs them."""
+        """Returns the hash that the first block of a prompt is chained to; empty if routing uses no block hashes."""
         pool = self._pools.get(model.name)
         return model.hash_root(cache_salt) if pool is not None and pool.wants_hashes else b""
 
     def reads_predictions(self, model: ModelInfo) -> bool:
-        """Whether a worker of it guesses by what clients predict."""
+        """Whether a worker of the model drafts tokens from predicted outputs."""
         pool = self._pools.get(model.name)
         return pool is not None and any(link.info is not None and link.info.reads_predictions for link in pool.links.values())
 
     def grown(self) -> None:
-        """A worker has connected."""
+        """Wakes the requests that wait for a worker to connect."""
         self._grown.set()
 
     async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
@@ -98,7 +102,7 @@ class ModelCatalog:
         return found
 
     def _allowed(self, name: str | None, caller: Caller) -> str:
-        """Returns the name, or for None that of the caller's default model. Raises ApiError 403."""
+        """Returns the name, or the name of the caller's default model for None. Raises ApiError 403."""
         if name is None:
             usable = [each for each in self.names() if caller.may_use(each)]
             name = self._first_known(usable) or next(iter(usable), None)
@@ -119,14 +123,14 @@ class ModelCatalog:
         return None if pool is None else pool.model
 
     async def _wait(self, name: str | None, until: float) -> None:
-        """For a worker to connect, or that time. Raises ApiError if too many wait already."""
+        """Waits until a worker connects, or until this loop time. Raises ApiError if too many requests wait already."""
         if self.strangers.total() >= self._settings.max_waiting_requests:
             raise self._refusals.full()
         meant = next(iter(self.expected), "") if name is None else name
         counted = meant if meant in self.expected else ""
         self.strangers[counted] += 1
         try:
-            with suppress(TimeoutError):  # the caller looks at the time
+            with suppress(TimeoutError):  # wait_for checks the time
                 async with asyncio.timeout_at(until):
                     self._grown.clear()
                     await self._grown.wait()

@@ -1,4 +1,4 @@
-"""The workers of one model as routing sees them, and who waits for one. Keeps the columns true to the links."""
+"""The workers of one model for routing, and the choices that wait for one. Copies the state of the links into WorkerColumns."""
 
 from __future__ import annotations
 
@@ -21,42 +21,45 @@ from services.gateway.routing.sharing import SharingMeter
 from services.gateway.routing.tier_hits import Hits, hits_of
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
-TRIES_ONE_IN = 16
-UNLIMITED = 1 << 20  # requests of a worker that names no limit
+TRIES_ONE_IN = 16  # requests of which one reads KV from a source that has reported that reading does not pay
+UNLIMITED = 1 << 20  # request limit of a worker that reports none
 AnyLink: TypeAlias = WorkerLink[Any]
 LeaseAlive = Callable[[AnyLink], bool]
 OwnerOf = Callable[[AnyLink], int]
 
 
 def reads(link: AnyLink, layout: bytes) -> bool:
-    """Whether its worker can read other workers' pages of that layout."""
+    """Whether the link's worker can read pages of this layout from other workers."""
     return link.info is not None and link.info.role == DECODE and link.info.kv_layout == layout
 
 
 def _share(value: float) -> float:
-    """Within 0 and 1, whatever a worker says: 0 for what is no number."""
+    """Returns a worker's value within 0 and 1; 0 for NaN."""
     return min(1.0, max(0.0, value))
 
 
 class Candidate(Occupant, Protocol):
-    """What a worker is picked for. model_version, numerics: that it began with, where it has_begun; numerics is "" if that worker
-    promised none. refused_by: addresses."""
+    """A choice for which a pool picks a worker."""
 
     @property
-    def has_begun(self) -> bool: ...
+    def has_begun(self) -> bool:
+        """Whether it has output."""
 
     @property
-    def model_version(self) -> ModelVersion | None: ...
+    def model_version(self) -> ModelVersion | None:
+        """Model version of the output."""
 
     @property
-    def numerics(self) -> str: ...
+    def numerics(self) -> str:
+        """Numerics of the output; "" if the worker has not reported any."""
 
     @property
-    def refused_by(self) -> Collection[str]: ...
+    def refused_by(self) -> Collection[str]:
+        """Addresses of workers that have refused it."""
 
     @property
     def source_layout(self) -> bytes:
-        """Of pages that another worker has for it; empty: nobody has any."""
+        """Layout of the pages that another worker reserves for it; empty if none does."""
 
     @property
     def routing_key(self) -> str: ...
@@ -73,12 +76,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 class ModelPool(Generic[C]):
-    """`queue`: choices that wait for room. `moved`: those that lost their worker and wait for another one, before all others.
-    `parked`: turns of sessions whose worker is not connected.
-
-    slack: requests that a worker may have beyond those that it can run, as a share of these. index: None where the policy
-    makes no use of it. owner_of: a link's worker's number there, -1 while it has none.
-    """
+    """Owns the columns and the waiting lines of one model. Runs on the event loop."""
 
     def __init__(
         self,
@@ -90,27 +88,35 @@ class ModelPool(Generic[C]):
         owner_of: OwnerOf,
         slack: float,
     ) -> None:
+        """Makes a pool without workers.
+
+        Args:
+            index: None if the policy uses no prefixes.
+            lease_alive: Returns whether a link's worker has a valid lease, or needs none.
+            owner_of: Returns the number of a link's worker in the index, or -1 if it has none.
+            slack: Requests that a worker may have beyond those that it can run, as a share of these.
+        """
         self.model = model
         self.columns = WorkerColumns()
         self.links: dict[int, WorkerLink[C]] = {}  # by row
         self._rows: dict[AnyLink, int] = {}
-        self.queue = queue
-        self.moved: dict[C, None] = {}
-        self.parked: dict[C, None] = {}
-        self.pumping = False
+        self.queue = queue  # choices that wait for a free slot
+        self.moved: dict[C, None] = {}  # choices whose worker was lost; served before the queue
+        self.parked: dict[C, None] = {}  # turns of sessions whose worker is not connected
+        self.pumping = False  # waiting choices are placed on the loop's next turn
         self._policy = policy
         self._index = index
         self._lease_alive = lease_alive
         self._owner_of = owner_of
         self._slack = slack
-        self._leases_count = True  # not while no worker at all seems to have one: that is the index's trouble, not theirs
-        self._breakers_count = True  # not while they would leave nobody
-        self._kept_back = self._passed_over = 0
+        self._leases_count = True  # False if no worker has one: Redis has then failed, not the workers
+        self._breakers_count = True  # False if they would exclude every worker
+        self._kept_back = self._passed_over = 0  # requests that did not read KV because reading does not pay
         self._has_decoded = False  # a worker that serves whole requests has been here
-        self._prefill: set[int] = set()  # rows of workers that compute prompts for others
+        self._prefill: set[int] = set()  # rows of prefill workers
         self._loads: dict[int, worker_pb2.WorkerLoad] = {}  # the load that each row's columns were read from
-        self._refusing: set[int] = set()  # rows of workers that take requests with output, and no others
-        self._picks = 0
+        self._refusing: set[int] = set()  # rows of workers that take requests with output only
+        self._picks = 0  # placed requests
         self._sharing = SharingMeter()
 
     @property
@@ -119,19 +125,21 @@ class ModelPool(Generic[C]):
 
     @property
     def wants_hashes(self) -> bool:
-        """Whether the names of a prompt's blocks would make a difference."""
+        """Whether routing uses the names of a prompt's blocks."""
         return self._index is not None and len(self.links) > 1
 
     def row_of(self, link: AnyLink) -> int:
-        """Of a link that has joined."""
+        """Returns the row of a link that has joined."""
         return self._rows[link]
 
     def usable(self) -> list[WorkerLink[C]]:
         return [self.links[row] for row in np.flatnonzero(self.columns.usable).tolist()]
 
     def homes(self) -> list[WorkerLink[C]]:
-        """Where sessions may live, those that take nothing new among them: not at who computes prompts for others, unless there
-        has never been anybody else: a session waits for its worker and looks for no other one."""
+        """Returns the links of workers that may have sessions, also if they refuse new requests.
+
+        Prefill workers have none, unless the pool has never had another worker.
+        """
         if not self._has_decoded:
             return list(self.links.values())
         return [link for row, link in self.links.items() if row not in self._prefill]
@@ -143,13 +151,13 @@ class ModelPool(Generic[C]):
 
     @property
     def refuses_new(self) -> bool:
-        """Whether every worker that could serve a new request refuses it, the paused ones among them."""
+        """Whether every worker that serves new requests, paused or not, refuses them now."""
         links = [link for row, link in self.links.items() if self.columns.serves[row] and link.ready and not link.draining]
         return bool(links) and all(link.refuses_new for link in links)
 
     @property
     def lacks_scores(self) -> bool:
-        """Whether the model has workers and none of them serves scores."""
+        """Whether the model has workers, and all are of a version without scores."""
         return bool(self.links) and not any(link.info is not None and link.info.ends_with_prompt for link in self.links.values())
 
     def join(self, link: WorkerLink[C], now: float) -> None:
@@ -161,14 +169,14 @@ class ModelPool(Generic[C]):
         self.renew(link, now)
 
     def renew(self, link: AnyLink, now: float) -> None:
-        """Its worker has said what it is."""
+        """Takes the worker's new hello into the columns."""
         info, row = link.info, self._rows[link]
         assert info is not None
         running = info.max_running_requests or UNLIMITED
         self.columns.running[row] = running
         self.columns.limit[row] = running + max(2, round(running * self._slack))
         self.columns.loras[row] = frozenset(info.loras)
-        self._loads.pop(row, None)  # the load's adapters are newer
+        self._loads.pop(row, None)  # the adapters of the hello are newer than those of the load
         if info.role == PREFILL:
             self._prefill.add(row)
         else:
@@ -195,7 +203,7 @@ class ModelPool(Generic[C]):
         self._share_out()
 
     def refresh(self, link: AnyLink, now: float) -> None:
-        """After anything about the link, which has joined, has changed."""
+        """Updates the columns after a change of a link that has joined."""
         self._look_at(link, now)
         self._share_out()
 
@@ -220,7 +228,7 @@ class ModelPool(Generic[C]):
         self._count(link)
 
     def _share_out(self) -> None:
-        """Who computes prompts for others serves whole requests while nobody else with its weights does."""
+        """Lets prefill workers serve whole requests if no other usable worker has their model version."""
         if not self._prefill:
             return
         usable = np.flatnonzero(self.columns.usable).tolist()
@@ -229,8 +237,10 @@ class ModelPool(Generic[C]):
             self.columns.serves[row] = self.links[row].model_version not in others
 
     def _count(self, link: AnyLink) -> None:
-        """After its requests have changed: ours as they are, others' as it last told them. Those that it reads ahead for are on
-        it already: whoever is placed meanwhile goes where they leave room."""
+        """Updates the worker's requests and tokens: this gateway's own, and the last reported ones of other gateways.
+
+        A choice whose pages the worker prefetches counts as a request, so no other choice takes the slot.
+        """
         load, requests, tokens = link.load, len(link.open), link.open_tokens + link.ahead_tokens
         if load is not None and load.num_open > load.num_open_here:
             others = load.num_open - load.num_open_here
@@ -243,12 +253,12 @@ class ModelPool(Generic[C]):
         columns.tokens[row] = tokens
 
     def recount(self, link: AnyLink) -> None:
-        """After what is to come to the link has changed, which may have left."""
+        """Counts again after a prefetch of the link has changed. No effect if the link has left."""
         if link in self._rows:
             self._count(link)
 
     def has_room(self, begun: bool = False) -> bool:
-        """Whether a worker has room for another request. begun: for one that has output already."""
+        """Whether a worker has a free slot for a new request, or for one with output if `begun`."""
         return has_room(Ask(0, allowed=None if begun else self._takes_new()), self.columns)
 
     def _takes_new(self) -> NDArray[np.bool_] | None:
@@ -260,7 +270,7 @@ class ModelPool(Generic[C]):
         return takes
 
     def pick(self, one: C, now: float, without: AnyLink | None = None) -> Pick | None:
-        """None: nobody who would take it has room. without: one that it must not be."""
+        """Picks a worker. Returns None if no worker that may get the request has a free slot. `without` may not get it."""
         if not self.has_room(one.has_begun):
             return None
         return self._policy.pick(self._ask(one, now, self._allowed(one, without), decides=True), self.columns)
@@ -276,8 +286,11 @@ class ModelPool(Generic[C]):
         return self._policy.pick(self._ask(one, now, here), self.columns)
 
     def pick_reader(self, one: C, now: float, prefill: AnyLink) -> Pick | None:
-        """Who will go on with what the link's worker computes of its prompt, as things are now. None: nobody who could read that
-        has room."""
+        """Picks the decode worker for a prompt that the `prefill` worker computes.
+
+        Returns:
+            None if every worker that can read the pages is full.
+        """
         info = prefill.info
         if info is None or prefill.model_version != one.model_version:
             return None
@@ -287,16 +300,23 @@ class ModelPool(Generic[C]):
         return self._policy.pick(self._ask(one, now, allowed), self.columns)
 
     def takes(self, link: WorkerLink[C], one: C) -> bool:
-        """Whether it, which reads ahead for what has begun, is one of those that may go on with that, and has room: at least the
-        one that is kept for it."""
+        """Whether the worker that has prefetched the pages of a begun request may continue it, and still has the slot for it."""
         row = self._rows.get(link)
         if row is None or not self.columns.takes[row] or not self._same_weights(one)[row]:
             return False
         return bool(self.columns.requests[row] <= self.columns.limit[row])
 
     def pick_prefill(self, one: C, now: float, decode: Pick, min_tokens: int, without: AnyLink | None = None) -> Pick | None:
-        """Who computes its prompt for the worker that was picked for it; None: that one itself (routing/prefill.py). without: one
-        that it must not be."""
+        """Picks the prefill worker for a request (routing/prefill.py).
+
+        Args:
+            decode: The worker that was picked for the request.
+            min_tokens: Prompt tokens from which a prefill worker may compute the prompt.
+            without: A worker that may not get it.
+
+        Returns:
+            None if the decode worker is to compute the prompt itself.
+        """
         link = self.links[decode.row]
         if not self._prefill or one.num_tokens < min_tokens or link.info is None or link.info.role != DECODE:
             return None
@@ -308,14 +328,14 @@ class ModelPool(Generic[C]):
         return pick if pick is not None and self._reads_well(link) else None
 
     def _reads_well(self, decode: WorkerLink[C]) -> bool:
-        """One that says that reading does not pay is given something to read now and then: it may pay by now."""
+        """Whether a decode worker is to read pages. If reading does not pay, one request in TRIES_ONE_IN tries it."""
         if decode.load is None or not decode.load.pulls_lose:
             return True
         self._kept_back += 1
         return self._kept_back % TRIES_ONE_IN == 0
 
     def _exchanging(self, decode: WorkerLink[C], mine: worker_pb2.WorkerInfo, one: C) -> NDArray[np.bool_]:
-        """bool[capacity]: their pages are of that worker's weights and layout. mine: what it says of itself."""
+        """Returns bool[capacity], True for prefill workers with the model version and the page layout (in `mine`) of `decode`."""
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             info = link.info
@@ -324,7 +344,7 @@ class ModelPool(Generic[C]):
         return allowed
 
     def _ask(self, one: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> Ask:
-        """decides: it is the first look for this request."""
+        """Returns the query to the policy. `decides` is False for a second look for the same request."""
         matched, saved, first_block = None, None, b""
         if self._index is not None and self.wants_hashes:
             self._index.expire(now)
@@ -339,8 +359,10 @@ class ModelPool(Generic[C]):
         return Ask(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block, saved=saved)
 
     def _hits(self, reach: NDArray[np.int64], decides: bool) -> Hits:
-        """A tier that says that reading it does not pay is given something to read now and then: it may pay by now, and its
-        worker finds that out by being asked alone."""
+        """Returns the cached tokens per worker.
+
+        If reading a tier does not pay, one request in TRIES_ONE_IN tries it, because a worker measures that only while it reads.
+        """
         columns = self.columns
         hits = hits_of(reach, columns)
         if decides and len(reach) > 1 and ((columns.owner >= 0) & (columns.host_saves * columns.storage_saves <= 0)).any():
@@ -351,7 +373,7 @@ class ModelPool(Generic[C]):
         return hits
 
     def picked(self, one: C, link: AnyLink, until: float) -> None:
-        """It goes there; what it computes there will be cached, which others are told before the worker says so."""
+        """Records that a request goes to a worker, and adds the prompt's blocks to the index until this loop time."""
         self._picks += 1
         row = self._rows[link]
         self.columns.last_pick[row] = self._picks
@@ -373,11 +395,11 @@ class ModelPool(Generic[C]):
         for row, link in self.links.items():
             allowed[row] &= link is not without and link.address not in one.refused_by
         if without is None and not (allowed & self.columns.takes).any():
-            return able  # those that have not refused it are gone: rather one that has
+            return able  # every worker has refused the request, so each may get it again
         return allowed
 
     def _able(self, one: C) -> NDArray[np.bool_] | None:
-        """Returns bool[capacity], True for workers that serve what is asked; None if all do. Older workers serve no scores."""
+        """Returns bool[capacity], True for workers that serve the kind of request; None if all do. Older ones serve no scores."""
         if not one.is_scored:
             return None
         able = np.zeros(self.columns.capacity, np.bool_)
@@ -386,7 +408,7 @@ class ModelPool(Generic[C]):
         return able
 
     def _readers(self, one: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Of these, while one of them takes requests, those that can read what another worker has of it."""
+        """Returns the allowed workers that can read the request's reserved pages. Returns all of them if every reader is full."""
         if not one.source_layout:
             return allowed
         readers = allowed.copy()
@@ -395,7 +417,7 @@ class ModelPool(Generic[C]):
         return readers if (readers & self.columns.takes).any() else allowed
 
     def _same_numerics(self, one: C) -> NDArray[np.bool_]:
-        """Of those with its weights; while one of them takes requests whose results have the bits that it began with, these."""
+        """Returns the workers with the model version and numerics of a begun request; if all are full, with the version alone."""
         allowed = self._same_weights(one)
         if not one.numerics:
             return allowed
@@ -405,8 +427,8 @@ class ModelPool(Generic[C]):
         return same if (same & self.columns.takes).any() else allowed
 
     def _same_weights(self, one: C) -> NDArray[np.bool_]:
-        """What has begun goes on with the weights that it began with: in a rollout there may be two sorts. And where there is
-        room for it: contexts may differ too."""
+        """Returns bool[capacity], True for workers with the model version and a sufficient context for a begun request. During a
+        rollout, workers of a model may differ in both."""
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             fits = link.info is not None and one.num_tokens < link.info.context_len
@@ -414,9 +436,9 @@ class ModelPool(Generic[C]):
         return allowed
 
     def is_held_up(self, one: C) -> bool:
-        """Whether what it began with is on a worker that is paused."""
+        """Whether a paused worker has the model version of a begun request."""
         return any(link.paused and link.model_version == one.model_version for link in self.links.values())
 
     def can_go_on(self, one: C) -> bool:
-        """Whether a worker takes requests that could go on with what has begun."""
+        """Whether a worker that can continue a begun request takes requests."""
         return bool((self._same_weights(one) & self.columns.takes).any())

@@ -20,6 +20,7 @@ from services.gateway.request.generation import ModelVersion
 from services.gateway.request.request import RunningRequest
 from services.shared.index.block_hash import block_hashes
 from services.shared.index.prefix_index import split_hashes
+from services.shared.sampling_defaults import NAMES
 
 Link: TypeAlias = "WorkerLink[Placement]"
 Pool: TypeAlias = "ModelPool[Placement]"
@@ -37,12 +38,12 @@ class HedgeCopy:
 
 @dataclass(frozen=True, slots=True)
 class KvReservation:
-    """KV pages of a prompt that the worker which computed them reserves for the worker that continues the choice."""
+    """KV pages of a computed prompt, which one worker reserves for the next worker of the choice."""
 
-    link: Link  # of the worker that has the pages
-    handle: int  # of the choice on that link
+    link: Link  # leads to the worker with the pages
+    handle: int  # identifies the choice on that link
     source: worker_pb2.KvSource  # address and secret for the reader
-    layout: bytes  # of the pages; only a worker with an equal layout can read them
+    layout: bytes  # page layout; only a worker with an equal layout can read the pages
 
     def release(self) -> None:
         """Tells the worker that no other worker will read the pages."""
@@ -53,8 +54,8 @@ class KvReservation:
 class PrefetchedPages:
     """Pages of a prompt that a decode worker reads while a prefill worker still computes the rest."""
 
-    link: Link  # of the decode worker
-    handle: int  # of the submit to the decode worker, if it gets the choice
+    link: Link  # leads to the decode worker
+    handle: int  # the handle for the submit, if the decode worker gets the choice
     pool: Pool
     predicted_tokens: int  # prompt tokens that the decode worker probably had cached before
 
@@ -73,12 +74,14 @@ class PrefetchedPages:
 class Home:
     """The worker with the shared pages of a score request. Its items go there while the worker has free slots."""
 
-    link: Link | None = None  # None until the first item has a worker
+    link: Link | None = None  # unset until the first item has a worker
 
 
 def numerics_of(link: Link | None) -> str:
-    """Returns the fingerprint of everything beside the model version that decides the bits of a worker's results. Returns "" if
-    they may differ between two runs."""
+    """Returns the fingerprint of the numerics of a worker; "" if results may differ between two runs.
+
+    Workers with equal numerics and equal model versions compute equal bits.
+    """
     return "" if link is None or link.info is None else link.info.numerics
 
 
@@ -153,12 +156,12 @@ class Placement:
         self.batch = batch
         self.home = home
         self._first = first
-        self._block_hashes: Sequence[bytes] | None = None  # None until routing has asked for them
+        self._block_hashes: Sequence[bytes] | None = None  # unset until routing asks for them
         self.link: Link | None = None  # None: on no worker
         self.handle = 0  # on the worker's stream; a new one with every submit
-        self.model_version: ModelVersion | None = None  # that its output comes from, or will; None until it has had a worker
+        self.model_version: ModelVersion | None = None  # model version of the output, or None before the first worker
         self.numerics = ""  # see numerics_of; of the worker that its output began with
-        self.placed_at = 0.0  # loop time at which its worker got it; 0.0 until it has had a worker
+        self.placed_at = 0.0  # loop time of the last submit; 0.0 before the first worker
         self.predicted_tokens = 0  # prompt tokens that its worker probably had cached
         self.crashes = 0  # workers lost soon after they got it
         self.refused_by = set(refused_by)  # addresses of workers that would not or could not serve it
@@ -167,7 +170,7 @@ class Placement:
         # The wait for a worker.
         self.wait_timer: asyncio.TimerHandle | None = None  # runs while the choice waits
         self.waiting_since = 0.0  # loop time at which the last wait began
-        self._patience_s: float | None = None  # seconds left then, after which waiting ends with an error; None before a wait
+        self._patience_s: float | None = None  # seconds left then, after which waiting ends with an error, or None before a wait
         self.charged = 0  # prompt and output tokens, by weight, that have been charged to its API key
         # Copies and pages on other workers.
         self.hedge: HedgeCopy | None = None
@@ -186,7 +189,7 @@ class Placement:
 
     @property
     def prediction_ids(self) -> Sequence[int]:
-        return self.choice.part.prediction or ()
+        return self.choice.prompt.prediction or ()
 
     @property
     def num_tokens(self) -> int:
@@ -205,20 +208,20 @@ class Placement:
 
     @property
     def changes_numerics(self) -> bool:
-        """Whether its worker may continue its output with other bits than the worker that began it."""
+        """Whether the worker has other numerics than the output so far."""
         return self.has_begun and self.numerics not in ("", numerics_of(self.link))
 
     @property
     def routing_key(self) -> str:
-        return self.choice.generation.routing_key
+        return self.choice.params.routing_key
 
     @property
     def is_scored(self) -> bool:
-        return bool(self.choice.generation.sampling.HasField("score"))
+        return bool(self.choice.params.sampling.HasField("score"))
 
     @property
     def in_session(self) -> bool:
-        return self.choice.generation.session is not None
+        return self.choice.params.session is not None
 
     def block_hashes(self) -> Sequence[bytes]:
         """Returns the names of the prompt's full blocks in the prefix index, computed once for all choices of the prompt."""
@@ -231,14 +234,27 @@ class Placement:
         return self._block_hashes
 
     def write_sampling(self, into: pb.SamplingParams, ends_with_prompt: bool) -> None:
-        """Writes the sampling parameters of a submit.
+        """Writes the sampling parameters of a submit, which are the same on every worker.
 
         Args:
             ends_with_prompt: Whether the worker accepts requests for no token (WorkerInfo). An older worker makes one token,
                 which is not shown.
         """
-        self.choice.sampling.write(into)
-        if ends_with_prompt and self.choice.generation.hidden:
+        choice, params, model = self.choice, self.choice.params, self.request.model
+        into.CopyFrom(params.sampling)
+        if params.grammar is not None:
+            into.grammar.CopyFrom(params.grammar)
+        if params.ends_with_prompt:
+            into.max_new_tokens = 0 if params.sampling.HasField("score") else 1
+        else:
+            if params.max_tokens is not None or params.session is None:
+                into.max_new_tokens = params.most_tokens(len(choice.prompt.ids), model.context_len)
+            for name in NAMES:
+                if not into.HasField(name):
+                    setattr(into, name, getattr(model.defaults, name))
+            if choice.seed is not None:
+                into.seed = choice.seed
+        if ends_with_prompt and params.hidden:
             into.max_new_tokens = 0
 
     def aborted(self, handle: int) -> None:
@@ -246,8 +262,12 @@ class Placement:
             self.choice.trace.aborted(handle)
 
     def lost(self, handle: int, heard: bool) -> None:
-        """Its worker is gone. If it had received the submit, it may have begun to read the reserved pages, so the reservation is
-        released; else the next worker gets it."""
+        """Handles the loss of the worker.
+
+        Args:
+            heard: The worker had received the submit and may have read reserved pages, so the reservation is released. Otherwise
+                the next worker gets the reservation.
+        """
         if self._named is not None and self._named[0] == handle:
             reservation, self._named = self._named[1], None
             if heard:
@@ -267,13 +287,13 @@ class Placement:
             self.model_version, self.numerics = link.model_version, numerics_of(link)
 
     def leave(self) -> None:
-        """Its worker has ended it or is gone, and no copy continues it."""
+        """Clears the worker, which has ended the choice or is lost, and cancels the copy and the prefetches."""
         self.link = None
         self.cancel_hedge()
         self._release_prefetched()
 
     def withdraw(self) -> list[Link]:
-        """Frees it everywhere but in the queue. Returns the links that have lost it, or a prefetch for it."""
+        """Aborts the choice on all workers and releases all pages. Returns the links with a slot that became free."""
         if self._reservation is not None:
             self._reservation.release()
             self._reservation = None
@@ -353,10 +373,10 @@ class Placement:
         self.hedge = HedgeCopy(link, handle, link.model_version, numerics_of(link))
 
     def settle(self, link: Link) -> Link | None:
-        """Keeps the copy on this link, whose worker has sent output first, and aborts the other one.
+        """Keeps the submit to this link, whose worker has sent output first, and aborts the second submit.
 
         Returns:
-            The link of the other one; None if there was no copy.
+            The link of the aborted submit. None if there was no copy.
         """
         hedge, self.hedge = self.hedge, None
         if hedge is None:
@@ -371,7 +391,7 @@ class Placement:
         return loser
 
     def survives(self, link: Link) -> bool:
-        """Drops the copy on this link, whose worker has ended it or is gone. Returns whether the other one continues."""
+        """Drops the submit to this link, whose worker has ended it or is lost. Returns whether a second submit continues."""
         hedge, self.hedge = self.hedge, None
         if hedge is None:
             return False
@@ -381,7 +401,7 @@ class Placement:
         return True
 
     def cancel_hedge(self) -> Link | None:
-        """Aborts the copy and stops the timer for one. Returns the link of the copy, or None if there was none."""
+        """Aborts the copy and stops the timer that would make one. Returns the link of the copy, or None without a copy."""
         if self._hedge_timer is not None:
             self._hedge_timer.cancel()
             self._hedge_timer = None
@@ -396,7 +416,7 @@ class Placement:
         self.model_version, self.numerics = hedge.model_version, hedge.numerics
 
     def _abort(self, link: Link, handle: int) -> None:
-        """Aborts it on one worker. A worker that has not received the submit cannot release the reservation that it names."""
+        """Aborts one submit. If the worker has not received the submit, its reservation is released here."""
         self._release_prefetched_of(handle)
         if link.abort(handle) and self._named is not None and self._named[0] == handle:
             self._named[1].release()
@@ -404,11 +424,11 @@ class Placement:
     # Pages on other workers
 
     def hand_over(self, reservation: KvReservation | None, prefetched: PrefetchedPages | None = None) -> None:
-        """Its worker has computed the prompt and the first token.
+        """Takes the pages of a prefill worker that has computed the prompt and the first token.
 
         Args:
-            reservation: The worker's pages; None if it reserves none.
-            prefetched: Pages that a decode worker has begun to read; None if none has.
+            reservation: None if the worker reserves no page.
+            prefetched: The prefetch of a decode worker, if it has one.
         """
         self._reservation, self.prefilled = reservation, True
         if prefetched is not None:
@@ -416,12 +436,15 @@ class Placement:
 
     @property
     def source_layout(self) -> bytes:
-        """Layout of the pages that another worker reserves for the next worker; empty if none does."""
+        """Layout of the reserved pages; empty without a reservation."""
         return b"" if self._reservation is None else self._reservation.layout
 
     def take_source(self, link: Link, handle: int) -> worker_pb2.KvSource | None:
-        """Returns the reserved pages for the submit of this handle, or None if there are none that this link's worker can read.
-        They are read once: the next call returns None."""
+        """Returns the reserved pages for the submit of this handle. The next call returns None, because pages are read once.
+
+        Returns:
+            None without a reservation, or if this link's worker cannot read its layout.
+        """
         reservation, self._reservation, self.prefilled, self._named = self._reservation, None, False, None
         if reservation is None:
             return None
@@ -465,7 +488,7 @@ class Placement:
 
     @property
     def reader(self) -> PrefetchedPages | None:
-        """The prefetch of a worker that has begun to read the computed prompt, and so is to continue the choice; else None."""
+        """The prefetch of a decode worker after the prompt is computed. That worker is to continue the choice."""
         return self.prefetched_of(0)
 
     def handle_at(self, link: Link) -> int | None:

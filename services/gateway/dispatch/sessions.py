@@ -1,4 +1,4 @@
-"""The calls that open and close a session where it lives, and what clients are told of one that cannot go on."""
+"""Opens and closes sessions on their workers, and makes the errors of a session that cannot continue."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ R = TypeVar("R")
 
 
 class SessionWorker(NamedTuple):
-    """One that is connected. paused: no step runs there."""
+    """A connected worker that may have sessions."""
 
     worker_id: str
     address: str
-    paused: bool
+    paused: bool  # an operator has paused its steps
 
 
 class SessionCalls:
-    """Opens and closes sessions on their workers. Each call has a connection of its own: they are rare."""
+    """Opens and closes sessions on their workers. Each call makes its own connection, because such calls are rare."""
 
     def __init__(
         self, connected: Callable[[str | None], Sequence[SessionWorker]], retry_after_s: int, dialer: Dialer = IN_THE_CLEAR
     ) -> None:
-        """connected: a model's workers, the default one's for None."""
+        """Makes the calls. `connected` returns the workers of a model, or of the default model for None."""
         self._connected = connected
         self._dialer = dialer
         self._retry_after_s = retry_after_s
 
     async def open(self, model: str | None, key: str, session_id: str | None, capacity_tokens: int, ttl_s: float | None) -> str:
-        """The id of the session that was opened, which is this API key's alone. Raises ApiError."""
+        """Opens a session that only this API key can use, and returns its id. Raises ApiError."""
         if session_id is None:
             workers = self._workers(model)
-            running = [each for each in workers if not each.paused] or workers  # its turns wait while its worker is paused
+            running = [
+                each for each in workers if not each.paused
+            ] or workers  # the turns of a session wait while its worker is paused
             session_id = new_session_id([each.worker_id for each in running])
         owned = owned_id(session_id, key)
         request = worker_pb2.OpenSessionRequest(
@@ -60,7 +62,7 @@ class SessionCalls:
         return session_id
 
     async def close(self, model: str | None, key: str, session_id: str) -> None:
-        """Raises ApiError, 404 if this API key has no such session."""
+        """Closes a session. Raises ApiError, with status 404 if this API key has no such session."""
         owned = owned_id(session_id, key)
         request = worker_pb2.CloseSessionRequest(session_id=owned)
         answer = await self._call(model, owned, lambda stub: stub.CloseSession(request, timeout=CALL_TIMEOUT_S))

@@ -1,4 +1,8 @@
-"""Choices that wait for a worker with room, in their pool's queue or, if their worker was lost, before it. Owns their timers."""
+"""Choices that wait for a worker with a free slot, the errors if the wait fails, and the rate at which choices complete.
+
+A choice waits in its pool's `queue`. If it has lost its worker, it waits in `moved`, which goes before the queue. If the worker
+of its session is not connected, it waits in `parked`.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,109 @@ from functools import partial
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch import sessions
 from services.gateway.dispatch.placement import Placement, Pool
-from services.gateway.dispatch.refusals import Refusals
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError
+from services.gateway.request.errors import ApiError, unavailable
 from services.gateway.request.generation import ModelVersion
 from services.gateway.routing.fair_queue import Placed, QueueFull
 from services.shared.limits import PRIORITY_RANGE
 
-BACKGROUND = 2 * PRIORITY_RANGE[0]  # below whatever a request can ask for
-OUTPUT_WEIGHT = 2  # what an output token costs its key, in prompt tokens
+BACKGROUND = 2 * PRIORITY_RANGE[0]  # below every priority of a request
+OUTPUT_WEIGHT = 2  # charge of an output token to its API key, in prompt tokens
+
+WINDOW_S = 15.0  # completions are counted over one to two windows
+LONGEST_S = 60  # largest Retry-After
 
 Place = Callable[[Placement], bool]
 
 
+class Refusals:
+    """Makes the errors of requests that no worker serves. Each method counts one refusal and returns a 503."""
+
+    def __init__(self, retry_after_s: int, metrics: GatewayMetrics) -> None:
+        self._retry_after_s = retry_after_s
+        self._counter = metrics.refusals
+
+    def full(self) -> ApiError:
+        return self._refused("Too many requests wait for a worker.", "queue_full")
+
+    def refusing(self) -> ApiError:
+        return self._refused(
+            "Every worker of this model refuses new requests: an operator has set 'max_queued_requests' to 0. Retry later.",
+            "queue_full",
+        )
+
+    def busy(self) -> ApiError:
+        return self._refused("All workers are busy.", "queue_timeout")
+
+    def no_worker(self) -> ApiError:
+        return self._refused("No worker is connected.", "no_worker")
+
+    def no_scores(self) -> ApiError:
+        return self._refused("Every worker of this model is of a version that serves no scores. Retry later.", "no_worker")
+
+    def weights_gone(self) -> ApiError:
+        return self._refused(
+            "No worker serves the model version that began the response. Send the request again.", "weights_not_served"
+        )
+
+    def paused(self) -> ApiError:
+        return self._refused("All workers that could serve this are paused.", "paused")
+
+    def _refused(self, message: str, reason: str) -> ApiError:
+        self._counter.labels(reason).inc()
+        return unavailable(message, self._retry_after_s, reason)
+
+
+class Pace:
+    """Estimates Retry-After of a 503 from the rate at which choices complete."""
+
+    def __init__(self, waiting: Callable[[], int], least_s: int, clock: Callable[[], float]) -> None:
+        """Starts the first window.
+
+        Args:
+            waiting: Returns the number of choices that wait for a worker.
+            least_s: Retry-After in seconds if no choice waits.
+            clock: Returns seconds.
+        """
+        self._waiting = waiting
+        self._least_s = least_s
+        self._clock = clock
+        self._begun = clock()
+        self._before = 0  # completed in the window before this one
+        self._since = 0  # completed in this window
+
+    def completed(self) -> None:
+        """Counts a choice that has left its worker."""
+        self._turn()
+        self._since += 1
+
+    def retry_after_s(self) -> int:
+        """Returns the seconds until the last waiting choice is served at the recent rate, from least_s to LONGEST_S.
+
+        If no choice has completed, the time for which completions have been counted is the estimate.
+        """
+        self._turn()
+        waiting = self._waiting()
+        if not waiting:
+            return self._least_s
+        counted_s = self._clock() - self._begun + WINDOW_S
+        done = self._before + self._since
+        seconds = counted_s * waiting / done if done else counted_s
+        return int(min(max(-(-seconds // 1), self._least_s), LONGEST_S))
+
+    def _turn(self) -> None:
+        passed = self._clock() - self._begun
+        if passed >= WINDOW_S:
+            self._before = self._since if passed < 2 * WINDOW_S else 0
+            self._since = 0
+            self._begun += passed // WINDOW_S * WINDOW_S
+
+
 class Waiting:
-    """place: gives it to a worker, if one with room would take it."""
+    """Moves choices into and out of the waiting lines of all pools, and owns their timers."""
 
     def __init__(self, settings: GatewaySettings, refusals: Refusals, metrics: GatewayMetrics, place: Place) -> None:
+        """Makes empty lines. `place` submits a choice to a worker, and returns False if none with a free slot may get it."""
         self._settings = settings
         self._refusals = refusals
         self._metrics = metrics
@@ -35,8 +125,8 @@ class Waiting:
         """Queues the choices of one request.
 
         Raises:
-            ApiError: the queue has no room for all of them, or every worker of the model refuses new requests. No other choice
-                has lost its position then.
+            ApiError: The queue has too few free positions, or every worker of the model refuses new requests. Other choices then
+                keep their positions.
         """
         if placements and pool.refuses_new:
             raise self._refusals.refusing()
@@ -54,13 +144,12 @@ class Waiting:
                 placement.request.fail(self._refusals.full())
 
     def wait_first(self, placement: Placement) -> None:
-        """Before the queue: somebody has been promised its answer already."""
+        """Lets a choice that has lost its worker wait before the queue."""
         placement.pool.moved[placement] = None
         self._begin(placement, moved=True)
 
     def park(self, placement: Placement) -> None:
-        """A turn whose session's worker is not connected: it waits for that one only, and keeps nobody else waiting. Raises
-        ApiError if too many do."""
+        """Lets a turn of a session wait for its own worker, outside of the queue. Raises ApiError if too many turns wait."""
         parked = placement.pool.parked
         if len(parked) >= self._settings.max_waiting_requests:
             raise sessions.session_worker_away(self._settings.retry_after_s)
@@ -68,19 +157,19 @@ class Waiting:
         self._begin(placement, moved=False)
 
     def wake_parked(self, pool: Pool) -> None:
-        """A worker has connected, or goes on after a pause."""
+        """Places parked choices after a worker has connected or has ended a pause."""
         for placement in list(pool.parked):
             if placement in pool.parked and self._place(placement):
                 self._end(placement)
                 del pool.parked[placement]
 
     def fail_all(self, pool: Pool, error: ApiError) -> None:
-        """Nobody will ever serve what waits here."""
+        """Fails the requests of all choices that wait for a pool whose model is no longer served."""
         for placement in (*pool.queue, *pool.moved, *pool.parked):
             placement.request.fail(error)
 
     def give_up(self, pool: Pool, may_serve: Callable[[ModelVersion], bool]) -> None:
-        """Ends begun requests whose weights no worker has or may bring back, and new requests if every worker refuses them."""
+        """Fails begun requests whose model version no worker has or may have again, and new ones if every worker refuses them."""
         for placement in list(pool.moved):
             version = placement.model_version if placement.has_begun else None
             if placement in pool.moved and version is not None and not may_serve(version):
@@ -91,7 +180,7 @@ class Waiting:
                     placement.request.fail(self._refusals.refusing())
 
     def leave(self, placement: Placement) -> None:
-        """No effect on one that does not wait."""
+        """Takes a choice out of its line. No effect if it does not wait."""
         if placement.wait_timer is None:
             return
         self._end(placement)
@@ -103,7 +192,7 @@ class Waiting:
         pool.queue.remove(placement)
 
     def pump(self, pool: Pool) -> None:
-        """Gives what waits to workers that have room, on the loop's next turn."""
+        """Places waiting choices on the loop's next turn."""
         if pool.num_waiting and not pool.pumping:
             pool.pumping = True
             asyncio.get_running_loop().call_soon(self._pump, pool)
@@ -114,7 +203,7 @@ class Waiting:
         for placement in list(pool.moved):
             full = full or not pool.has_room(begun=True)
             if full and placement.reader is None:
-                continue  # a reader keeps room for its own
+                continue  # only a choice with prefetched pages has a reserved slot
             if placement in pool.moved and self._place(placement):
                 self._end(placement)
                 del pool.moved[placement]
@@ -128,7 +217,7 @@ class Waiting:
         return Placed.SKIP if placement.pool.has_room(placement.has_begun) else Placed.STOP
 
     def charge(self, placement: Placement) -> None:
-        """What has been spent on it since the last time, to its key's account."""
+        """Charges the tokens of a choice since the last charge to its API key."""
         choice = placement.choice
         due = placement.charge(len(choice.prompt.ids) + OUTPUT_WEIGHT * len(choice.output_ids))
         if due > 0:
@@ -157,7 +246,7 @@ class Waiting:
             request.fail(self._refusals.paused() if pool.paused else self._refusals.no_worker())
         elif placement.has_begun and not pool.can_go_on(placement):
             request.fail(self._refusals.paused() if pool.is_held_up(placement) else self._refusals.weights_gone())
-        elif request.begun:  # somebody reads what there is of it: its patience ends with the request's time
+        elif request.begun:  # a request with output waits until the request times out
             placement.prolong_wait(self._settings.queue_timeout_s, partial(self._expire, placement))
         else:
             request.fail(self._refusals.busy())
@@ -172,5 +261,5 @@ class Waiting:
 
 
 def _key(placement: Placement) -> str:
-    """Whose it is."""
+    """Returns the name of the API key of the choice."""
     return placement.request.key

@@ -1,4 +1,4 @@
-"""A worker's terminal outputs that are no answers → the client's errors, in the client's own words for its fields."""
+"""Translates a worker's refusal or failure into the client's error, with the client's own field names."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.request.choice import Choice
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.request.generation import Generation
+from services.gateway.request.generation import GenerationParams
 from services.shared.field_refusal import why_of
 
-SESSION_ID = "session.session_id"  # what a worker names where there is no such session
+SESSION_ID = "session.session_id"  # the field that a worker names if it has no such session
 GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
 
 
 def of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
     """Returns the client's error. `finish` has the reason ABORT, or no reason."""
-    code, text, asked = finish.error, _why(finish), choice.generation
+    code, text, asked = finish.error, _why(finish), choice.params
     if code == pb.ERROR_CODE_INVALID_ARGUMENT and finish.field == SESSION_ID:
         return ApiError(404, text or "There is no such session.", param=asked.fields.of(SESSION_ID), code="session_not_found")
     if code == pb.ERROR_CODE_INVALID_ARGUMENT:
@@ -29,7 +29,7 @@ def of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> 
     if code == pb.ERROR_CODE_UNAVAILABLE:
         return unavailable("The worker is going away.", retry_after_s)
     if code == pb.ERROR_CODE_OTHER_WEIGHTS:
-        return unavailable("The worker has got other weights.", retry_after_s)
+        return unavailable("The worker has loaded another model version.", retry_after_s)
     if code == pb.ERROR_CODE_CANCELLED:
         return unavailable("The request was cancelled on the worker.", retry_after_s, "cancelled")
     return internal(text or "The worker failed to compute this request.")
@@ -40,8 +40,8 @@ def _why(finish: worker_pb2.Finish) -> str:
     return why_of(finish.message, finish.field, element)[:MAX_DETAIL_CHARS]
 
 
-def _refused(finish: worker_pb2.Finish, text: str, asked: Generation) -> ApiError:
-    """A worker that is older than the field names none: its message stands for itself."""
+def _refused(finish: worker_pb2.Finish, text: str, asked: GenerationParams) -> ApiError:
+    """Returns the error of a refused field. A worker of an older version names no field."""
     if not finish.field:
         return bad_request(None, text or "The worker refused the request.")
     if finish.field == GRAMMAR and asked.grammar_field is not None:
@@ -51,9 +51,11 @@ def _refused(finish: worker_pb2.Finish, text: str, asked: Generation) -> ApiErro
     return bad_request(own, f"{own}{element}: {text or 'The worker refused it.'}")
 
 
-def _of_grammar(field: str, text: str, part: int | None, asked: Generation) -> ApiError:
-    """Returns the refusal of a grammar. A client has not seen a structural tag that the gateway made: the message names the field
-    that a part of it was made of, or all tools."""
+def _of_grammar(field: str, text: str, part: int | None, asked: GenerationParams) -> ApiError:
+    """Returns the error of a refused grammar. It names the client's field that the refused part was made of, or all tools.
+
+    The client has not seen the structural tag that the gateway made of them.
+    """
     if part is not None and part < len(asked.grammar_fields):
         return bad_request(asked.grammar_fields[part], f"{asked.grammar_fields[part]}: {text}")
     return bad_request(field, f"{field}: {text}" if asked.grammar_fields else text)

@@ -28,10 +28,9 @@ from services.gateway.request.caller import NOBODY
 from services.gateway.request.choice import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
-from services.gateway.request.generation import Plan
+from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import OMITTED_TOOLS
 from services.gateway.request.request import RunningRequest
-from services.gateway.request.silence import Silence, commented
 from services.gateway.request.usage import work_of
 from services.gateway.service.sink import (
     CollectedAnswer,
@@ -41,8 +40,10 @@ from services.gateway.service.sink import (
     MakeRenderer,
     Respond,
     RunGeneration,
+    Silence,
     Sink,
     StreamRenderer,
+    commented,
     headers_of,
 )
 from services.shared import limits
@@ -147,14 +148,14 @@ class HttpSink(Sink):
     async def while_preparing(self, work: Awaitable[T]) -> T:
         return await commented(work, self._comment_s, self._comment)
 
-    async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
         running = self._request
-        self._scope["state"]["model"] = plan.model.name
-        renderer = self._make_renderer(running, int(time.time()), plan.model.name, texts)
+        self._scope["state"]["model"] = prepared.model.name
+        renderer = self._make_renderer(running, int(time.time()), prepared.model.name, texts)
         if isinstance(renderer, Detached):
-            self.detached = await renderer.detach(plan, running.hand_over())
+            self.detached = await renderer.detach(prepared, running.hand_over())
             return False
-        if running.generation.stream:
+        if running.params.stream:
             assert isinstance(renderer, StreamRenderer)
             self._renderer = renderer
             self._silence = Silence(self._comment_s, running.nudge)
@@ -162,7 +163,7 @@ class HttpSink(Sink):
         made = renderer
         self._collected = CollectedAnswer(self._form, lambda *_: made)
         self._collected.open(running)
-        return await self._collected.begin(plan, texts)
+        return await self._collected.begin(prepared, texts)
 
     async def queued(self) -> None:
         """Sends nothing; the first output or comment sends the status."""
@@ -243,7 +244,7 @@ class HttpSink(Sink):
         return bytes(self._form.event_of(error, self._request.request_id))
 
     async def _comment(self) -> None:
-        if self._request.wants_stream:
+        if self._request.origin.wants_stream:
             await self._start_stream()
             await self._send(self._form.comment, False)
 

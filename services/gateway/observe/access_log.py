@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
     trace_id: str  # "" if the request is not traced
     queue_ms: float  # longest wait of a choice, at the gateway and at its worker
-    ttft_ms: float | None  # from arrival to the first output; None without output
+    ttft_ms: float | None  # from arrival to the first output, or None without output
     prompt_tokens: int  # each prompt counts once, as in `usage`
     cached_tokens: int  # prompt tokens that a prefix cache had
     output_tokens: int
@@ -154,7 +154,7 @@ class AccessLog:
 class _LineFile:
     """A file that lines are appended to, or standard error. Opens the path again after a rotation.
 
-    All lines of one turn of the event loop go into one write at its end.
+    All lines of one turn of the event loop are written together.
     """
 
     def __init__(self, path: str) -> None:
@@ -201,13 +201,13 @@ class _LineFile:
 
 
 def _json_line(record: AccessRecord, now: float) -> bytes:
-    """Renders the record as the other log lines are (services/shared/observe/log.py). now: Unix seconds."""
+    """Renders the record like other log lines (services/shared/observe/log.py). `now` is in Unix seconds."""
     stamp = f'{{"ts":"{_utc(int(now))}.{int(now % 1 * 1000):03d}Z",'
     return stamp.encode() + _SAME_FIELDS + orjson.dumps(record)[1:] + b"\n"
 
 
 def _text_line(record: AccessRecord, now: float) -> bytes:
-    """Renders the record as time, method, route, status, end, then the other fields as name=value. now: Unix seconds."""
+    """Renders time, method, route, status and end, then the other fields as name=value. `now` is in Unix seconds."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     head = f"{moment} {record['method'] or '-'} {record['route']} {record['status']} {record['end']}"
     others = [(name, value) for name, value in record.items() if name not in _IN_HEAD]

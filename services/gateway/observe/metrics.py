@@ -5,23 +5,28 @@ Labels are bounded: routes and phases are ours, models are names the server know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from services.gateway.observe.key_labels import OTHER
-from services.gateway.observe.request_series import RequestMetrics, RequestSeries
+from services.shared.observe.histogram import LabelledHistogram
 from services.shared.observe.metrics_server import LATENCY_BUCKETS_S
 from services.shared.observe.readings import Reading, Readings, Value
 
 PREFIX = "rootstock_gateway_"
 RATE_LIMITS = ("requests", "tokens", "concurrency")
-HANDOVERS = ("room", "none")  # whether there is KV to be read
+HANDOVERS = ("room", "none")  # whether the prefill worker has reserved pages
 BATCH_ENDS = ("completed", "failed", "expired", "cancelled")
 BATCH_OUTCOMES = ("completed", "failed")
 BACKGROUND_ENDS = ("completed", "incomplete", "failed", "cancelled")
+MAX_KEYS = 500  # keys with their own label in counters
+MAX_LATENCY_KEYS = 50  # keys with their own label in histograms, which have 57 series each
+LABELS = ("model", "key")
+OTHER = "other"
 REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 
 
@@ -30,35 +35,37 @@ def _by_model(waiting: Callable[[], Mapping[str, int]]) -> Value:
 
 
 class QueueMetrics(Readings[Callable[[], Mapping[str, int]]]):
-    """Of choices that wait for a worker, by model."""
+    """Metrics of the queues, by model."""
 
     rows = (
-        Reading(GaugeMetricFamily, f"{PREFIX}queue_length", "Choices that wait for a worker with room.", _by_model, ("model",)),
+        Reading(
+            GaugeMetricFamily, f"{PREFIX}queue_length", "Choices that wait for a worker with a free slot.", _by_model, ("model",)
+        ),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class KeySigns:
-    """shares_are_up: None where there is no Redis to share limits in."""
+    """The state of the API keys, as metrics read it."""
 
     file_is_valid: Callable[[], bool]
-    shares_are_up: Callable[[], bool | None]
+    shares_are_up: Callable[[], bool | None]  # whether Redis shares the limits of keys, or None without Redis
 
 
 class KeyMetrics(Readings[KeySigns]):
-    """Of a gateway with API keys; of others there is nothing to tell."""
+    """Metrics of a gateway with API keys."""
 
     rows = (
         Reading(
             GaugeMetricFamily,
             f"{PREFIX}key_file_valid",
-            "1: the API keys are what their file says; 0: it is wrong.",
+            "1 if the file of API keys is valid; 0 if it is not, and the last valid keys stay.",
             lambda signs: signs.file_is_valid(),
         ),
         Reading(
             GaugeMetricFamily,
             f"{PREFIX}key_shares_up",
-            "1: keys' limits are shared in Redis; 0: it is away, and each gateway keeps its part.",
+            "1 if Redis shares the limits of API keys; 0 if it is down, and each gateway uses its own share.",
             lambda signs: signs.shares_are_up(),
         ),
     )
@@ -69,17 +76,17 @@ class StoreSigns:
     """The store's state, as metrics read it."""
 
     is_up: Callable[[], bool]
-    memory: Callable[[], tuple[int, int] | None]  # bytes in use and their limit, 0 without one; None while unknown
+    memory: Callable[[], tuple[int, int] | None]  # bytes in use and their limit, 0 without one, or None while unknown
 
 
 class StoreMetrics(Readings[StoreSigns]):
-    """Of a gateway that answers batches, and so asks its store all the time; of others there is nothing to tell."""
+    """Metrics of the store, at a gateway that runs batches and so calls its store all the time."""
 
     rows = (
         Reading(
             GaugeMetricFamily,
             f"{PREFIX}store_up",
-            "1: the store of files, batches and responses answers; 0: it does not, and batches stand still.",
+            "1 if the store of files, batches and responses responds; 0 if not, and batches wait.",
             lambda signs: signs.is_up(),
         ),
         Reading(
@@ -97,71 +104,148 @@ class StoreMetrics(Readings[StoreSigns]):
     )
 
 
+class KeyLabels:
+    """Names of API keys as label values. The first `most` keys have a label each; all other keys share OTHER."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._named: set[str] = set()
+
+    def label(self, key: str) -> str:
+        """Returns the label of a key. Without keys, name and label are "", which Prometheus treats as no label."""
+        if key and key not in self._named:
+            if len(self._named) >= self._most:
+                return OTHER
+            self._named.add(key)
+        return key
+
+
+class RequestMetrics:
+    """Metrics of generation requests by model and API key. Makes each series once, so that tokens need no look-up."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(prefix + name, text, LABELS, registry=registry)
+
+        def histogram(name: str, text: str) -> LabelledHistogram:
+            return LabelledHistogram(prefix + name, text, registry, LATENCY_BUCKETS_S, LABELS)
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of complete responses.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that a prefix cache had.")
+        self.output_tokens = counter("output_tokens", "Output tokens of complete responses.")
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from arrival to the first token of a choice."
+        )
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "Seconds between two tokens of a choice.")
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to the last byte of a generation request."
+        )
+        self.keys, self._latency_keys = KeyLabels(MAX_KEYS), KeyLabels(MAX_LATENCY_KEYS)
+        self._series: dict[tuple[str, str, str], RequestSeries] = {}
+
+    def series(self, model: str, key: str) -> RequestSeries:
+        """Returns the series of a known model name and the name of an API key, "" without keys."""
+        labels = model, self.keys.label(key), self._latency_keys.label(key)
+        found = self._series.get(labels)
+        if found is None:
+            found = self._series[labels] = RequestSeries(self, *labels)
+        return found
+
+
+class RequestSeries:
+    """The series of one model and one API key."""
+
+    __slots__ = ("_cached", "_e2e", "_first", "_further", "_output", "_prompt")
+
+    def __init__(self, metrics: RequestMetrics, model: str, key: str, latency_key: str) -> None:
+        self._prompt = metrics.prompt_tokens.labels(model, key)
+        self._cached = metrics.cached_tokens.labels(model, key)
+        self._output = metrics.output_tokens.labels(model, key)
+        self._first = metrics.time_to_first_token.labels(model, latency_key)
+        self._further = metrics.inter_token_latency.labels(model, latency_key)
+        self._e2e = metrics.e2e_latency.labels(model, latency_key)
+
+    def first_token(self, since_arrival: float) -> None:
+        """Observes the seconds from arrival to the first token of a choice."""
+        self._first.observe(since_arrival)
+
+    def further_tokens(self, between_two: float, count: int) -> None:
+        """Observes `count` further tokens with this many seconds between two of them."""
+        self._further.observe(between_two, count)
+
+    def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
+        """Counts a complete response: tokens of the prompts, cached tokens among them, output tokens, and seconds."""
+        self._prompt.inc(prompt)
+        self._cached.inc(cached)
+        self._output.inc(output)
+        self._e2e.observe(since_arrival)
+
+
 class GatewayMetrics:
+    """All metrics of the gateway. The process makes one."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         ProcessCollector(registry=registry)
         self.requests = self._counter("requests", "HTTP requests answered.", "route", "model", "code")
-        self.aborts = self._counter("aborts", "Requests ended by their client, by how far they had come.", "phase")
+        self.aborts = self._counter("aborts", "Requests whose client left, by phase.", "phase")
         self.retries = self._counter("retries", "Calls or choices that were sent again, by service.", "service")
         self.tls_failures = self._counter(
-            "tls_failures", "Looks, one a minute, at peers with which no TLS comes about.", "service"
+            "tls_failures", "Failed TLS handshakes with other services, counted once a minute.", "service"
         )
-        self.truncated_prompts = self._counter("truncated_prompts", "Prompts cut to what the context holds.")
+        self.truncated_prompts = self._counter("truncated_prompts", "Prompts cut to the context length.")
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")
-        self.decisions = self._counter("routing_decisions", "Choices given to a worker, by why it was that one.", "reason")
-        self.moves = self._counter("moves", "Choices that went to another worker.", "cause", "state")
-        self.moves.labels("drain", "begun")  # a rate needs the zero before the first
+        self.decisions = self._counter("routing_decisions", "Choices submitted to a worker, by reason of the decision.", "reason")
+        self.moves = self._counter("moves", "Choices that moved to another worker.", "cause", "state")
+        self.moves.labels("drain", "begun")  # a rate needs a sample of 0 before the first event
         self.other_numerics = self._counter(
-            "moves_to_other_numerics", "Choices of deterministic workers that one whose results have other bits went on with."
+            "moves_to_other_numerics", "Choices that moved from a deterministic worker to a worker with other numerics."
         )
-        self.handovers = self._counter(
-            "handovers", "Choices whose prompt a prefill worker had computed, and with which another worker went on.", "source"
-        )
+        self.handovers = self._counter("handovers", "Choices that moved from a prefill worker to a decode worker.", "source")
         self.prefetches = self._counter(
-            "prefetches", "Prompts whose pages a decode worker was told to read while a prefill worker computed the rest."
+            "prefetches", "Prompts whose pages a decode worker read while a prefill worker computed the rest."
         )
         for source in HANDOVERS:
             self.handovers.labels(source)
-        self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing took to be cached.")
-        self.queue_time = self._histogram("queue_time_seconds", "Time that a choice waited for a worker with room.")
-        self.refusals = self._counter("refusals", "Choices turned away with a 503 for want of a worker, by why.", "reason")
+        self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing expected to be cached.")
+        self.queue_time = self._histogram("queue_time_seconds", "Seconds that a choice waited for a worker with a free slot.")
+        self.refusals = self._counter("refusals", "Choices refused with 503 for want of a worker, by reason.", "reason")
         for reason in REFUSALS:
-            self.refusals.labels(reason)  # a rate needs the zero before the first
-        self.bodies_refused = self._counter("bodies_refused", "Requests turned away with a 503 for want of room for a body.")
-        self.body_bytes = self._gauge("body_bytes", "Bytes that bodies hold until they are prepared, by pool.", "pool")
-        self.bodies_waiting = self._gauge("bodies_waiting", "Bodies that wait for room, by pool.", "pool")
-        self.rate_limited = self._counter(
-            "rate_limited", "Requests turned away with a 429, by the limit of their API key.", "limit"
-        )
+            self.refusals.labels(reason)  # a rate needs a sample of 0 before the first event
+        self.bodies_refused = self._counter("bodies_refused", "Requests refused with 503 because the body budget was full.")
+        self.body_bytes = self._gauge("body_bytes", "Bytes of request bodies that are not prepared yet, by pool.", "pool")
+        self.bodies_waiting = self._gauge("bodies_waiting", "Request bodies that wait for the body budget, by pool.", "pool")
+        self.rate_limited = self._counter("rate_limited", "Requests refused with 429, by the limit of their API key.", "limit")
         for kind in RATE_LIMITS:
             self.rate_limited.labels(kind)
         self.calls_dropped = self._counter(
-            "tool_calls_dropped", "Calls that a model wrote of a tool that its request has not, or beyond those it allows."
+            "tool_calls_dropped", "Tool calls in outputs that name an unknown tool or exceed the allowed number."
         )
-        self.batches = self._counter("batches", "Batches that this gateway brought to an end, by what they ended as.", "status")
+        self.batches = self._counter("batches", "Batches that ended at this gateway, by final status.", "status")
         for status in BATCH_ENDS:
             self.batches.labels(status)
-        self.batch_lines = self._counter("batch_lines", "Lines of batches that got their result here, by outcome.", "outcome")
+        self.batch_lines = self._counter("batch_lines", "Batch lines with a result from this gateway, by outcome.", "outcome")
         for outcome in BATCH_OUTCOMES:
             self.batch_lines.labels(outcome)
-        self.batch_retries = self._counter("batch_retries", "Tries of lines of batches that found no room, or no worker.")
-        self.batches_running = self._gauge("batches_running", "Batches that this gateway has at work.")
-        self.batch_lines_in_flight = self._gauge("batch_lines_in_flight", "Lines of batches that are being answered.")
+        self.batch_retries = self._counter(
+            "batch_retries", "Attempts at batch lines that failed for want of a free slot or a worker."
+        )
+        self.batches_running = self._gauge("batches_running", "Batches that this gateway runs.")
+        self.batch_lines_in_flight = self._gauge("batch_lines_in_flight", "Batch lines that this gateway computes.")
         self.background_responses = self._counter(
             "background_responses",
-            "Responses in the background that this gateway brought to an end, by what they ended as.",
+            "Background responses that ended at this gateway, by final status.",
             "status",
         )
         for status in BACKGROUND_ENDS:
             self.background_responses.labels(status)
         self.background_takeovers = self._counter(
             "background_takeovers",
-            "Responses in the background that this gateway went on with behind another one, or its own end.",
+            "Background responses that this gateway continued after another gateway, or after its own restart.",
         )
-        self.background_running = self._gauge("background_running", "Responses in the background that this gateway has.")
+        self.background_running = self._gauge("background_running", "Background responses that this gateway runs or queues.")
         self.key_requests = self._counter("key_requests", "Generation requests that began, by API key.", "key")
-        self.grace_period = self._gauge("grace_period_seconds", "What requests in flight get when this gateway stops.")
+        self.grace_period = self._gauge("grace_period_seconds", "Seconds that requests in flight get when this gateway stops.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
         self.of_requests = RequestMetrics(registry, PREFIX)
 
@@ -173,12 +257,12 @@ class GatewayMetrics:
         self.bodies_waiting.labels(pool).set_function(lambda: float(waiting()))
 
     def watch_batches(self, running: Callable[[], int], lines: Callable[[], int]) -> None:
-        """Of this gateway, where there are any. running: batches. lines: that are being answered."""
+        """Sets the sources of the gauges of batches and of their open lines."""
         self.batches_running.set_function(lambda: float(running()))
         self.batch_lines_in_flight.set_function(lambda: float(lines()))
 
     def watch_background(self, running: Callable[[], int]) -> None:
-        """Of this gateway, where there are any. running: responses that it has at work, or waiting."""
+        """Sets the source of the gauge of open background responses."""
         self.background_running.set_function(lambda: float(running()))
 
     def watch_store(self, signs: StoreSigns) -> None:
@@ -186,19 +270,19 @@ class GatewayMetrics:
         self.registry.register(StoreMetrics(signs))
 
     def watch_keys(self, signs: KeySigns) -> None:
-        """Where there are keys."""
+        """Adds the metrics of API keys."""
         self.registry.register(KeyMetrics(signs))
 
     def watch_queue(self, waiting: Callable[[], Mapping[str, int]]) -> None:
-        """waiting: choices that wait for a worker, by model."""
+        """Adds the metrics of the queues. `waiting` returns the waiting choices by model."""
         self.registry.register(QueueMetrics(waiting))
 
     def series(self, model: str, key: str) -> RequestSeries:
-        """Of requests of this model that came with this key; see RequestMetrics."""
+        """Returns the series of a model and the name of an API key; see RequestMetrics."""
         return self.of_requests.series(model, key)
 
     def key_request(self, key: str) -> None:
-        """One has begun. key: its name, "" where there are none: then nothing is counted."""
+        """Counts a generation request of this key. No effect without keys (`key` is "")."""
         if key:
             self.key_requests.labels(self.of_requests.keys.label(key)).inc()
 
@@ -210,3 +294,18 @@ class GatewayMetrics:
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(PREFIX + name, text, registry=self.registry, buckets=LATENCY_BUCKETS_S)
+
+
+class Scrapes(Collector):
+    """Records the time of the last scrape, on any port. A collector without series, so that every scrape calls it."""
+
+    def __init__(self) -> None:
+        self._asked_at: float | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        self._asked_at = time.monotonic()
+        return ()
+
+    def asked_s_ago(self) -> float | None:
+        """Returns the seconds since the last scrape, or None before the first one."""
+        return None if self._asked_at is None else time.monotonic() - self._asked_at

@@ -32,7 +32,7 @@ class RequestReport:
         if worker_id not in self._workers:
             self._workers.append(worker_id)
 
-    def told(self, request: RunningRequest) -> dict[str, Any]:
+    def rendered(self, request: RunningRequest) -> dict[str, Any]:
         """Returns the report as JSON. Times are the longest of all choices, and counts are sums over all choices."""
         endings = [choice.ending for choice in request.choices if choice.ending is not None]
         return {

@@ -1,7 +1,7 @@
-"""Ending requests by the name that their client gave them, wherever in the fleet they are.
+"""Aborts requests by the client's name for them, at all gateways.
 
-A request is known to the gateway that its client is connected to, in every phase: so an abort is done here, and asked of all
-other gateways at once. One that does not answer in time is told of as not reached, and keeps nobody waiting.
+Only the gateway of a request's client has the request. So an abort runs here and is sent to all other gateways at once. The
+report names gateways that do not respond in time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from services.gateway.request.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class AbortScope:
-    """Which requests are meant. rid: None for all. key: name of the API key that they came with ("" where there are none), None
-    for anybody's. worker: id of the one that they are on, "" for wherever they are."""
+    """Selects requests."""
 
-    rid: str | None
-    key: str | None
-    worker: str = ""
+    rid: str | None  # the client's name or the id, or None for all requests
+    key: str | None  # name of their API key, "" without keys, or None for all keys
+    worker: str = ""  # id of a worker that computes them; "": every request
 
     def owns(self, key: str) -> bool:
         return self.key is None or self.key == key
@@ -29,23 +28,23 @@ class AbortScope:
         return self.rid is None or self.rid in names
 
     def on(self, workers: Collection[str]) -> bool:
-        """workers: ids of those that it is on; of two, while one has a copy."""
+        """Whether the scope includes a request on these workers, given by their ids."""
         return not self.worker or self.worker in workers
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAnswer:
-    """Of another gateway. gateway: its own name for itself, b"" where it was not reached; message then says why."""
+    """The result of an abort at another gateway."""
 
     address: str
-    gateway: bytes = b""
-    aborted: int = 0
-    message: str = ""
+    gateway: bytes = b""  # the gateway's own id; b"" if it was not reached
+    aborted: int = 0  # choices and requests that ended there
+    message: str = ""  # the reason if it was not reached
 
 
 class OpenRequests(Protocol):
     def abort(self, scope: AbortScope, error: ApiError) -> int:
-        """Ends those that are meant; returns how many answers that were."""
+        """Ends the selected requests. Returns the number of ended choices and requests."""
 
 
 class Peers(Protocol):
@@ -55,30 +54,30 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AbortReport:
-    """aborted: answers that were ended, over all gateways. peers: the other gateways', one for each address."""
+    """The result of an abort at all gateways."""
 
-    aborted: int
-    peers: Sequence[PeerAnswer]
+    aborted: int  # choices and requests that ended
+    peers: Sequence[PeerAnswer]  # one for each address of another gateway
 
     @property
     def unreached(self) -> list[PeerAnswer]:
         return [peer for peer in self.peers if not peer.gateway]
 
     def body(self) -> dict[str, Any]:
-        """gateways: those that have done it, this one among them; one may be known by several addresses."""
+        """Returns the JSON body. `gateways` counts the reached gateways and this one, each once, also with several addresses."""
         others = {peer.gateway for peer in self.peers} - {b""}
         return {"aborted": self.aborted, "gateways": 1 + len(others), "unreached": len(self.unreached)}
 
 
 class Aborter:
-    """One per process."""
+    """Aborts requests at this gateway and at all others. The process has one."""
 
     def __init__(self, requests: OpenRequests, peers: Peers) -> None:
         self._requests = requests
         self._peers = peers
 
     def abort_here(self, scope: AbortScope) -> int:
-        """Ends what is meant and known to this gateway. What has come of an answer so far is its answer."""
+        """Ends the selected requests of this gateway. Their responses have the output so far."""
         return self._requests.abort(scope, aborted())
 
     async def abort(self, scope: AbortScope) -> AbortReport:

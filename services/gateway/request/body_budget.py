@@ -164,7 +164,7 @@ class BodyBudget:
 
     def _no_room(self) -> ApiError:
         self._refused.inc()
-        message = "The server holds as many bytes of requests' bodies as it can."
+        message = "The body budget of this server is full. Retry later."
         return unavailable(message, self._retry_after_s, "body_budget")
 
 

@@ -1,4 +1,4 @@
-"""Whose a request is, and what follows from that. Pure."""
+"""The caller of a request: its API key, and the priority, cache salt and models that follow from it. Pure."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ _TENANT = b"rootstock-share"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """key: name of the API key, "" where nobody has one. priority: of what asks for none, and the most urgent that may be asked
-    for; None leaves it to the request. weight: of the key's share where requests wait. low_first: lower ones are more urgent.
-    salts_cache: cached prefixes are the key's own. background: its requests wait behind all others."""
+    """The rights and the share of the API key that a request came with."""
 
-    key: str = ""
-    priority: int | None = None
-    low_first: bool = False
-    salts_cache: bool = False
-    weight: float = 1.0
-    background: bool = False
-    models: frozenset[str] | None = None  # names of the models that the key may use; None: every model
+    key: str = ""  # name of the API key; "" without keys
+    priority: int | None = None  # default and most urgent priority, or None for any priority
+    low_first: bool = False  # lower priorities are more urgent
+    salts_cache: bool = False  # no other key shares its cached prefixes
+    weight: float = 1.0  # share of the key while requests wait, relative to other keys
+    background: bool = False  # requests wait until no client's request waits
+    models: frozenset[str] | None = None  # names of the models that the key may use, or None for every model
 
     @property
     def tenant(self) -> bytes:
-        """What workers know the key by; empty where nobody has one."""
+        """Hash of the key's name, for workers; empty without keys."""
         return blake2b(self.key.encode(), digest_size=_DIGEST_BYTES, person=_TENANT).digest() if self.key else b""
 
     def in_background(self, low_first: bool) -> Caller:
-        """The same, for what nobody waits for: of the least urgent priority, whatever is asked."""
+        """Returns the caller of a background request, which always has the least urgent priority."""
         least = PRIORITY_RANGE[1] if low_first else PRIORITY_RANGE[0]
         return replace(self, priority=least, low_first=low_first, background=True)
 
@@ -41,12 +39,13 @@ class Caller:
         return self.models is None or model in self.models
 
     def priority_of(self, asked: int | None) -> int:
+        """Returns the priority of a request, within the key's limit. `asked` is the client's, or None."""
         if asked is None or self.priority is None:
             return (self.priority or 0) if asked is None else asked
         return max(asked, self.priority) if self.low_first else min(asked, self.priority)
 
     def cache_salt_of(self, asked: str) -> str:
-        """What workers and the prefix index know: who has the same shares cached prefixes."""
+        """Returns the salt for workers and the prefix index. Requests with equal salts share cached prefixes."""
         if not self.salts_cache or not self.key:
             return asked
         text = f"{len(self.key)}:{self.key}{asked}"

@@ -1,4 +1,4 @@
-"""One output for one prompt: the worker's ids and values, their text, and the part of both that the client has not received.
+"""Choices: the worker's output for one prompt, its text, and the part of it that the client has not received.
 
 A choice may move from worker to worker with the same parameters. It has everything that another worker needs to continue it.
 The dispatcher passes the worker's output to it, and a Decoding passes the detokenizer's text. New output waits in the choice,
@@ -21,13 +21,13 @@ from services.gateway.parsers.output_parser import OutputParser, Parsing, PlainT
 from services.gateway.request.caller import Caller
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import ChoiceSampling, Generation, ModelVersion, Part, Prompt
-from services.gateway.request.logprobs import LogprobSpan, LogprobTable
+from services.gateway.request.generation import GenerationParams, ModelVersion, PromptInput
+from services.gateway.request.logprobs import EMPTY_TABLE, NO_LOGPROBS, LogprobSpan, LogprobTable
 from services.gateway.request.origin import Origin
 from services.gateway.request.trace import RequestTrace
 from services.gateway.routing import session_home
 
-TIERS = ("device", "host", "storage")  # of cached KV, in SGLang's names
+TIERS = ("device", "host", "storage")  # SGLang's names for tiers of cached KV
 _FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
 
 
@@ -52,7 +52,7 @@ class ChoiceOwner(Protocol):
     model_source: str
     series: Series
     clock: Callable[[], float]  # the event loop's time in seconds
-    arrived: float  # of the request, by `clock`
+    arrived: float  # time of the request's arrival, by `clock`
     error: ApiError | None
 
     def streaming(self) -> None:
@@ -62,7 +62,7 @@ class ChoiceOwner(Protocol):
         """Notes that take() of this choice returns a delta."""
 
     def choice_ended(self, choice: Choice) -> None:
-        """Frees what the choice holds. Called once, after its `ending` is set."""
+        """Frees the choice. Called once, after `ending` of the choice is set."""
 
     def fail(self, error: ApiError) -> None:
         """Ends every choice of the request with an error."""
@@ -73,7 +73,7 @@ class Ending:
     """The end of a complete choice. All counts are the worker's."""
 
     finish_reason: str  # "stop", "length" or "abort"
-    stop_reason: str | int | None  # matched stop string, stop pattern or stop token id; None for the end of sequence or a grammar
+    stop_reason: str | int | None  # matched stop string, pattern or token id, or None at the end of sequence or of a grammar
     matched: str | int | None  # as stop_reason, but with the token id of the end of sequence
     prompt_tokens: int  # in a session, of the whole context
     cached_tokens: int
@@ -85,20 +85,22 @@ class Ending:
     accepted_tokens: int = 0
     accepted_prediction_tokens: int = 0  # at all workers of the choice, up to the tokens that this gateway has
     rejected_prediction_tokens: int = 0
-    cached_by_tier: Mapping[str, int] | None = None  # cached_tokens by tier; None if none was cached, or the worker has one tier
+    cached_by_tier: Mapping[str, int] | None = (
+        None  # cached_tokens by tier, or None without cached tokens, or if the worker has one tier
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierOutput:
     """Output of a choice that another gateway or an earlier try has stored, and that is continued here."""
 
-    ids: Sequence[int] = ()  # of the output, which has not ended with them
+    ids: Sequence[int] = ()  # output ids so far
     decoded: int = 0  # ids whose text a detokenizer has returned
     chars: int = 0  # characters of that text
     shown: int = 0  # ids whose text the client has
-    logprobs: Sequence[worker_pb2.LogprobRows] = ()  # of all ids, if the client wants them
-    version: ModelVersion | None = None  # model version that computed it; None if no worker has named one
-    numerics: str = ""  # fingerprint of the numerics that computed it (WorkerInfo.numerics); "" if no worker has named one
+    logprobs: Sequence[worker_pb2.LogprobRows] = ()  # log probabilities of all ids, if the client wants them
+    version: ModelVersion | None = None  # model version of the workers, or None if it is unknown
+    numerics: str = ""  # WorkerInfo.numerics of the workers; "" if it is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +114,11 @@ class Delta:
     # stop string, part of a character) waits for the next delta.
     token_ids: Sequence[int]
     logprobs: LogprobSpan
-    ending: Ending | None  # None while the choice goes on
+    ending: Ending | None  # set in the last delta
 
 
 class Choice:
-    """One output for one prompt. Lives as long as its request. All methods run on the event loop."""
+    """An output for one prompt. Lives as long as its request. All methods run on the event loop."""
 
     __slots__ = (
         "_delivered",
@@ -131,37 +133,42 @@ class Choice:
         "_taken_ids",
         "decoding",
         "ending",
-        "generation",
         "index",
         "logprobs",
         "number",
         "output_ids",
-        "part",
+        "params",
         "prompt",
         "prompt_logprobs",
         "request",
         "resumed",
-        "sampling",
+        "seed",
         "trace",
         "worker_ending",
     )
 
-    def __init__(self, request: ChoiceOwner, index: int, number: int, part: Part, sampling: ChoiceSampling) -> None:
-        generation = part.generation
+    def __init__(
+        self,
+        request: ChoiceOwner,
+        index: int,
+        number: int,
+        prompt: PromptInput,
+        params: GenerationParams,
+        seed: int | None,
+    ) -> None:
         self.request = request
         self.index = index  # among all choices of the request
         self.number = number  # among the choices of its prompt
-        self.part = part
-        self.prompt: Prompt = part.prompt
-        self.generation: Generation = generation
-        self.sampling = sampling
+        self.prompt = prompt
+        self.params = params
+        self.seed = seed  # for draws on every worker, or None without draws
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
         self.resumed: EarlierOutput | None = None  # without its log probabilities, which `logprobs` has
         # Output of the worker.
         self.output_ids: list[int] = []  # `decoding` reads the same list
-        self.logprobs = LogprobTable()  # of output_ids, if the client wants them
-        self.prompt_logprobs = LogprobTable()  # from position max(1, prompt_from) on
-        self.worker_ending: Ending | None = None  # None until the worker has ended the choice
+        self.logprobs = LogprobTable() if params.wants_logprobs else EMPTY_TABLE  # rows of output_ids, if the client wants them
+        self.prompt_logprobs = EMPTY_TABLE  # from position max(1, prompt_from) on
+        self.worker_ending: Ending | None = None  # set when the worker has ended the choice
         self._embedding: Sequence[float] | None = None
         self._label_logprobs: Sequence[float] | None = None
         self._predicted = 0, 0  # accepted and rejected prediction tokens at its worker
@@ -169,8 +176,8 @@ class Choice:
         self._prefilled: worker_pb2.Finish | None = None  # last message of the worker that computed the prompt for another one
         # Text of the detokenizer.
         self.ending: Ending | None = None  # set with the last text
-        self._pieces = [part.prefix] if part.prefix else []  # text that the client has not received
-        self._shown_ids = 0  # ids with text; the last ones count when their text has come
+        self._pieces = [prompt.prefix] if prompt.prefix else []  # text that the client has not received
+        self._shown_ids = 0  # ids whose text was received
         self._taken_ids = 0  # ids whose text has been taken
         self._delivered = False  # a delta has been taken
         self._last_at = 0.0  # loop time of the last token; 0.0 before the first
@@ -178,14 +185,14 @@ class Choice:
             self,
             request.request_id,
             self.output_ids,
-            self.prompt.ids,
-            generation.sampling.stop,
-            generation.skip_special_tokens,
-            generation.include_stop,
+            prompt.ids,
+            params.sampling.stop,
+            params.skip_special_tokens,
+            params.include_stop,
             model=request.model_source,
             traceparent=request.origin.traceparent,
-            patient=not generation.stream,
-            kept_tokens=generation.parsing.kept_tokens if generation.parsing is not None else (),
+            patient=not params.stream,
+            kept_tokens=params.parsing.kept_tokens if params.parsing is not None else (),
         )
 
     def resume(self, earlier: EarlierOutput) -> None:
@@ -193,7 +200,7 @@ class Choice:
         self.resumed = replace(earlier, logprobs=())
         self.output_ids += earlier.ids
         for rows in earlier.logprobs:
-            self.logprobs.extend(rows)
+            self.add_logprobs(rows)
         self.decoding.resume(earlier.decoded, earlier.chars)
         self._shown_ids = self._taken_ids = earlier.shown
         self._delivered = earlier.chars > 0
@@ -203,41 +210,41 @@ class Choice:
     @property
     def request_id(self) -> str:
         """Request id on the worker."""
-        own = self.part.request_id
+        own = self.prompt.request_id
         if not own:
             return f"{self.request.request_id}-{self.index}"
-        return f"{own}-{self.number}" if self.generation.n > 1 else own
+        return f"{own}-{self.number}" if self.params.n > 1 else own
 
     @property
     def cache_salt(self) -> str:
         """Cache salt on the worker, which may have the API key's own part."""
-        return self.request.caller.cache_salt_of(self.generation.cache_salt)
+        return self.request.caller.cache_salt_of(self.params.cache_salt)
 
     @property
     def session_id(self) -> str:
         """Session id on the worker; "" outside of sessions."""
-        session = self.generation.session
+        session = self.params.session
         return "" if session is None else session_home.owned_id(session.session_id, self.request.caller.key)
 
     @property
     def priority(self) -> int:
         """Priority within the limit of its API key."""
-        return self.request.caller.priority_of(self.generation.priority)
+        return self.request.caller.priority_of(self.params.priority)
 
     @property
     def can_move(self) -> bool:
         """Whether another worker can continue it from its prompt and output. A session's turn needs the KV of its own worker."""
-        return self.worker_ending is None and self.generation.session is None and self.request.error is None
+        return self.worker_ending is None and self.params.session is None and self.request.error is None
 
     @property
     def generates(self) -> bool:
         """Whether the output is tokens, not a vector or a score."""
-        return not self.generation.ends_with_prompt
+        return not self.params.ends_with_prompt
 
     @property
     def lacks_logprobs(self) -> bool:
         """Whether log probabilities of output ids are missing that the client wants."""
-        return self.generation.wants_logprobs and len(self.logprobs) != len(self.output_ids)
+        return self.params.wants_logprobs and len(self.logprobs) != len(self.output_ids)
 
     @property
     def _predictions(self) -> tuple[int, int]:
@@ -266,21 +273,25 @@ class Choice:
 
     def add_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
         """Adds the log probabilities of the next output tokens. Raises ValueError for rows that do not fit."""
+        if self.logprobs is EMPTY_TABLE:
+            self.logprobs = LogprobTable()
         self.logprobs.extend(rows)
 
     def add_prompt_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
         """Adds the log probabilities of the next prompt tokens. Raises ValueError for rows that do not fit."""
+        if self.prompt_logprobs is EMPTY_TABLE:
+            self.prompt_logprobs = LogprobTable()
         self.prompt_logprobs.extend(rows)
 
     def set_predicted(self, accepted: int, rejected: int) -> None:
-        """Sets the prediction tokens at its worker so far, up to the output ids that are here."""
+        """Sets the accepted and rejected prediction tokens at the worker, up to the last output id of extend()."""
         self._predicted = accepted, rejected
 
     def leave_worker(self) -> None:
         """Prepares for another worker. Prompt log probabilities of an unfinished prompt are dropped."""
         self._predicted_before, self._predicted = self._predictions, (0, 0)
         if not self.output_ids:
-            self.prompt_logprobs = LogprobTable()
+            self.prompt_logprobs = EMPTY_TABLE
 
     def handed_over(self, finish: worker_pb2.Finish) -> None:
         """Notes the counts of the worker that has computed the prompt for another one. The first such worker's counts stay."""
@@ -288,14 +299,14 @@ class Choice:
             self._prefilled = finish
 
     def fits(self, finish: worker_pb2.Finish) -> bool:
-        """Whether an ending has what the client wants: a log probability for each label of a score."""
-        sampling = self.generation.sampling
+        """Whether the end of a score has a log probability for each label. True for other requests."""
+        sampling = self.params.sampling
         return not sampling.HasField("score") or len(finish.label_logprobs) == len(sampling.score.label_token_ids)
 
     def finish(self, finish: worker_pb2.Finish) -> None:
         """Receives the worker's terminal output of a complete choice. Its last text follows, unless it is a vector or a score."""
         prefilled = finish if self._prefilled is None else self._prefilled
-        self.worker_ending = _ending_of(finish, prefilled, self.generation, self._predictions)
+        self.worker_ending = _ending_of(finish, prefilled, self.params, self._predictions)
         # The text that a stop pattern has matched stays; a stop string is cut off.
         self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
         if finish.reason == pb.FINISH_REASON_EMBEDDED:
@@ -309,7 +320,7 @@ class Choice:
 
     def on_text(self, text: str, count: int) -> None:
         """Receives text of the next `count` ids (DecodeSink)."""
-        if text and not self.generation.hidden:
+        if text and not self.params.hidden:
             self._pieces.append(text)
         if count and not self.decoding.patient:
             self._time(count)
@@ -325,16 +336,17 @@ class Choice:
         self.request.fail(error)
 
     def take(self) -> Delta | None:
-        """Returns the output since the last take, or None if there is none. After the ending it is never None."""
+        """Returns the output since the last take; None without new output. Never None after the ending."""
         if not self._pieces and self.ending is None:
             return None
         text = "".join(self._pieces)
         self._pieces.clear()
-        generation = self.generation
-        begin, end = self._taken_ids, 0 if generation.hidden else self._shown_ids
+        params = self.params
+        begin, end = self._taken_ids, 0 if params.hidden else self._shown_ids
         self._taken_ids = self._shown_ids
-        ids = self.output_ids[begin:end] if generation.answer.return_token_ids or generation.wants_logprobs else ()
-        logprobs = self.logprobs.span(begin, end if generation.wants_logprobs else 0)
+        wants_logprobs = params.wants_logprobs
+        ids = self.output_ids[begin:end] if params.answer.return_token_ids or wants_logprobs else ()
+        logprobs = self.logprobs.span(begin, end) if wants_logprobs else NO_LOGPROBS
         first, self._delivered = not self._delivered, True
         return Delta(self, first, text, ids, logprobs, self.ending)
 
@@ -368,7 +380,7 @@ class ChoiceReader:
         """Makes the parser. If `parsing` is None, all output is text."""
         self._parsing = parsing
         self._parser: OutputParser = PlainText() if parsing is None else parsing.parser()
-        self.called = False  # the output has begun a call
+        self.called = False  # the output has a call
 
     def read(self, delta: Delta) -> list[Event]:
         """Returns the events of the next delta, perhaps none."""
@@ -391,7 +403,7 @@ class ChoiceReader:
 
 
 def _ending_of(
-    finish: worker_pb2.Finish, prefilled: worker_pb2.Finish, generation: Generation, predicted: tuple[int, int]
+    finish: worker_pb2.Finish, prefilled: worker_pb2.Finish, params: GenerationParams, predicted: tuple[int, int]
 ) -> Ending:
     """Returns the ending of a complete choice.
 
@@ -406,9 +418,9 @@ def _ending_of(
         matched = finish.matched_token
     reason = _FINISH_REASONS.get(finish.reason, "stop")
     num_tokens = finish.completion_tokens
-    if generation.hidden:  # the client wants no token, so none counts
+    if params.hidden:  # the client wants no token, so none counts
         matched, num_tokens, reason = None, 0, "abort" if reason == "abort" else "length"
-    is_end_of_sequence = isinstance(matched, int) and matched not in generation.stop_token_ids
+    is_end_of_sequence = isinstance(matched, int) and matched not in params.stop_token_ids
     return Ending(
         finish_reason=reason,
         stop_reason=None if is_end_of_sequence else matched,

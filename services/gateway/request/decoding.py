@@ -1,6 +1,6 @@
-"""One handle's way from token ids to text: everything that is needed to go on decoding on another detokenizer.
+"""The decoding of one sequence of token ids to text, with the state to continue it on another detokenizer.
 
-Written by its owner (ids, resume, finish), by the DecodeWindow that holds it (the rest), and by the DetokPool (homeless).
+Three objects write it: its owner (ids, resume, finish), the DetokPool (homeless), and the DecodeWindow that holds it (the rest).
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ from typing import Protocol
 from rootstock.v1 import detokenizer_pb2
 from services.gateway.request.errors import ApiError
 
-PATIENT_IDS = 64  # that gather where nobody reads before the end: a message costs its gateway more than all that is in it
-PROMPT_TAIL = 5  # ids of the prompt that give the first decoded piece its context
+PATIENT_IDS = 64  # ids per message of a response that is no stream, because a message costs more than its ids
+PROMPT_TAIL = 5  # last ids of the prompt, which the first decoded text depends on
 
 
 class DecodeSink(Protocol):
-    """Who a Decoding's text is for. Both are called on the event loop and must not block."""
+    """The receiver of a Decoding's text. Both methods are called on the event loop and must not block."""
 
     def on_text(self, text: str, count: int) -> None:
-        """`count` more ids are decoded; `text` may be empty. The last call comes with the decoding's `done` set."""
+        """Receives the text of `count` more ids, which may be empty. `done` of the decoding is set before the last call."""
 
     def on_decode_failed(self, error: ApiError) -> None:
-        """No text will follow."""
+        """Receives the error after which no text follows."""
 
 
 class DecodeStream(Protocol):
-    """What a decoding is pinned to."""
+    """The stream to a detokenizer that a decoding is open on."""
 
     def touch(self, decoding: Decoding) -> None:
-        """`ids` has grown or the decoding is finished."""
+        """Sends new ids, or the end of a finished decoding."""
 
     def drop(self, decoding: Decoding) -> None:
-        """No more text is wanted. No effect on one that is not here."""
+        """Closes a decoding. No effect if it is not open on this stream."""
 
 
 class Decoding:
+    """Owned by a Choice, or by a call that decodes ids once. Ends when `done` is set or it is dropped."""
+
     __slots__ = (
         "_open_fields",
         "_stop_chars",
@@ -73,22 +75,28 @@ class Decoding:
         patient: bool = False,
         kept_tokens: Sequence[str] = (),
     ) -> None:
-        """`ids` is shared with the owner, who appends to it. patient: nobody reads its text before its
-        end. model: whose ids they are, as detokenizers name it; "" for any.
-        traceparent: "" for ids of a request that is not traced. kept_tokens: special ones that are not skipped, by their text."""
+        """Makes a decoding that is on no detokenizer.
+
+        Args:
+            ids: Shared with the owner, which appends to it.
+            model: Model id of the detokenizer; "" for any detokenizer.
+            traceparent: "" if the request is not traced.
+            patient: The text is not used before its end, so ids may wait for more ids.
+            kept_tokens: Texts of special tokens that stay in the text.
+        """
         self.sink = sink
         self.request_id = request_id  # for logs
         self.ids = ids
-        self.handle = 0  # of the stream that it is open on; a new one with every open
-        self.stream: DecodeStream | None = None  # None: on no detokenizer
+        self.handle = 0  # on its stream; a new one with every open
+        self.stream: DecodeStream | None = None  # None: open on no detokenizer
         self.homeless: TimerHandle | None = None  # runs while no detokenizer is connected
-        self.sent = 0  # ids that went out on the current stream or were replayed to it
-        self.decoded = 0  # ids whose text has come back
-        self.emitted_chars = 0  # of all text that has come back
-        self.breaks = 0  # batches of it that no answer came to because the stream broke, since it last got text
-        self.lost = 0  # times that a detokenizer did not know it, or failed to decode it
-        self.finished = False  # said by the owner
-        self.done = False  # the detokenizer has answered the finish
+        self.sent = 0  # ids sent or replayed to the current stream
+        self.decoded = 0  # ids whose text was received
+        self.emitted_chars = 0  # characters of the received text
+        self.breaks = 0  # batches lost with their stream since the last text
+        self.lost = 0  # times that a detokenizer did not have the handle, or failed to decode the ids
+        self.finished = False  # the owner adds no more ids
+        self.done = False  # the last text was received
         self.matched_stop = ""
         self.model = model
         self.traceparent = traceparent
@@ -98,25 +106,25 @@ class Decoding:
 
     @property
     def may_wait(self) -> bool:
-        """What there is to decode can go with what is to come."""
+        """Whether the ids that were not sent may wait for more ids."""
         return self.patient and not self.finished and len(self.ids) - self.sent < PATIENT_IDS
 
     def resume(self, decoded: int, emitted_chars: int) -> None:
-        """So much of it has come back elsewhere. Before it is on any detokenizer."""
+        """Continues behind text that another gateway has received. Called before the first open."""
         self.decoded, self.emitted_chars = decoded, emitted_chars
 
     def finish(self, matched_stop: str) -> None:
-        """No ids follow those that `ids` holds."""
+        """Notes that `ids` is complete. `matched_stop` is the stop string to cut off, or ""."""
         self.finished = True
         self.matched_stop = matched_stop
 
     @property
     def open_size(self) -> int:
-        """Ids and characters that an open_message has."""
+        """Size of open_message() in ids and characters."""
         return self.decoded + self._stop_chars
 
     def open_message(self) -> detokenizer_pb2.DecodeOpen:
-        """What a stream needs that has never seen this handle. The ids after `decoded` follow as rows."""
+        """Returns the message that opens this handle on a stream. The ids behind `decoded` follow as rows."""
         tail, stop, skip_special_tokens, include_stop, kept_tokens = self._open_fields
         return detokenizer_pb2.DecodeOpen(
             handle=self.handle,

@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-MAX_DETAIL_CHARS = 500  # of a message that another service wrote
+MAX_DETAIL_CHARS = 500  # characters kept of another service's message
 DONE = b"data: [DONE]\n\n"
 KEY_NOT_HERE = "api_key_not_here"  # yet: the code of an error that passes
-CLIENT_CLOSED = 499  # nobody reads it: a label of metrics and logs
+CLIENT_CLOSED = 499  # status in metrics and logs if the client has left
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 Headers = list[tuple[bytes, bytes]]
@@ -191,7 +191,7 @@ class ApiError(Exception):
         return orjson.dumps(self.body())
 
     def headers(self, num_bytes: int | None = None) -> Headers:
-        """ASGI headers of a plain HTTP answer with this error. num_bytes: of its body, if that is not json()."""
+        """Returns the ASGI headers of a plain HTTP response. `num_bytes` is the size of a body other than json()."""
         length = len(self.json()) if num_bytes is None else num_bytes
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
         if self.retry_after_s is not None:
@@ -214,7 +214,7 @@ def model_not_allowed() -> ApiError:
 
 
 def context_length_exceeded(param: str, context_len: int, prompt_tokens: str) -> ApiError:
-    """prompt_tokens: their number, in words where it is a bound."""
+    """Returns the error of a prompt that exceeds the context. `prompt_tokens` is a number, or words for a lower bound."""
     message = (
         f"This model's maximum context length is {context_len} tokens, and the prompt has {prompt_tokens}. "
         "At least one token must be left for the answer."
@@ -227,7 +227,9 @@ def unavailable(message: str, retry_after_s: int, code: str = "service_unavailab
 
 
 def key_not_here() -> ApiError:
-    return unavailable("The API key has not come to this gateway yet.", 1, KEY_NOT_HERE)
+    return unavailable(
+        "This gateway does not know the API key yet. A new key reaches every gateway within 120 s; retry later.", 1, KEY_NOT_HERE
+    )
 
 
 def timed_out(message: str = "The request took longer than this server allows.") -> ApiError:
@@ -240,23 +242,21 @@ def internal(message: str = "Internal server error.") -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How an API writes what is no result. body: of an error, of a request of this id. status: the API's for an error's own.
-    event: the name of a stream's event that tells an error, empty for none. comment: what is sent where a stream is silent for a
-    while. id_header: one more that has the request's id, empty for none."""
+    """The form of an API's errors and keep-alive comments."""
 
-    body: Callable[[ApiError, str], dict[str, Any]]
-    status: Callable[[int], int]
-    event: bytes
-    comment: bytes
-    id_header: bytes = b""
+    body: Callable[[ApiError, str], dict[str, Any]]  # the body of an error, for a request id
+    status: Callable[[int], int]  # the API's HTTP status for an error's
+    event: bytes  # name of the event that reports an error in a stream; empty for no name
+    comment: bytes  # sent while a stream is silent
+    id_header: bytes = b""  # name of a further header with the request id; empty for no such header
 
     def answer(self, error: ApiError, request_id: str) -> tuple[int, Headers, bytes]:
-        """A plain HTTP answer: status, headers, body."""
+        """Returns status, headers and body of a plain HTTP response."""
         body = orjson.dumps(self.body(error, request_id))
         return self.status(error.status), error.headers(len(body)), body
 
     def event_of(self, error: ApiError, request_id: str) -> bytes:
-        """A stream's last event."""
+        """Returns the last event of a failed stream."""
         name = b"event: %s\n" % self.event if self.event else b""
         return b"%sdata: %s\n\n" % (name, orjson.dumps(self.body(error, request_id)))
 

@@ -1,9 +1,12 @@
-"""What a client asks for, whatever endpoint it came to. Plain data, valid by construction: translation.py makes it."""
+"""Prepared generation requests: the model, the prompts as token ids and the parameters. Frozen data; the APIs check and make it.
+
+The functions at the end check the memory that all choices of a request may need. They raise ApiError that names the field.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -12,14 +15,17 @@ from rootstock.v1 import worker_pb2
 from services.gateway.parsers.output_parser import Parsing
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
 from services.gateway.request.caller import Caller
+from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.field_names import FieldNames
+from services.gateway.request.logprobs import values_per_token
+from services.shared import limits
 from services.shared.index.block_hash import root_hash
 from services.shared.index.cache_namespace import cache_namespace
-from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults
+from services.shared.sampling_defaults import API_DEFAULTS, SamplingDefaults
 
 _UINT64_MASK = (1 << 64) - 1
 
-UNLIMITED_ANSWER_TOKENS = 16384  # what an answer without max_tokens counts as in budgets
+UNLIMITED_ANSWER_TOKENS = 16384  # output tokens for budgets of a request without max_tokens
 
 
 class ModelVersion(NamedTuple):
@@ -32,39 +38,36 @@ class ModelVersion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the gateway knows of a model that workers serve. Lengths in tokens. embedding_size: numbers in its vectors,
-    0 if it gives none. source: the name that workers, tokenizers and detokenizers give it. revision, tokenizer: what block
-    hashes begin with. auto_truncates: a prompt that exceeds the context is cut. defaults: of what a request leaves out.
-    deterministic: whoever computes a request, its result is the same."""
+    """A model as its workers report it."""
 
-    name: str
-    context_len: int
+    name: str  # for clients
+    context_len: int  # tokens; 0 if no worker has connected
     vocab_size: int
-    generates: bool = True
-    embedding_size: int = 0
-    source: str = ""
-    revision: str = ""
+    generates: bool = True  # False: it only makes embeddings
+    embedding_size: int = 0  # numbers in an embedding; 0 if the model makes none
+    source: str = ""  # model id at workers, tokenizers and detokenizers
+    revision: str = ""  # part of the block hashes, as `tokenizer` is
     tokenizer: str = ""
-    auto_truncates: bool = False
-    defaults: SamplingDefaults = API_DEFAULTS
-    deterministic: bool = False
+    auto_truncates: bool = False  # a prompt that exceeds the context is cut
+    defaults: SamplingDefaults = API_DEFAULTS  # for parameters that a request does not set
+    deterministic: bool = False  # a request has the same result on every worker
 
     def hash_root(self, cache_salt: str) -> bytes:
-        """What the first block of a prompt is chained to in the prefix index."""
+        """Returns the hash that the first block of a prompt is chained to in the prefix index."""
         return root_hash(self.source, self.revision, self.tokenizer, cache_namespace("", cache_salt))
 
 
 class Models(Protocol):
-    """Those that can be asked for."""
+    """The models that clients may name."""
 
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
-        """What block hashes of a prompt begin with; empty where nobody needs them."""
+        """Returns the hash that the first block of a prompt is chained to; empty if routing uses no block hashes."""
 
     def names(self) -> Sequence[str]:
-        """Of all that can be asked for."""
+        """Returns the names of all models, with or without a worker."""
 
     def reads_predictions(self, model: ModelInfo) -> bool:
-        """Whether a worker of it guesses by what clients predict."""
+        """Whether a worker of the model drafts tokens from predicted outputs."""
 
     async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
         """Returns the model of this name, for None the default one. Waits for its first worker.
@@ -75,75 +78,58 @@ class Models(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding.
-    block_hashes: of its full blocks, one after the other; empty where nobody has computed them yet. num_cut: tokens behind them
-    that the context had no room for. at_least: ids are the first of a text, or none, and it has at least so many; else 0.
-    rendered_end: of a chat, the last characters of what its template has made.
-    """
+class PromptInput:
+    """A prompt of a request as token ids."""
 
-    ids: Sequence[int]
-    text: str | None
-    block_hashes: bytes = b""
-    num_cut: int = 0
-    at_least: int = 0
-    rendered_end: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceSampling:
-    """One choice's parameters. asked: the message that was made of the client's body, the same object for all choices. own: what
-    differs by prompt and choice, and what the model has defaults for; no field of it is set in `asked`."""
-
-    asked: pb.SamplingParams
-    own: pb.SamplingParams
-
-    def write(self, into: pb.SamplingParams) -> None:
-        """Into a message that goes out: the one copy that is made of what was asked."""
-        into.CopyFrom(self.asked)
-        into.MergeFrom(self.own)
+    ids: Sequence[int]  # the packed array of the tokenizer's message
+    text: str | None  # for `echo`, or None if only decoding the ids would give it
+    block_hashes: bytes = b""  # joined hashes of the full blocks; empty until they are computed
+    num_cut: int = 0  # tokens behind `ids` that exceeded the context
+    at_least: int = (
+        0  # if the tokenizer stopped early: a lower bound of the prompt's tokens, of which `ids` has the first; else 0
+    )
+    rendered_end: str = ""  # last characters of a rendered chat template
+    prefix: str = ""  # text with which the output begins (`echo`)
+    request_id: str = ""  # the client's name for this prompt, as workers receive it; "" for one made of the request's id
+    prediction: Sequence[int] | None = None  # token ids of the predicted output, or None if the client has sent none
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """What is asked of one prompt. `sampling` lacks max_new_tokens and seed, which differ by prompt and choice, and of what the
-    model has defaults for, what the client has not said.
+class GenerationParams:
+    """The parameters of one prompt. All prompts of a request may share one object.
 
-    fields: the client's names of what a worker may refuse. grammar_field: the one that `sampling.grammar` came from. In a
-    session the prompt is what the turn adds to a context that only the worker knows. vector_as_base64: an embedding is
-    answered as its little-endian float32. hidden: no token is wanted. Workers of an earlier version make one, which is not
-    shown. stream_repeats: each event of its stream has all that came before. answer: what is shown beside its text.
-    parsing: how calls and reasoning are found in its text; None: it is all text. best: of the n answers so many are shown, those
-    with the likeliest tokens; 0: all. shows_logprobs: or they are known to rank by alone.
+    `sampling` and `grammar` are wire messages that no code writes after construction; a test checks that.
     """
 
-    stream: bool
-    include_usage: bool
-    n: int
-    seed: int | None
-    max_tokens: int | None  # None: up to the context
+    stream: bool  # output is sent to the client as it comes
+    include_usage: bool  # the last event of a stream has the usage
+    n: int  # choices
+    seed: int | None  # seed of the first choice, or None if it is drawn
+    max_tokens: int | None  # output tokens, or None for the rest of the context
+    # Parameters of all choices. The dispatcher adds the grammar, the seed, the output limit and the model's defaults to a copy.
     sampling: pb.SamplingParams
     stop_token_ids: frozenset[int]
     skip_special_tokens: bool
-    include_stop: bool
+    include_stop: bool  # the text ends with the stop string
     cache_salt: str
     priority: int | None
     routing_key: str = ""
-    session: worker_pb2.SessionTurn | None = None
-    fields: FieldNames = field(default_factory=FieldNames)
-    grammar_field: str | None = None
-    grammar_fields: Sequence[str] = ()  # the client's, of the grammar's parts in their order
-    vector_as_base64: bool = False
-    hidden: bool = False
-    answer: AnswerBody = TEXT_ALONE
-    stream_repeats: bool = False
-    parsing: Parsing | None = None
-    best: int = 0
-    shows_logprobs: bool = True
+    session: worker_pb2.SessionTurn | None = None  # the turn of a session, whose prompt extends the worker's context
+    fields: FieldNames = field(default_factory=FieldNames)  # the client's names of fields that a worker may refuse
+    grammar: pb.Grammar | None = None  # grammar of the output, or None for any text
+    grammar_field: str | None = None  # the client's field that `grammar` was made of
+    grammar_fields: Sequence[str] = ()  # the client's fields that the grammar's parts were made of, by index
+    vector_as_base64: bool = False  # an embedding is returned as its little-endian float32
+    hidden: bool = False  # the client wants no token; an older worker makes one, which is not shown
+    answer: AnswerBody = TEXT_ALONE  # optional fields of the response
+    stream_repeats: bool = False  # each event of a stream repeats the output before it
+    parsing: Parsing | None = None  # finds calls and reasoning in the text, or None if all of it is text
+    best: int = 0  # choices of the n that are shown, those with the likeliest tokens; 0: all
+    shows_logprobs: bool = True  # False: log probabilities only rank the choices
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of output tokens; Choice.logprobs then has one entry per output id."""
+        """Whether the client wants log probabilities of output tokens. Choice.logprobs then has one row per output id."""
         return bool(self.sampling.HasField("logprobs"))
 
     @property
@@ -152,36 +138,32 @@ class Generation:
 
     @property
     def ends_with_prompt(self) -> bool:
-        """Whether a vector or a score is wanted in place of text."""
+        """Whether the client wants a vector or a score in place of text."""
         return bool(self.sampling.HasField("embedding") or self.sampling.HasField("score"))
 
     def most_tokens(self, prompt_tokens: int, context_len: int) -> int:
-        """Of one answer. Of a session's turn only the worker knows what the context leaves."""
+        """Returns the output limit of one choice. In a session only the worker knows the free context, so all of it counts."""
         room = context_len if self.session is not None else context_len - prompt_tokens
         return room if self.max_tokens is None else min(self.max_tokens, room)
 
     def likely_tokens(self, prompt_tokens: int, context_len: int) -> int:
-        """Of one answer, for budgets: one without a limit of its own is not taken to fill a large context."""
+        """Returns the output tokens of one choice for budgets, at most UNLIMITED_ANSWER_TOKENS without max_tokens."""
         most = self.most_tokens(prompt_tokens, context_len)
         return most if self.max_tokens is not None else min(most, UNLIMITED_ANSWER_TOKENS)
 
-    def sampling_of(self, choice: int, prompt_tokens: int, model: ModelInfo) -> ChoiceSampling:
-        """The parameters of one choice: `choice` counts from 0 within its prompt. Whichever worker goes on with it goes by the
-        same ones. Raises ValueError for what does not fit the message."""
-        own = pb.SamplingParams()
+    def seed_of(self, number: int, model: ModelInfo) -> int | None:
+        """Returns the seed of one choice for all workers. None if the choice draws no tokens.
+
+        Args:
+            number: Counts the choices of a prompt from 0.
+        """
         if self.ends_with_prompt:
-            own.max_new_tokens = 1 if self.sampling.HasField("embedding") else 0  # 0: an older worker refuses a score
-            return ChoiceSampling(self.sampling, own)
-        if self.max_tokens is not None or self.session is None:
-            own.max_new_tokens = self.most_tokens(prompt_tokens, model.context_len)
-        for name in NAMES:
-            if not self.sampling.HasField(name):
-                setattr(own, name, getattr(model.defaults, name))
+            return None
         if self.seed is not None:
-            own.seed = (self.seed + choice) & _UINT64_MASK
-        elif (own if own.HasField("temperature") else self.sampling).temperature > 0:
-            own.seed = secrets.randbits(64)  # made here, so that another worker can go on with it
-        return ChoiceSampling(self.sampling, own)
+            return (self.seed + number) & _UINT64_MASK
+        asks = self.sampling.HasField("temperature")
+        temperature = self.sampling.temperature if asks else model.defaults.temperature
+        return secrets.randbits(64) if temperature > 0 else None
 
 
 def one_step(
@@ -190,9 +172,9 @@ def one_step(
     cache_salt: str = "",
     routing_key: str = "",
     fields: FieldNames | None = None,
-) -> Generation:
-    """One token, or the vector or the score that is made in its place."""
-    return Generation(
+) -> GenerationParams:
+    """Returns the parameters for one token, one vector or one score."""
+    return GenerationParams(
         stream=False,
         include_usage=False,
         n=1,
@@ -210,31 +192,73 @@ def one_step(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One prompt of a request and what is asked of it. prefix: what its text begins with (echo). prediction: ids of what its
-    client takes for its text; none where nobody would read them, None where its client has said nothing.
-
-    request_id: what workers know it by, "" for one made from the HTTP request's; with n > 1 each choice adds its number.
-    """
-
-    prompt: Prompt
-    generation: Generation
-    prefix: str = ""
-    request_id: str = ""
-    prediction: Sequence[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A valid request with its prompts as token ids."""
+class GenerationRequest:
+    """A valid request whose prompts are token ids."""
 
     model: ModelInfo
-    parts: list[Part]
+    prompts: tuple[PromptInput, ...]
+    params: tuple[GenerationParams, ...]  # one for each prompt; the same object if the client has sent one set
 
-    def routed(self, key: str) -> Plan:
-        """With this routing key wherever the body gave none."""
-        keyed = [
-            replace(part, generation=replace(part.generation, routing_key=part.generation.routing_key or key))
-            for part in self.parts
-        ]
-        return Plan(self.model, keyed)
+    @classmethod
+    def of(cls, model: ModelInfo, prompts: Sequence[PromptInput], params: GenerationParams) -> GenerationRequest:
+        """Returns a request whose prompts have the same parameters."""
+        return cls(model, tuple(prompts), (params,) * len(prompts))
+
+    def with_params(self, change: Callable[[GenerationParams], GenerationParams]) -> GenerationRequest:
+        """Returns the request with changed parameters."""
+        return replace(self, params=tuple(map(change, self.params)))
+
+    def routed(self, key: str) -> GenerationRequest:
+        """Returns the request with this routing key for prompts whose body has none."""
+        return self.with_params(lambda params: replace(params, routing_key=params.routing_key or key))
+
+
+def check_logprobs(request: GenerationRequest) -> None:
+    """Checks the number of log probability values of all choices, by likely_tokens()."""
+    total = 0
+    for prompt, params in zip(request.prompts, request.params, strict=True):
+        if not params.wants_logprobs:
+            continue
+        total += params.n * logprob_values(params, len(prompt.ids), request.model.context_len)
+        limit = limits.MAX_REPEATED_LOGPROB_VALUES if params.stream_repeats else limits.MAX_LOGPROB_VALUES
+        if total > limit:
+            name = params.fields.of("logprobs")
+            message = (
+                f"'{name}' may have at most {limit} values: tokens of prompts and answers, times choices, "
+                "times 1 + top ones + chosen ids. Ask for fewer, or for fewer tokens."
+            )
+            raise bad_request(name, message)
+
+
+def logprob_values(params: GenerationParams, prompt_tokens: int, context_len: int) -> int:
+    """Returns the number of log probability values of one choice."""
+    wanted = params.sampling.logprobs
+    tokens = params.likely_tokens(prompt_tokens, context_len)
+    if params.wants_prompt_logprobs:
+        tokens += max(0, prompt_tokens - max(1, wanted.prompt_from))
+    return tokens * values_per_token(wanted.top, len(wanted.token_ids))
+
+
+def most_tokens(request: GenerationRequest) -> int:
+    """Returns the tokens of all prompts and of the outputs of all choices, by likely_tokens()."""
+    total = 0
+    for prompt, params in zip(request.prompts, request.params, strict=True):
+        prompt_tokens = len(prompt.ids)
+        output = 0 if params.ends_with_prompt else params.n * params.likely_tokens(prompt_tokens, request.model.context_len)
+        total += prompt_tokens + output
+    return total
+
+
+def check_chars(chars: int, param: str) -> None:
+    """Checks the characters of all texts of a request. Tokenizers accept no more."""
+    if chars > limits.MAX_RENDERED_CHARS:
+        message = f"The texts of '{param}' may have at most {limits.MAX_RENDERED_CHARS} characters."
+        raise ApiError(413, message, param=param, code="request_too_large")
+
+
+def check_sets(allowed: Sequence[int] | None, banned: Sequence[int] | None, choices: int, where: str = "") -> None:
+    """Checks the sets of token ids, which each choice carries. `where` is the path of the fields, with a dot at the end."""
+    ids = len(allowed or ()) + len(banned or ())
+    if ids * choices > limits.MAX_REQUEST_SET_IDS:
+        name = where + ("banned_token_ids" if len(banned or ()) > len(allowed or ()) else "allowed_token_ids")
+        raise bad_request(name, f"'{name}' times prompts times 'n' may have at most {limits.MAX_REQUEST_SET_IDS} ids.")

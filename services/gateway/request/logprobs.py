@@ -1,6 +1,6 @@
-"""Log probabilities as they come from a worker, packed: one row per token, in the order of the tokens.
+"""Log probabilities of a choice as packed arrays, with one row per token.
 
-A prompt of many tokens has millions of values; as Python objects they would take fifty times the memory.
+A long prompt has millions of values. As Python objects they would take fifty times the memory.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import NamedTuple
 from rootstock.v1 import worker_pb2
 
 
-class TokenLogprob(NamedTuple):
-    """Of one token (natural logarithms): its own, the top ones in falling order, and those of the ids that were asked for by
-    id (SamplingParams.logprobs.token_ids), in their order."""
+class LogprobRow(NamedTuple):
+    """The log probabilities at one token, as natural logarithms."""
 
-    value: float
-    top_ids: Sequence[int]
+    value: float  # log probability of the token itself
+    top_ids: Sequence[int]  # likeliest tokens, in falling order
     top_values: Sequence[float]
-    chosen_values: Sequence[float]
+    chosen_values: Sequence[float]  # values of the ids in SamplingParams.logprobs.token_ids, in that order
 
 
 def values_per_token(top: int, chosen: int) -> int:
+    """Returns the number of log probabilities of one token with `top` likeliest tokens and `chosen` ids."""
     return 1 + top + chosen
 
 
 class LogprobTable:
-    """Four bytes a number. All rows have as many top and chosen values as the first."""
+    """Rows of log probabilities, four bytes a number. All rows have as many top and chosen values as the first."""
 
     __slots__ = ("_chosen", "_k", "_per_row", "_top_ids", "_top_values", "_values")
 
@@ -43,7 +43,7 @@ class LogprobTable:
         return len(self._values)
 
     def extend(self, rows: worker_pb2.LogprobRows) -> None:
-        """Raises ValueError for arrays that do not fit each other, or the rows before them."""
+        """Adds rows. Raises ValueError if the arrays do not fit each other or the earlier rows."""
         count = len(rows.values)
         per_row = len(rows.chosen_values) // count if count else 0
         if not self._values:
@@ -57,11 +57,11 @@ class LogprobTable:
         self._chosen.extend(rows.chosen_values)
 
     def span(self, begin: int, end: int) -> LogprobSpan:
-        """Of the rows from begin to end, as far as there are any; rows that come later are not in it."""
+        """Returns the present rows from begin to end. Rows that are added later are not in it."""
         return LogprobSpan(self, min(begin, len(self)), min(end, len(self)))
 
     def rows(self, begin: int) -> worker_pb2.LogprobRows:
-        """Those from begin on, as extend() takes them."""
+        """Returns the rows from begin on, in the form that extend() takes."""
         tops, chosen = slice(begin * self._k, None), slice(begin * self._per_row, None)
         return worker_pb2.LogprobRows(
             values=self._values[begin:],
@@ -71,14 +71,14 @@ class LogprobTable:
             chosen_values=self._chosen[chosen],
         )
 
-    def row(self, index: int) -> TokenLogprob:
+    def row(self, index: int) -> LogprobRow:
         tops = slice(index * self._k, (index + 1) * self._k)
         chosen = self._chosen[index * self._per_row : (index + 1) * self._per_row]
-        return TokenLogprob(self._values[index], self._top_ids[tops], self._top_values[tops], chosen)
+        return LogprobRow(self._values[index], self._top_ids[tops], self._top_values[tops], chosen)
 
 
 class LogprobSpan:
-    """Consecutive rows of a table, made into objects one at a time."""
+    """Consecutive rows of a table, which an iteration converts one at a time."""
 
     __slots__ = ("_begin", "_end", "_table")
 
@@ -90,5 +90,9 @@ class LogprobSpan:
     def __len__(self) -> int:
         return max(0, self._end - self._begin)
 
-    def __iter__(self) -> Iterator[TokenLogprob]:
+    def __iter__(self) -> Iterator[LogprobRow]:
         return map(self._table.row, range(self._begin, self._end))
+
+
+EMPTY_TABLE = LogprobTable()  # shared by choices without log probabilities; no code adds rows to it
+NO_LOGPROBS = LogprobSpan(EMPTY_TABLE, 0, 0)

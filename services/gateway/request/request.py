@@ -20,7 +20,7 @@ from services.gateway.request.body_budget import HeldBytes
 from services.gateway.request.choice import Choice, Series
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import Generation, ModelInfo, Part
+from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, PromptInput
 from services.gateway.request.origin import Origin
 from services.gateway.request.trace import RequestTrace
 
@@ -54,20 +54,20 @@ class KeyAdmission(Protocol):
         """Frees the slot and settles the reservation with the tokens that the request has used."""
 
 
-class Course(Protocol):
+class WorkerReport(Protocol):
     """Notes the workers of a request for a client that has asked for a report."""
 
     def placed(self, worker_id: str) -> None:
         """Notes that a choice was submitted to this worker."""
 
-    def told(self, request: RunningRequest) -> dict[str, Any]:
+    def rendered(self, request: RunningRequest) -> dict[str, Any]:
         """Returns the report on the choices that have ended, as JSON."""
 
 
 class RunningRequest:
     """A generation request from its arrival to release(). Owns its choices, body bytes, admission and trace."""
 
-    generation: Generation  # of its first part, for what all parts have in common
+    params: GenerationParams  # parameters of the first prompt; `stream` and `include_usage` are the same for all prompts
     model: ModelInfo  # from begin() on
     series: Series  # from begin() on
 
@@ -79,7 +79,7 @@ class RunningRequest:
         held: HeldBytes,
         closed: Callable[[RunningRequest], None],
         trace: RequestTrace | None = None,
-        course: Course | None = None,
+        report: WorkerReport | None = None,
     ) -> None:
         """Starts the request's clock.
 
@@ -87,25 +87,24 @@ class RunningRequest:
             held: Bytes of the body budget. The request frees them.
             closed: Takes the request out of the open ones. Idempotent.
             trace: None if the request is not traced.
-            course: Notes the workers of the request; None if its client does not want a report.
+            report: Notes the workers of the request; None if its client does not want a report.
         """
         self.context = context
         self.request_id = context.request_id
         self.caller = context.caller
         self.trace = trace
-        self.course = course
+        self.report = report
         self.held = held
         self.admission: KeyAdmission | None = None
         self.usage: dict[str, Any] | None = None  # set when the response is complete
         self.task: asyncio.Task[Any] | None = None  # serves the request
-        self.wants_stream = False
-        self.origin = Origin(self.request_id, trace, context.caller, wants_stream=self._asks_for_stream)
-        self.model_source = ""  # what workers and detokenizers call its model
+        self.origin = Origin(self.request_id, trace, context.caller)
+        self.model_source = ""  # model id at workers and detokenizers
         self._measures = measures
         self.clock = asyncio.get_running_loop().time
         self.arrived = self.clock()
         self.phase = Phase.ACCEPTED
-        self.parts: Sequence[Part] = ()
+        self.prompts: Sequence[PromptInput] = ()
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
         self.reached_worker = False
@@ -123,16 +122,15 @@ class RunningRequest:
         """Name of the API key of the caller; "" without keys."""
         return self.caller.key
 
-    def begin(self, parts: Sequence[Part], model: ModelInfo) -> None:
-        """Makes the choices of each prompt in order. All parts have the same `stream` and `include_usage`."""
-        self.generation = parts[0].generation
+    def begin(self, prepared: GenerationRequest) -> None:
+        """Makes the choices of each prompt in order."""
+        model = prepared.model
+        self.params, self.prompts = prepared.params[0], prepared.prompts
         self.model, self.model_source = model, model.source
         self.series = self._measures.series(model.name, self.key)
-        self.parts = parts
-        for part in parts:
-            for number in range(part.generation.n):
-                sampling = part.generation.sampling_of(number, len(part.prompt.ids), model)
-                self.choices.append(Choice(self, len(self.choices), number, part, sampling))
+        for prompt, params in zip(prepared.prompts, prepared.params, strict=True):
+            for number in range(params.n):
+                self.choices.append(Choice(self, len(self.choices), number, prompt, params, params.seed_of(number, model)))
         self._open = len(self.choices)
         self.phase = Phase.TOKENIZED
 
@@ -148,7 +146,7 @@ class RunningRequest:
     @property
     def tokens_used(self) -> int:
         """Tokens of all prompts, if a worker has received one of them, and of the output that came to this gateway."""
-        prompts = sum(len(part.prompt.ids) for part in self.parts) if self.reached_worker else 0
+        prompts = sum(len(prompt.ids) for prompt in self.prompts) if self.reached_worker else 0
         earlier = sum(len(choice.resumed.ids) for choice in self.choices if choice.resumed is not None)
         return prompts + sum(len(choice.output_ids) for choice in self.choices) - earlier
 
@@ -179,7 +177,7 @@ class RunningRequest:
     def has_news(self, choice: Choice) -> None:
         self.streaming()
         self._news[choice.index] = choice
-        if self.generation.stream or self._open == 0:
+        if self.params.stream or self._open == 0:
             self._wake()
 
     def nudge(self) -> None:
@@ -240,10 +238,7 @@ class RunningRequest:
         return choices
 
     def _ready(self) -> bool:
-        return bool(self._news) if self.generation.stream else self._open == 0
-
-    def _asks_for_stream(self) -> None:
-        self.wants_stream = True
+        return bool(self._news) if self.params.stream else self._open == 0
 
     def _wake(self) -> None:
         if self._waker is not None and not self._waker.done():

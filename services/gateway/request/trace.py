@@ -31,6 +31,8 @@ _OPERATIONS = {
 
 
 class RequestTrace:
+    """The server span of one request, and the traces of its choices."""
+
     def __init__(self, span: Span) -> None:
         self._span = span
         self._choices: list[ChoiceTrace] = []
@@ -39,7 +41,7 @@ class RequestTrace:
 
     @contextmanager
     def tokenizing(self, call: EncodeCall) -> Iterator[None]:
-        """Around the call, which is told its context."""
+        """Makes the span of a call to the tokenizer, and writes the span's context into the call."""
         span = self._span.client("tokenize", {REQUEST_ID: call.request_id})
         call.traceparent = span.traceparent
         try:
@@ -51,7 +53,7 @@ class RequestTrace:
             span.end()
 
     def begin(self, model: str, choices: int) -> None:
-        """The request is valid, and its prompts are ids. choices: how many answers that makes."""
+        """Notes the model and the number of choices of a prepared request."""
         self._span.set({"gen_ai.request.model": model, "gen_ai.request.choice.count": choices})
 
     def choice(self, request_id: str) -> ChoiceTrace:
@@ -74,7 +76,7 @@ class RequestTrace:
         )
 
     def failed(self, error: ApiError) -> None:
-        """A client's own mistake is no error of the server's span."""
+        """Notes the error of a request. Only a status of 500 or more makes the server span an error."""
         name = error.code or str(error.status)
         if error.status >= 500:
             self._span.fail(name, error.message)
@@ -91,16 +93,16 @@ class RequestTrace:
 
 
 class ChoiceTrace:
-    """One choice's times in the queue, and its tries: one span for each submit, by its handle."""
+    """The spans of one choice: one for each wait in the queue, and one for each submit."""
 
     def __init__(self, parent: Span, request_id: str) -> None:
         self._parent = parent
         self._request_id = request_id
         self._queue: Span | None = None
-        self._tries: dict[int, Span] = {}
+        self._tries: dict[int, Span] = {}  # by the handle of the submit
 
     def waits(self, moved: bool) -> None:
-        """moved: it had a worker before."""
+        """Begins the span of a wait. `moved` is True if the choice has lost a worker."""
         self._queue = self._parent.child("queue", {REQUEST_ID: self._request_id, "rootstock.moved": moved})
 
     def waited(self) -> None:
@@ -109,8 +111,14 @@ class ChoiceTrace:
             self._queue = None
 
     def submits(self, address: str, worker_id: str, submit: worker_pb2.Submit, reason: str, tokens: int, predicted: int) -> str:
-        """address, worker_id: where it goes. tokens: of its prompt; predicted: of those, what is thought to be cached there.
-        Returns the traceparent for the worker."""
+        """Begins the span of a submit, and returns the traceparent for the worker.
+
+        Args:
+            address, worker_id: The worker.
+            reason: Label of the routing decision.
+            tokens: Tokens of the prompt.
+            predicted: Tokens of the prompt that the worker probably has cached.
+        """
         span = self._parent.client(
             "attempt",
             {
@@ -127,14 +135,14 @@ class ChoiceTrace:
         return span.traceparent
 
     def finished(self, finish: worker_pb2.Finish) -> None:
-        """By the worker's terminal output."""
+        """Ends the span of a submit with the worker's terminal output."""
         span = self._tries.pop(finish.handle, None)
         if span is None:
             return
         if finish.reason == pb.FINISH_REASON_ABORT:
             name = pb.ErrorCode.Name(finish.error)
             if finish.error == pb.ERROR_CODE_UNAVAILABLE:
-                span.set({ENDED_BY: "drain", "error.type": name})  # another worker goes on
+                span.set({ENDED_BY: "drain", "error.type": name})  # another worker continues
             else:
                 span.set({ENDED_BY: "abort"})
                 span.fail(name, finish.message)
@@ -144,13 +152,13 @@ class ChoiceTrace:
         span.end()
 
     def aborted(self, handle: int) -> None:
-        """By the gateway: the client has left, another copy was first, or the request has failed."""
+        """Ends the span of a submit that the gateway has aborted."""
         if (span := self._tries.pop(handle, None)) is not None:
             span.set({ENDED_BY: "abort"})
             span.end()
 
     def lost(self, handle: int) -> None:
-        """The worker is gone."""
+        """Ends the span of a submit whose worker is lost."""
         if (span := self._tries.pop(handle, None)) is not None:
             span.set({ENDED_BY: "lost"})
             span.fail("worker_lost")

@@ -1,4 +1,4 @@
-"""The tokens that a request has come to, as both APIs and metrics count them."""
+"""The token counts of a request, for responses, metrics and the access log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.gateway.request.request import RunningRequest
 
 
 def usage_of(request: RunningRequest) -> dict[str, Any]:
-    """Prompts count once, however many choices they have; a prompt's cached tokens are those its first choice found."""
+    """Returns OpenAI's `usage`. Each prompt counts once, with the cached tokens of its first choice."""
     ended = [(choice, choice.ending) for choice in request.choices if choice.ending]
     first = [ending for choice, ending in ended if choice.number == 0]
     prompt_tokens = sum(ending.prompt_tokens for ending in first)
@@ -37,7 +37,7 @@ def access_state(running: RunningRequest, code: str, *, interrupted: bool) -> di
     return {
         "request_id": running.request_id,
         "key": running.key,
-        "model": running.model.name if running.parts else "",
+        "model": running.model.name if running.prompts else "",
         ERROR_CODE: code,
         INTERRUPTED: interrupted,
         WORK: work_of(running),
@@ -51,7 +51,7 @@ def work_of(running: RunningRequest) -> Work:
     usage = running.usage
     if usage is None:
         usage = usage_of(running)
-        usage["prompt_tokens"] = sum(len(part.prompt.ids) for part in running.parts) if running.reached_worker else 0
+        usage["prompt_tokens"] = sum(len(prompt.ids) for prompt in running.prompts) if running.reached_worker else 0
         usage["completion_tokens"] = sum(len(choice.output_ids) for choice in running.choices)
     return Work(
         trace_id="" if running.trace is None else running.trace.trace_id,
@@ -78,13 +78,13 @@ def _reasoned(request: RunningRequest) -> dict[str, int]:
 
 
 def _reasoning_tokens(choice: Choice) -> int | None:
-    parsing = choice.generation.parsing
+    parsing = choice.params.parsing
     return None if parsing is None else parsing.reasoning_tokens(choice.output_ids)
 
 
 def _predicted(request: RunningRequest) -> dict[str, int]:
-    """Of a request with a prediction, by OpenAI's names: guesses by it that were right, and those that were not."""
-    endings = [choice.ending for choice in request.choices if choice.part.prediction is not None and choice.ending]
+    """Returns the accepted and rejected prediction tokens, by OpenAI's names, of a request with a prediction."""
+    endings = [choice.ending for choice in request.choices if choice.prompt.prediction is not None and choice.ending]
     if not endings:
         return {}
     return {

@@ -1,5 +1,7 @@
-"""Tests whether a worker can make a token. A busy worker is judged by its steps; an idle worker gets a request for one token, so
-the caller never waits behind other requests."""
+"""Tests whether a worker can compute a token.
+
+The steps of a busy worker are proof. An idle worker gets a request for one token. So the probe never waits for other requests.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import Generation, ModelInfo, Part, Plan, Prompt, one_step
+from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, PromptInput, one_step
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import GenerationCall, RunGeneration, Sink
 from services.shared.limits import PRIORITY_RANGE
 
-RECENT_S = 2.0  # a step this young is proof enough, and asks nothing of a busy worker
-TRY_S = 10.0
-_PROMPT_ID = 0  # a token that every vocabulary has
+RECENT_S = 2.0  # seconds for which the last step proves that a worker computes
+TRY_S = 10.0  # seconds for the trial request
+_PROMPT_ID = 0  # a token of every vocabulary
 
 
 class _ProbeSink(Sink):
@@ -35,7 +37,7 @@ class _ProbeSink(Sink):
     def open(self, running: RunningRequest) -> None:
         """The probe needs nothing of it."""
 
-    async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
         return True
 
     async def queued(self) -> None:
@@ -84,10 +86,10 @@ class GenerationProbe:
 
     async def _try(self, idle: Sequence[Link]) -> str:
         pool, sink = self._asked(idle), _ProbeSink()
-        plan = Plan(pool.model, [Part(Prompt([_PROMPT_ID], None), _one_token(pool.model))])
+        request = GenerationRequest.of(pool.model, [PromptInput([_PROMPT_ID], None)], _one_token(pool.model))
 
-        async def prepared(_body: ReceivedBody, _origin: Origin) -> Plan:
-            return plan
+        async def prepared(_body: ReceivedBody, _origin: Origin) -> GenerationRequest:
+            return request
 
         context = CallContext(f"health-{next(self._numbers)}", "/health_generate", is_counted=False)
         avoid = {link.address for link in pool.links.values() if link not in idle}
@@ -116,6 +118,6 @@ def _trouble(link: Link) -> str:
     return f"{name} takes no requests"
 
 
-def _one_token(model: ModelInfo) -> Generation:
+def _one_token(model: ModelInfo) -> GenerationParams:
     embedding = None if model.generates else pb.Embedding()
     return one_step(pb.SamplingParams(temperature=0.0, embedding=embedding), PRIORITY_RANGE[1])

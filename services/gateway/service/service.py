@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request import budgets
 from services.gateway.request.abort import AbortScope
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import BodyBudget, ClientGone
 from services.gateway.request.choice import Choice, Series
 from services.gateway.request.errors import ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.request.generation import Plan
+from services.gateway.request.generation import GenerationRequest, check_logprobs, most_tokens
 from services.gateway.request.request import Phase, Releaser, RunningRequest
 from services.gateway.request.trace import begin_trace
 from services.gateway.request.usage import usage_of
@@ -50,6 +49,38 @@ class Dispatch(Releaser, Protocol):
 
     def worker_ids(self, choice: Choice) -> list[str]:
         """Returns the ids of the workers that compute the choice."""
+
+
+class Attendance:
+    """The open requests of clients that wait for a response, without background work. `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._open = 0
+        self._last = float("-inf")
+        self._arrived: list[Callable[[bool], None]] = []
+
+    def listen(self, arrived: Callable[[bool], None]) -> None:
+        """Registers a function for new requests. Its argument is True if no other client waits."""
+        self._arrived.append(arrived)
+
+    def begin(self, attended: bool) -> None:
+        self._open += attended
+        if attended:
+            self._last = self._clock()
+            for arrived in self._arrived:
+                arrived(self._open == 1)
+
+    def end(self, attended: bool) -> None:
+        """Notes the end of a request that begin() has noted."""
+        self._open -= attended
+        if attended:
+            self._last = self._clock()
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last client waited; 0.0 while one waits."""
+        return 0.0 if self._open else self._clock() - self._last
 
 
 class GenerationService:
@@ -163,8 +194,8 @@ class GenerationService:
         await self._tell(running, sink, error)
 
     async def _generate(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> None:
-        plan = await self._prepared(running, call, body, sink)
-        if not await sink.begin(plan, self.token_texts.of_model(plan.model.source, plan.model.tokenizer)):
+        prepared = await self._prepared(running, call, body, sink)
+        if not await sink.begin(prepared, self.token_texts.of_model(prepared.model.source, prepared.model.tokenizer)):
             return
         self._dispatcher.start(running, call.avoid)
         running.held.close()
@@ -172,7 +203,7 @@ class GenerationService:
         more = True
         while more:
             choices = await running.news()
-            if not running.generation.stream and running.complete:
+            if not running.params.stream and running.complete:
                 choices = running.choices  # a whole response has them by index
             deltas = [delta for choice in choices if (delta := choice.take()) is not None]
             more = not running.complete  # before the sink is awaited: output that comes from here on has not been taken
@@ -180,26 +211,26 @@ class GenerationService:
         self._count(running)
         await sink.end()
 
-    async def _prepared(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> Plan:
-        """Returns the plan of a request whose choices have been made. Raises ApiError."""
+    async def _prepared(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> GenerationRequest:
+        """Returns a prepared request whose choices have been made. Raises ApiError."""
         try:
-            plan = await sink.while_preparing(call.prepare(body, running.origin))
+            prepared = await sink.while_preparing(call.prepare(body, running.origin))
             if call.context.routing_key:
-                plan = plan.routed(call.context.routing_key)
+                prepared = prepared.routed(call.context.routing_key)
             if running.error is not None:
                 raise running.error
-            self._count_cuts(running, plan)
-            budgets.check_logprobs(plan.parts, plan.model.context_len)
+            self._count_cuts(running, prepared)
+            check_logprobs(prepared)
             if running.admission is not None and call.admission is None:
-                running.admission.reserve(budgets.most_tokens(plan.parts, plan.model.context_len))
-            running.begin(plan.parts, plan.model)
+                running.admission.reserve(most_tokens(prepared))
+            running.begin(prepared)
             if running.trace is not None:
-                running.trace.begin(plan.model.name, len(running.choices))
+                running.trace.begin(prepared.model.name, len(running.choices))
         except (ValueError, OverflowError):
             # Every field has its check; this is for a value that passed and does not fit its protobuf message.
             logger.warning("a value does not fit its message", extra=fields(**running.origin.log_fields), exc_info=True)
             raise bad_request(None, "A value of the request is out of its range.") from None
-        return plan
+        return prepared
 
     async def _tell(self, running: RunningRequest, sink: Sink, error: ApiError) -> None:
         if running.trace is not None:
@@ -214,8 +245,8 @@ class GenerationService:
             running.trace.client_gone()
         logger.info("client gone", extra=fields(**running.origin.log_fields, phase=running.phase.value))
 
-    def _count_cuts(self, running: RunningRequest, plan: Plan) -> None:
-        cuts = [part.prompt.num_cut for part in plan.parts if part.prompt.num_cut]
+    def _count_cuts(self, running: RunningRequest, prepared: GenerationRequest) -> None:
+        cuts = [prompt.num_cut for prompt in prepared.prompts if prompt.num_cut]
         if cuts:
             self.metrics.truncated_prompts.inc(len(cuts))
             logger.info("prompts were cut", extra=fields(**running.origin.log_fields, prompts=len(cuts), tokens=sum(cuts)))
@@ -237,9 +268,9 @@ class GenerationService:
                 return 0
             running.interrupt(error)
             return 1
-        named = (each for each in running.choices if scope.names(*whole, each.part.request_id, each.request_id))
+        named = (each for each in running.choices if scope.names(*whole, each.prompt.request_id, each.request_id))
         meant = [each for each in named if scope.on(self._dispatcher.worker_ids(each))]
-        if meant and running.generation.ends_with_prompt:
+        if meant and running.params.ends_with_prompt:
             running.fail(error)
             return int(running.error is not None)
         return sum(self._dispatcher.abort(choice) for choice in meant)

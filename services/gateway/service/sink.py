@@ -25,13 +25,13 @@ from services.gateway.request.body_budget import Gone, HeldBytes
 from services.gateway.request.choice import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import AnswerForm, ApiError, Headers
-from services.gateway.request.generation import Plan
+from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Course, KeyAdmission, RunningRequest
+from services.gateway.request.request import KeyAdmission, RunningRequest, WorkerReport
 
 T = TypeVar("T")
 Respond = Callable[[Any, Any, Any], Awaitable[None]]  # an ASGI application: scope, receive, send
-Prepare = Callable[[ReceivedBody, Origin], Awaitable[Plan]]  # raises ApiError
+Prepare = Callable[[ReceivedBody, Origin], Awaitable[GenerationRequest]]  # raises ApiError
 
 
 async def no_body(_held: HeldBytes) -> ReceivedBody:
@@ -55,7 +55,7 @@ class GenerationCall:
     )
     gone: Gone = never  # returns when the client has closed its connection
     admission: KeyAdmission | None = None  # the key's admission if the call has one already; if None, the service asks for one
-    report: Course | None = None  # notes the workers of the request for a client that asked for a report
+    report: WorkerReport | None = None  # notes the workers of the request for a client that asked for a report
     avoid: Collection[str] = ()  # addresses of workers that must not get it
 
 
@@ -74,7 +74,7 @@ class Sink(ABC):
         return await work
 
     @abstractmethod
-    async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
         """Receives the prepared request; its choices exist, and none is queued.
 
         Returns:
@@ -142,7 +142,7 @@ class Detached(ABC):
     """Takes the place of a renderer if the request is computed in the background, whether its client stays or leaves."""
 
     @abstractmethod
-    async def detach(self, plan: Plan, admission: KeyAdmission | None) -> Respond:
+    async def detach(self, prepared: GenerationRequest, admission: KeyAdmission | None) -> Respond:
         """Returns the response to the client. The background now owns the admission, also if this fails. Raises ApiError."""
 
 
@@ -161,16 +161,16 @@ class CollectedAnswer(Sink):
         self.code = ""  # the error's code
         self._form = form
         self._make_renderer = make_renderer
-        self.running: RunningRequest | None = None  # None until the service has opened the request
+        self.running: RunningRequest | None = None  # unset until the service opens the request
         self._renderer: Renderer | None = None
         self._deltas: Sequence[Delta] = ()
 
     def open(self, running: RunningRequest) -> None:
         self.running = running
 
-    async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
         assert self.running is not None
-        renderer = self._make_renderer(self.running, int(time.time()), plan.model.name, texts)
+        renderer = self._make_renderer(self.running, int(time.time()), prepared.model.name, texts)
         assert not isinstance(renderer, Detached), "nothing that is collected is computed in the background"
         self._renderer = renderer
         return True
@@ -215,3 +215,57 @@ RunGeneration = Callable[[GenerationCall, Sink], Awaitable[None]]  # GenerationS
 
 def headers_of(renderer: Renderer | None) -> Sequence[tuple[bytes, bytes]]:
     return renderer.headers if isinstance(renderer, HeaderRenderer) else ()
+
+
+class Silence:
+    """The time for which a stream has sent nothing. The stream's task sends; the timer only wakes it."""
+
+    def __init__(self, of_s: float, wake: Callable[[], None]) -> None:
+        """Starts the timer. One timer serves many events, because said() does not set it again.
+
+        Args:
+            of_s: Seconds of silence; 0 for no timer.
+            wake: Called on the event loop after the silence, once until the next said().
+        """
+        self._of_s = of_s
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
+        self._timer = self._loop.call_later(of_s, self._look) if of_s else None
+        self.is_long = False
+
+    def said(self) -> None:
+        """Notes that the stream has sent something."""
+        if self._timer is None:
+            return
+        self._since = self._loop.time()
+        if self.is_long:
+            self.is_long = False
+            self._timer = self._loop.call_at(self._since + self._of_s, self._look)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        until = self._since + self._of_s
+        if self._loop.time() < until:
+            self._timer = self._loop.call_at(until, self._look)
+        else:
+            self.is_long = True
+            self._wake()
+
+
+async def commented(work: Awaitable[T], silence_s: float, comment: Callable[[], Awaitable[None]]) -> T:
+    """Returns the work's result, or raises its exception. Calls `comment` after each silence_s seconds; 0 for no comments."""
+    if not silence_s:
+        return await work
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait((task,), timeout=silence_s))[0]:
+            await comment()
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))

@@ -1,22 +1,25 @@
-"""A request's parameters are one message from its body to a worker's stream: each submit that goes out is the only copy of it."""
+"""The parameters of a request stay one message from its body to a worker's stream; each submit has the only copy of it."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import services.gateway
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway.request.generation import Generation, ModelInfo
+from services.gateway.dispatch.placement import Placement
+from services.gateway.request.generation import GenerationParams, ModelInfo, PromptInput
+from services.shared.sampling_defaults import SamplingDefaults
 from tests.services.gateway.dispatch.test_dispatch_hedging import hedged
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_faults import Pending
@@ -83,28 +86,47 @@ def test_the_count_sees_a_copy(shared: System) -> None:
     assert copies["CopyFrom"] == 1
 
 
-def test_choices_share_what_was_asked_and_keep_what_is_their_own_apart() -> None:
-    asked = pb.SamplingParams(temperature=0.5, logit_bias_ids=[1], logit_bias_values=[2.0])
-    generation = Generation(
-        stream=False,
-        include_usage=False,
-        n=2,
-        seed=None,
-        max_tokens=3,
-        sampling=asked,
-        stop_token_ids=frozenset(),
-        skip_special_tokens=True,
-        include_stop=False,
-        cache_salt="",
-        priority=0,
-    )
-    both = [generation.sampling_of(choice, 5, ModelInfo("m", 100, 50)) for choice in range(2)]
-    assert all(each.asked is asked for each in both) and both[0].own.seed != both[1].own.seed
-    assert not any(each.own.HasField("temperature") or each.own.logit_bias_ids for each in both)
+def params_of(**fields: Any) -> GenerationParams:
+    given: dict[str, Any] = {
+        "stream": False,
+        "include_usage": False,
+        "n": 2,
+        "seed": None,
+        "max_tokens": 3,
+        "sampling": pb.SamplingParams(temperature=0.5, logit_bias_ids=[1], logit_bias_values=[2.0]),
+        "stop_token_ids": frozenset(),
+        "skip_special_tokens": True,
+        "include_stop": False,
+        "cache_salt": "",
+        "priority": 0,
+    }
+    return GenerationParams(**(given | fields))
+
+
+def test_seed_of_draws_one_seed_for_each_choice() -> None:
+    model = ModelInfo("m", 100, 50)
+    first, second = (params_of().seed_of(number, model) for number in range(2))
+    assert first is not None and second is not None and first != second
+    assert [params_of(seed=2**64 - 1).seed_of(number, model) for number in range(2)] == [2**64 - 1, 0]
+    assert params_of(sampling=pb.SamplingParams(temperature=0.0)).seed_of(0, model) is None
+    assert params_of(sampling=pb.SamplingParams(embedding=pb.Embedding())).seed_of(0, model) is None
+
+
+def test_write_sampling_adds_grammar_limit_defaults_and_seed() -> None:
+    params = params_of(grammar=pb.Grammar(json_object=True))
+    model = ModelInfo("m", 100, 50, defaults=SamplingDefaults(top_p=0.25))
+    choice = SimpleNamespace(params=params, seed=7, prompt=PromptInput([1] * 98, None))
+    placement = Placement(cast(Any, SimpleNamespace(model=model)), cast(Any, choice), cast(Any, None))
+    written = pb.SamplingParams()
+    placement.write_sampling(written, ends_with_prompt=True)
+    assert (written.grammar.json_object, written.max_new_tokens, written.top_p, written.seed) == (True, 2, 0.25, 7)
+    assert list(written.logit_bias_ids) == [1] and written.temperature == 0.5
+    asked = params.sampling
+    assert not (asked.HasField("grammar") or asked.HasField("seed") or asked.HasField("top_p")), "it is shared by all choices"
 
 
 def test_no_constructor_makes_a_copy() -> None:
-    """Which protobuf's methods would not show: a submit gets its parameters by ChoiceSampling.write alone."""
+    """Calls of protobuf's methods are counted above, calls of constructors here: a submit gets its parameters by one CopyFrom."""
     calls = [
         node for path in GATEWAY.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
     ]
@@ -112,3 +134,14 @@ def test_no_constructor_makes_a_copy() -> None:
     assert submits and not any(keyword.arg in (None, "sampling") for call in submits for keyword in call.keywords)
     writers = [call for call in calls if ast.unparse(call.func) == "into.CopyFrom"]
     assert len(writers) == 1
+
+
+def test_no_code_writes_into_the_messages_of_generation_params() -> None:
+    """GenerationParams is frozen, but protobuf cannot freeze the messages in it."""
+    writes = re.compile(
+        r"\b(params|generation|asked)\.(sampling|grammar)\.(\w+\.)*(CopyFrom|MergeFrom|Clear\w*|add|append|extend)\("
+    )
+    stores = re.compile(r"\b(params|generation|asked)\.(sampling|grammar)\.[\w.]+ \+?= ")
+    for path in GATEWAY.rglob("*.py"):
+        text = path.read_text()
+        assert not writes.search(text) and not stores.search(text), path

@@ -9,7 +9,7 @@ from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.generation import Plan
+from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
 
@@ -22,7 +22,7 @@ class MessagesCall:
         self._shows: bool | None = None
         self._max_tokens = 0
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         """Returns the plan of the request. Raises ApiError."""
         omits = self._preparer.omits_hosted_tools
         request = parse(MessagesRequest, parse_json(body.take()), origin.omit if omits else None)
@@ -30,7 +30,7 @@ class MessagesCall:
             self._shows = request.thinking is None or request.thinking.display != "omitted"
         self._max_tokens = request.max_tokens
         if request.stream:
-            origin.wants_stream()
+            origin.stream()
         return await self._preparer.plan(chat_request(request, omits), origin)
 
     async def count(self, body: ReceivedBody, origin: Origin) -> int:

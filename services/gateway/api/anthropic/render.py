@@ -34,7 +34,7 @@ class MessageRenderer:
         """
         self._request = request
         self._max_tokens = max_tokens
-        self._reader = ChoiceReader(request.generation.parsing)
+        self._reader = ChoiceReader(request.params.parsing)
         self._blocks = _Blocks(shows_thinking)
         self._ending: Ending | None = None
         self._message: Json = {
@@ -50,7 +50,7 @@ class MessageRenderer:
     async def chunk(self, delta: Delta) -> bytes:
         told: list[Json] = []
         if delta.first:
-            begun = {"input_tokens": len(self._request.parts[0].prompt.ids), "cache_read_input_tokens": 0, "output_tokens": 0}
+            begun = {"input_tokens": len(self._request.prompts[0].ids), "cache_read_input_tokens": 0, "output_tokens": 0}
             usage = {"cache_creation_input_tokens": 0, **begun}
             told.append({"type": "message_start", "message": {**self._message, "usage": usage}})
         return _written([*told, *self._told(delta)])

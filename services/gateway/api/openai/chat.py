@@ -15,8 +15,8 @@ from services.gateway.api.request_body import joined_salt
 from services.gateway.api.session_fields import session_turn
 from services.gateway.api.tools import NO_TOOLS, Functions, ToolChoice, ToolUse, check_num_tools, tool_specs
 from services.gateway.request import field_names
-from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import bad_request
+from services.gateway.request.generation import check_chars
 from services.gateway.request.origin import Origin
 from services.shared import limits
 
@@ -39,7 +39,7 @@ def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> Ch
         origin.omit(omitted)
         tools = [tool for tool in tools if not hosted_type(tool)]
     if request.stream:
-        origin.wants_stream()
+        origin.stream()
     _check_messages(request.messages)
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
@@ -50,7 +50,7 @@ def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> Ch
     prediction = _predicted_text(request.prediction)
     _check_logprobs(request)
     if (name := request.request_name) is not None:
-        origin.names.append(name)
+        origin.name(name)
     return ChatRequest(
         fields=names,
         model=request.model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.gateway.api import known_fields, prompts
@@ -20,11 +21,10 @@ from services.gateway.api.strict_json import parse_json
 from services.gateway.parsers.output_parser import MakeParser
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request import budgets
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import Generation, ModelInfo, Models, Part, Plan, Prompt
+from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, Models, PromptInput, check_sets
 from services.gateway.request.origin import Origin
 from services.shared import limits
 
@@ -45,29 +45,29 @@ class Preparer(ChatPreparer):
         super().__init__(models, tokenizer, make_parser, dropped, omits_hosted_tools)
         self._detoks = detoks
 
-    async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
+    async def chat(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         return await self.plan(chat_request(parse_json(body.take()), origin, self.omits_hosted_tools), origin)
 
-    async def completion(self, body: ReceivedBody, origin: Origin) -> Plan:
+    async def completion(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         request = parse(CompletionRequest, parse_json(body.take()), known_fields.COMPLETION, origin)
         if request.stream:
-            origin.wants_stream()
+            origin.stream()
         _note_names(request, origin, request.prompt)
         model = await self.generating_model(request.model, origin.caller)
         generation = completion_generation(request, model.vocab_size)
         checked = await self._completion_prompts(request, generation, model, origin)
         if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
             raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
-        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
+        check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
         if generation.session is not None:
             is_alone = len(checked) * generation.n == 1
             check_turn(is_alone, "echo" if generation.wants_prompt_logprobs else None)
-        prefixes = [""] * len(checked)
+        inputs = _named(checked, generation, request, origin)
         if request.echo:
-            prefixes = [await self._text_of(prompt, generation, origin, model) for prompt in checked]
-        return Plan(model, _parts(checked, generation, request, origin, prefixes))
+            inputs = [replace(each, prefix=await self._text_of(each, generation, origin, model)) for each in inputs]
+        return GenerationRequest.of(model, inputs, generation)
 
-    async def embedding(self, body: ReceivedBody, origin: Origin) -> Plan:
+    async def embedding(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         request = parse(EmbeddingRequest, parse_json(body.take()), known_fields.EMBEDDING, origin)
         _note_names(request, origin, request.input)
         model = await self.model_of(request.model, origin.caller)
@@ -83,11 +83,11 @@ class Preparer(ChatPreparer):
         if most is not None:
             most = min(most, model.context_len) if most >= 0 else model.context_len
             checked = [prompts.of_last(prompt, most, "truncate_prompt_tokens") for prompt in checked]
-        return Plan(model, _parts(checked, generation, request, origin))
+        return GenerationRequest.of(model, _named(checked, generation, request, origin), generation)
 
     async def _completion_prompts(
-        self, request: CompletionRequest, generation: Generation, model: ModelInfo, origin: Origin
-    ) -> list[Prompt]:
+        self, request: CompletionRequest, generation: GenerationParams, model: ModelInfo, origin: Origin
+    ) -> list[PromptInput]:
         root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         budget = for_an_answer(model, generation.session is not None)
         special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
@@ -96,7 +96,7 @@ class Preparer(ChatPreparer):
     async def text_of(self, ids: Sequence[int], skip_special_tokens: bool, origin: Origin, model: ModelInfo) -> str:
         return await decode_once(self._detoks, origin, ids, skip_special_tokens, model.source)
 
-    async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:
+    async def _text_of(self, prompt: PromptInput, generation: GenerationParams, origin: Origin, model: ModelInfo) -> str:
         if prompt.text is not None:
             return prompt.text
         return await self.text_of(prompt.ids, generation.skip_special_tokens, origin, model)
@@ -111,21 +111,15 @@ def _note_names(request: NamedBody, origin: Origin, given: Any) -> None:
     name = request.request_name
     if name is None:
         return
-    origin.names.append(name)
-    if isinstance(given, list) and given and not isinstance(given[0], int):
-        origin.part_names.extend(f"{name}_{index}" for index in range(min(len(given), limits.MAX_BATCH_PROMPTS)))
+    many = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    origin.name(name, [f"{name}_{index}" for index in range(min(len(given), limits.MAX_BATCH_PROMPTS))] if many else ())
 
 
-def _parts(
-    checked: Sequence[Prompt], generation: Generation, request: NamedBody, origin: Origin, prefixes: Sequence[str] = ()
-) -> list[Part]:
-    """Returns a part for each prompt. A turn of a session has a name, so that a later turn can name it."""
+def _named(inputs: Sequence[PromptInput], generation: GenerationParams, request: NamedBody, origin: Origin) -> list[PromptInput]:
+    """Returns the prompts with the client's name for them. A turn of a session always has a name, so a later turn can use it."""
     name = request.request_name or (origin.request_id if generation.session is not None else "")
-    many = bool(name) and len(checked) > 1
-    return [
-        Part(prompt, generation, prefixes[index] if prefixes else "", f"{name}_{index}" if many else name)
-        for index, prompt in enumerate(checked)
-    ]
+    many = bool(name) and len(inputs) > 1
+    return prompts.named(inputs, [f"{name}_{index}" if many else name for index in range(len(inputs))])
 
 
 async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], skip_special_tokens: bool, model: str) -> str:

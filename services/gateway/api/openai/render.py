@@ -29,20 +29,20 @@ class _Envelope:
     def __init__(self, request: RunningRequest, kind: str, id_prefix: str, created: int, model: str) -> None:
         self.fields = {"id": f"{id_prefix}-{request.request_id}", "object": kind, "created": created, "model": model}
         self.head = b"data: " + orjson.dumps(self.fields)[:-1] + b',"choices":['
-        self.usage = b',"usage":null' if request.generation.include_usage else b""
+        self.usage = b',"usage":null' if request.params.include_usage else b""
         self.tail = b"]" + self.usage + b"}\n\n"
 
     def ending(self, request: RunningRequest) -> bytes:
         """Returns the end of a stream, with the usage if the client asks for it."""
         if not self.usage:
             return DONE
-        course = b',"rootstock":%s' % orjson.dumps(request.course.told(request)) if request.course is not None else b""
-        return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), course, b"}\n\n", DONE))
+        report = b',"rootstock":%s' % orjson.dumps(request.report.rendered(request)) if request.report is not None else b""
+        return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), report, b"}\n\n", DONE))
 
     def document(self, request: RunningRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns a whole response."""
-        course = {} if request.course is None else {"rootstock": request.course.told(request)}
-        return {**self.fields, "choices": choices, "usage": usage_of(request), **course}
+        report = {} if request.report is None else {"rootstock": request.report.rendered(request)}
+        return {**self.fields, "choices": choices, "usage": usage_of(request), **report}
 
 
 def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> bytes:
@@ -74,9 +74,9 @@ def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
 class ChatRenderer:
     def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
-        self._ids = bool(request.generation.answer.return_token_ids)
-        self._logprobs = ChatLogprobWriter(request.generation, token_texts) if request.generation.wants_logprobs else None
-        kind = "chat.completion.chunk" if request.generation.stream else "chat.completion"
+        self._ids = bool(request.params.answer.return_token_ids)
+        self._logprobs = ChatLogprobWriter(request.params, token_texts) if request.params.wants_logprobs else None
+        kind = "chat.completion.chunk" if request.params.stream else "chat.completion"
         self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
         self._began = False
         self._readers: dict[int, ChoiceReader] = {}  # by index
@@ -84,7 +84,7 @@ class ChatRenderer:
     def _reader_of(self, delta: Delta) -> ChoiceReader:
         index = delta.choice.index
         if index not in self._readers:
-            self._readers[index] = ChoiceReader(delta.choice.generation.parsing)
+            self._readers[index] = ChoiceReader(delta.choice.params.parsing)
         return self._readers[index]
 
     async def chunk(self, delta: Delta) -> bytes:
@@ -96,7 +96,7 @@ class ChatRenderer:
             return role
         reader = self._reader_of(delta)
         deltas = [orjson.dumps(each) for each in _message_deltas(reader.read(delta))] or [b"{}"]
-        if deltas == [b"{}"] and delta.ending is None and not self._ids and not delta.choice.generation.wants_logprobs:
+        if deltas == [b"{}"] and delta.ending is None and not self._ids and not delta.choice.params.wants_logprobs:
             return role
         logprobs = await _logprobs_of(self._logprobs, delta)
         ids = _ids_field(b"token_ids", delta.token_ids) if self._ids else b""
@@ -118,7 +118,7 @@ class ChatRenderer:
     def _role_chunk(self, delta: Delta) -> bytes:
         envelope, prompt = self._envelope, b""
         if self._ids and not self._began:
-            prompt = _ids_field(b"prompt_token_ids", self._request.parts[0].prompt.ids)
+            prompt = _ids_field(b"prompt_token_ids", self._request.prompts[0].ids)
         self._began = True
         choice = (
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % delta.choice.index
@@ -134,7 +134,7 @@ class ChatRenderer:
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         answer = self._envelope.document(self._request, [await self._choice(delta) for delta in deltas])
         if self._ids:
-            answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
+            answer["prompt_token_ids"] = list(self._request.prompts[0].ids)
         return orjson.dumps(answer)
 
     async def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -203,9 +203,9 @@ def _call_id() -> str:
 class CompletionRenderer:
     def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
-        self._ids = bool(request.generation.answer.return_token_ids)
-        shows = request.generation.wants_logprobs and request.generation.shows_logprobs
-        self._logprobs = CompletionLogprobWriter(request.generation, token_texts) if shows else None
+        self._ids = bool(request.params.answer.return_token_ids)
+        shows = request.params.wants_logprobs and request.params.shows_logprobs
+        self._logprobs = CompletionLogprobWriter(request.params, token_texts) if shows else None
         self._envelope = _Envelope(request, "text_completion", "cmpl", created, model)
 
     async def chunk(self, delta: Delta) -> bytes:
@@ -232,11 +232,11 @@ class CompletionRenderer:
         return OPENAI.event_of(error, self._request.request_id)
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
-        shown = best_of(deltas) if self._request.generation.best else deltas
+        shown = best_of(deltas) if self._request.params.best else deltas
         choices = [{**await self._choice(delta), "index": index} for index, delta in enumerate(shown)]
         answer = self._envelope.document(self._request, choices)
-        if self._ids and len(self._request.parts) == 1:
-            answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
+        if self._ids and len(self._request.prompts) == 1:
+            answer["prompt_token_ids"] = list(self._request.prompts[0].ids)
         return orjson.dumps(answer)
 
     async def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class EmbeddingRenderer:
 
     def _encoded(self, choice: Choice) -> Any:
         vector = choice.vector()
-        return base64.b64encode(vector.tobytes()).decode() if choice.generation.vector_as_base64 else vector
+        return base64.b64encode(vector.tobytes()).decode() if choice.params.vector_as_base64 else vector
 
 
 def best_of(deltas: Sequence[Delta]) -> list[Delta]:
@@ -274,11 +274,11 @@ def best_of(deltas: Sequence[Delta]) -> list[Delta]:
 
     Of equal choices, the first goes first.
     """
-    by_prompt = [list(choices) for _, choices in groupby(deltas, key=lambda delta: id(delta.choice.part))]
+    by_prompt = [list(choices) for _, choices in groupby(deltas, key=lambda delta: id(delta.choice.prompt))]
     return [
         delta
         for choices in by_prompt
-        for delta in sorted(choices, key=_mean_logprob, reverse=True)[: choices[0].choice.generation.best]
+        for delta in sorted(choices, key=_mean_logprob, reverse=True)[: choices[0].choice.params.best]
     ]
 
 

@@ -1,4 +1,4 @@
-"""Checks the bodies of OpenAI's endpoints, and makes the Generation of completions and embeddings. Pure; raises ApiError.
+"""Checks the bodies of OpenAI's endpoints, and makes the GenerationParams of completions and embeddings. Pure; raises ApiError.
 
 Error messages never repeat a value that the client sent.
 """
@@ -22,7 +22,7 @@ from services.gateway.api.session_fields import session_turn
 from services.gateway.api.translation import embedding_generation, generation_of
 from services.gateway.request import field_names
 from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import Generation
+from services.gateway.request.generation import GenerationParams
 from services.gateway.request.origin import Origin
 from services.shared.observe.log_fields import fields
 from services.shared.sampling_parameters import COMPLETION_TOKENS, Api
@@ -49,7 +49,7 @@ def parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Orig
     return request
 
 
-def completion_generation(request: CompletionRequest, vocab_size: int) -> Generation:
+def completion_generation(request: CompletionRequest, vocab_size: int) -> GenerationParams:
     """Returns the generation of each prompt. With echo, it includes the prompt's log probabilities."""
     given = (request.max_completion_tokens, request.max_tokens, COMPLETION_TOKENS)
     most = next(value for value in given if value is not None)
@@ -102,7 +102,7 @@ def _candidates(request: CompletionRequest) -> int:
     return made
 
 
-def vector_generation(request: EmbeddingRequest, embedding_size: int) -> Generation:
+def vector_generation(request: EmbeddingRequest, embedding_size: int) -> GenerationParams:
     """Returns the generation of each input's vector."""
     if (request.dimensions or 0) > embedding_size:
         raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, which is what this model gives.")

@@ -14,7 +14,7 @@ from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.background.follow import Follow
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import Plan
+from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import Detached, Respond
@@ -38,7 +38,7 @@ class Background(Protocol):
         self,
         order: BackgroundOrder,
         record: bytes,
-        plan: Plan,
+        plan: GenerationRequest,
         caller: Caller,
         admission: KeyAdmission | None,
         events: Sequence[bytes],
@@ -91,7 +91,7 @@ class DetachedCall(Detached):
         self._record = record
         self._context_bytes = context_bytes
 
-    async def detach(self, plan: Plan, admission: KeyAdmission | None) -> Respond:
+    async def detach(self, plan: GenerationRequest, admission: KeyAdmission | None) -> Respond:
         response, owner = self._record["response"], owner_of(self._origin.caller.key)
         try:
             events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)
@@ -108,21 +108,22 @@ class DetachedCall(Detached):
             return FollowedStream(self._background.own_stream(owner, response["id"]))
         return Response(orjson.dumps(response), media_type="application/json")
 
-    def _order(self, plan: Plan) -> BackgroundOrder:
-        response, caller, (part,) = self._record["response"], self._origin.caller, plan.parts
-        parsing = part.generation.parsing
+    def _order(self, plan: GenerationRequest) -> BackgroundOrder:
+        response, caller = self._record["response"], self._origin.caller
+        (prompt,), (params,) = plan.prompts, plan.params
+        parsing = params.parsing
         formats = OutputFormats() if parsing is None else parsing.formats
         return BackgroundOrder(
             id=response["id"],
             owner=owner_of(caller.key),
             key=caller.key,
             request_id=self._origin.request_id,
-            routing_key=part.generation.routing_key,
+            routing_key=params.routing_key,
             created_at=response["created_at"],
             ends_at=response["created_at"] + self._background.timeout_s,
             model=plan.model.name,
             asked=self._asked.model_dump(mode="json", exclude_unset=True),
-            rendered_end=part.prompt.rendered_end,
+            rendered_end=prompt.rendered_end,
             context_bytes=self._context_bytes,
             tokenizer=plan.model.tokenizer,
             formats=[formats.tools, formats.reasoning],

@@ -22,7 +22,7 @@ from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError, internal
-from services.gateway.request.generation import Plan, Prompt
+from services.gateway.request.generation import GenerationRequest, PromptInput
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import Prepare
@@ -80,14 +80,14 @@ class BackgroundAnswers:
         """Returns a function that prepares the request as at first, with the stored prompt."""
         order = stored.order
         prepared = PreparedChat(
-            Prompt(array("I", stored.prompt), None, rendered_end=order.rendered_end),
+            PromptInput(array("I", stored.prompt), None, rendered_end=order.rendered_end),
             None if order.formats is None else OutputFormats(*order.formats),
             order.reasoning_marks,
             order.context_len,
             API_DEFAULTS.over(order.defaults),
         )
 
-        async def prepare(_body: ReceivedBody, origin: Origin) -> Plan:
+        async def prepare(_body: ReceivedBody, origin: Origin) -> GenerationRequest:
             chat = replace(chat_request(_asked(order), _INPUT, streams=True), model=order.model)
             plan = await self._preparer.plan(chat, origin, prepared)
             if order.formats is not None and plan.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:

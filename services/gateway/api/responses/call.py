@@ -22,7 +22,7 @@ from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import Hold, ReceivedBody
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import Plan
+from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
 from services.gateway.state.background_record import BackgroundStatus
@@ -50,7 +50,7 @@ class ResponsesCall:
         self._records = records
         self._background = background
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         """Returns the plan of the request. Raises ApiError."""
         await self._read(body, origin)
         if self._asked.background:
@@ -90,7 +90,7 @@ class ResponsesCall:
         if omits:
             origin.omit(omitted_names(asked.tools))
         if asked.stream and not asked.background:
-            origin.wants_stream()
+            origin.stream()
         items = checked_items([] if asked.input is None else asked.input, "input", omits)
         self._before = await self._context(asked, body.hold)
         self._items = await self._records.resolved(self._owner, items, self._before)
@@ -137,7 +137,7 @@ class ResponsesCall:
         given = asked.conversation
         return given if isinstance(given, str | None) else given.id
 
-    async def _fitted(self, items: Sequence[Json], origin: Origin) -> Plan:
+    async def _fitted(self, items: Sequence[Json], origin: Origin) -> GenerationRequest:
         """Returns the plan. With truncation `auto`, it leaves out the oldest quarter of the items until the rest fits."""
         streams = bool(self._asked.stream or self._asked.background)
         while True:

@@ -33,10 +33,10 @@ class Draft:
     def __init__(self, request: RunningRequest, token_texts: ModelTexts, response: Json, output: OutputItems) -> None:
         self._request = request
         self._output = output
-        self._logprobs = ChatLogprobWriter(request.generation, token_texts)
-        self._reader = ChoiceReader(request.generation.parsing)
+        self._logprobs = ChatLogprobWriter(request.params, token_texts)
+        self._reader = ChoiceReader(request.params.parsing)
         # Log probabilities need to know the tokens of the text. Without a parser, all tokens are text.
-        self._has_logprobs = request.generation.wants_logprobs and request.generation.parsing is None
+        self._has_logprobs = request.params.wants_logprobs and request.params.parsing is None
         self.response = response
 
     def restore(self, events: Iterable[Json], texts: Iterable[str]) -> None:

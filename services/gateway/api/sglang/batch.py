@@ -12,9 +12,8 @@ from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.session_fields import check_turn, session_turn
 from services.gateway.api.sglang.sampling import LogprobWish, native_generation, parse
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeInput, NativeSampling
-from services.gateway.request import budgets
 from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import Generation
+from services.gateway.request.generation import GenerationParams, check_sets
 from services.shared import limits
 
 
@@ -35,14 +34,14 @@ class Form:
     """The form of the outputs of one prompt."""
 
     wish: LogprobWish | None  # log probabilities in the outputs, or None
-    hidden: bool  # no token is wanted; see Generation
+    hidden: bool  # no token is wanted; see GenerationParams
 
 
 @dataclass(frozen=True, slots=True)
 class PromptGeneration:
     """The generation of one prompt, and the form of its outputs."""
 
-    generation: Generation
+    params: GenerationParams
     form: Form
 
 
@@ -108,8 +107,8 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
     asked = []
     for (where, given), wish in zip(sampling, wishes, strict=True):
         if (id(given), wish) not in made:
-            generation = native_generation(given, wish, request, vocab_size, where, inputs.field)
-            made[id(given), wish] = PromptGeneration(generation, Form(wish, given.max_new_tokens == 0))
+            params = native_generation(given, wish, request, vocab_size, where, inputs.field)
+            made[id(given), wish] = PromptGeneration(params, Form(wish, given.max_new_tokens == 0))
         asked.append(made[id(given), wish])
     return asked
 
@@ -123,7 +122,7 @@ def _sampling_of(request: NativeGenerateRequest, inputs: Inputs) -> list[tuple[s
         return _each(values, paths)
     one = parse(NativeSampling, {} if given is None else given, "sampling_params", NATIVE_SAMPLING)
     choices = len(inputs.prompts) * (one.n or 1)
-    budgets.check_sets(one.allowed_token_ids, one.banned_token_ids, choices, "sampling_params.")
+    check_sets(one.allowed_token_ids, one.banned_token_ids, choices, "sampling_params.")
     return [("sampling_params", one)] * len(inputs.prompts)
 
 
@@ -135,7 +134,7 @@ def _each(values: Sequence[Any], paths: Sequence[str]) -> list[tuple[str, Native
         given = parse(NativeSampling, value, path, NATIVE_SAMPLING)
         allowed += given.allowed_token_ids or ()
         banned += given.banned_token_ids or ()
-        budgets.check_sets(allowed, banned, given.n or 1, f"{path}.")
+        check_sets(allowed, banned, given.n or 1, f"{path}.")
         parsed.append((path, given))
     return parsed
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
-from services.gateway.api.prompts import ContextBudget, for_a_vector, for_an_answer, of_many_ids, of_texts
+from services.gateway.api.prompts import ContextBudget, for_a_vector, for_an_answer, named, of_many_ids, of_texts
 from services.gateway.api.session_fields import begins
 from services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of, rids_of
 from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
@@ -22,7 +22,7 @@ from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import field_names
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
+from services.gateway.request.generation import GenerationRequest, ModelInfo, Models, PromptInput
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
 
@@ -41,7 +41,7 @@ class PromptSource:
         budget: ContextBudget,
         hash_root: bytes,
         add_special_tokens: bool = True,
-    ) -> list[Prompt]:
+    ) -> list[PromptInput]:
         if inputs.field == "text":
             call = tokenizer_pb2.EncodeRequest(
                 request_id=origin.request_id, texts=inputs.prompts, add_special_tokens=add_special_tokens, hash_root=hash_root
@@ -57,9 +57,7 @@ class PromptSource:
 def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
     """Returns the names of the prompts, and notes them and the name of the batch for aborts."""
     rids = rids_of(given, inputs, origin.request_id)
-    origin.part_names.extend(rids)
-    if isinstance(given, str):
-        origin.names.append(given)
+    origin.name(given if isinstance(given, str) else None, rids)
     return rids
 
 
@@ -71,28 +69,26 @@ class GenerateCall:
         self._texts = False  # whether log probabilities have the tokens' texts
         self._forms: list[Form] = []
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         """Returns the plan of the request. Raises ApiError."""
         request = parse(NativeGenerateRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
         if request.stream:
-            origin.wants_stream()
+            origin.stream()
         model = await self._models.wait_for(request.model, origin.caller)
         if not model.generates:
             raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
         asked = asked_of(request, inputs, model.vocab_size)
-        budget = for_an_answer(model, in_session=asked[0].generation.session is not None)
+        budget = for_an_answer(model, in_session=asked[0].params.session is not None)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
         prompts = await self._source.prompts(inputs, model, origin, budget, root, begins(request.session_params))
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
-        self._many = inputs.many or asked[0].generation.n > 1
+        self._many = inputs.many or asked[0].params.n > 1
         self._texts = bool(request.return_text_in_logprobs)
         self._forms = [one.form for one in asked]
-        generations = (one.generation for one in asked)
-        parts = [Part(prompt, gen, request_id=rid) for prompt, gen, rid in zip(prompts, generations, rids, strict=True)]
-        return Plan(model, parts)
+        return GenerationRequest(model, tuple(named(prompts, rids)), tuple(one.params for one in asked))
 
     def renderer(self, request: RunningRequest, _created: int, _model: str, token_texts: ModelTexts) -> GenerateRenderer:
         return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)
@@ -109,7 +105,7 @@ class EncodeCall:
         self._source = source
         self._many = False
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         """Returns the plan of the request. Raises ApiError."""
         request = parse(NativeEncodeRequest, parse_json(body.take()))
         inputs = inputs_of(request)
@@ -121,8 +117,8 @@ class EncodeCall:
         self._many = inputs.many
         embedding = pb.Embedding(dimensions=request.dimensions)
         fields = field_names.ENCODE.within("", inputs.field)
-        generation = embedding_generation(request, request.extra_key or "", embedding, fields)
-        return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
+        params = embedding_generation(request, request.extra_key or "", embedding, fields)
+        return GenerationRequest.of(model, named(prompts, rids), params)
 
     def renderer(self, _request: RunningRequest, _created: int, _model: str, _token_texts: ModelTexts) -> EncodeRenderer:
         return EncodeRenderer(self._many)

@@ -31,9 +31,7 @@ class GenerateRenderer:
     def __init__(self, request: RunningRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
         self._many = many
         self._request_id = request.request_id
-        self._answers = [
-            _ChoiceText(choice, forms[choice.index // request.generation.n], token_texts) for choice in request.choices
-        ]
+        self._answers = [_ChoiceText(choice, forms[choice.index // request.params.n], token_texts) for choice in request.choices]
 
     async def chunk(self, delta: Delta) -> bytes:
         answer = self._answers[delta.choice.index]

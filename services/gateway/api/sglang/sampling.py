@@ -1,4 +1,4 @@
-"""Translates SGLang's parameters of one prompt to a Generation. Pure; raises ApiError that names the field.
+"""Translates SGLang's parameters of one prompt to a GenerationParams. Pure; raises ApiError that names the field.
 
 Error messages never repeat a value that the client sent.
 """
@@ -21,7 +21,7 @@ from services.gateway.api.translation import generation_of
 from services.gateway.request.bodies import AnswerBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.field_names import GENERATE
-from services.gateway.request.generation import Generation
+from services.gateway.request.generation import GenerationParams
 from services.shared.sampling_parameters import Api
 
 ANY_JSON = "$$ANY$$"  # as a json_schema: any JSON object
@@ -65,7 +65,7 @@ def native_generation(
     vocab_size: int,
     where: str,
     prompt_field: str,
-) -> Generation:
+) -> GenerationParams:
     """Returns the generation of one prompt. Raises ApiError.
 
     Args:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.api import known_fields
-from services.gateway.api.prompts import ContextBudget, of_many_ids, of_texts
+from services.gateway.api.prompts import ContextBudget, named, of_many_ids, of_texts
 from services.gateway.api.request_body import RID_CHARS
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.sglang.sampling import parse
@@ -26,10 +26,9 @@ from services.gateway.api.translation import score_generation
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.budgets import check_chars
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
+from services.gateway.request.generation import GenerationRequest, ModelInfo, Models, PromptInput, check_chars
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
@@ -80,7 +79,7 @@ class ScoreCall:
         self._tokenizer = tokenizer
         self._softmax = False
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         """Returns the plan of the request. Raises ApiError."""
         request = parse(ScoreRequest, parse_json(body.take()), known=known_fields.SCORE)
         scored = scored_of(request)
@@ -93,13 +92,13 @@ class ScoreCall:
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
         prompts = await self._prompts(scored, model, origin, root)
         score = pb.Score(label_token_ids=request.label_token_ids)
-        generation = score_generation(request, request.extra_key or "", score)
-        return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
+        params = score_generation(request, request.extra_key or "", score)
+        return GenerationRequest.of(model, named(prompts, rids), params)
 
     def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> ScoreRenderer:
         return ScoreRenderer(request, model, self._softmax)
 
-    async def _prompts(self, scored: Scored, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[Prompt]:
+    async def _prompts(self, scored: Scored, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[PromptInput]:
         """A prompt is never cut to the context: its score would be another one's."""
         budget = ContextBudget(model.context_len, 0, cuts=False)
         if scored.of_texts:
@@ -116,14 +115,14 @@ class ScoreCall:
         return [budget.fit(prompt, f"items[{index}]") for index, prompt in enumerate(prompts)]
 
 
-async def _of_ids(scored: Scored, query: Prompt, model: ModelInfo, budget: ContextBudget) -> list[Prompt]:
+async def _of_ids(scored: Scored, query: PromptInput, model: ModelInfo, budget: ContextBudget) -> list[PromptInput]:
     _check_tokens(len(query.ids) * len(scored.items) + sum(map(len, scored.items)))
     prompts = []
     for index, ids in enumerate(scored.items):
         where = f"items[{index}]"
         budget.check(len(query.ids) + len(ids), where)
         item = await of_many_ids(ids, model.vocab_size, where)
-        prompts.append(Prompt(tokenizer_pb2.TokenIds(ids=scored.joined(list(query.ids), list(item.ids))).ids, None))
+        prompts.append(PromptInput(tokenizer_pb2.TokenIds(ids=scored.joined(list(query.ids), list(item.ids))).ids, None))
     return prompts
 
 
@@ -142,8 +141,7 @@ def _named(rid: str | None, count: int, origin: Origin) -> list[str]:
         return [""] * count
     rids = [f"{rid}_{index}" for index in range(count)] if count > 1 else [rid]
     assert len(rid) <= RID_CHARS, "the body's declaration bounds the name"
-    origin.names.append(rid)
-    origin.part_names.extend(rids)
+    origin.name(rid, rids)
     return rids
 
 

@@ -37,7 +37,7 @@ from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import Body
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request
-from services.gateway.request.generation import ModelInfo, Prompt
+from services.gateway.request.generation import ModelInfo, PromptInput
 from services.gateway.request.origin import Origin, origin_of
 from services.gateway.service.sink import MakeOperation
 from services.shared import limits
@@ -118,7 +118,7 @@ class TextsApi:
             texts = [await self._texts.text_of(ids, skips, origin, model) if ids else "" for ids in lists]
         return json_response({"text": texts if _has_lists(given.tokens) else texts[0]})
 
-    async def _prompts(self, given: TokenizeRequest, model: ModelInfo, origin: Origin) -> list[Prompt]:
+    async def _prompts(self, given: TokenizeRequest, model: ModelInfo, origin: Origin) -> list[PromptInput]:
         texts = [given.prompt] if isinstance(given.prompt, str) else given.prompt
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise bad_request("prompt", "'prompt' must be a string or a list of strings.")

@@ -15,10 +15,16 @@ from services.gateway.api import constraints
 from services.gateway.api.logprob_forms import SLICE_VALUES, LogprobSlices
 from services.gateway.api.openai.types import CompletionRequest
 from services.gateway.api.openai.validation import completion_generation
-from services.gateway.request.budgets import check_logprobs, logprob_values
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import Part, Prompt
-from services.gateway.request.logprobs import LogprobTable, TokenLogprob
+from services.gateway.request.generation import (
+    GenerationParams,
+    GenerationRequest,
+    ModelInfo,
+    PromptInput,
+    check_logprobs,
+    logprob_values,
+)
+from services.gateway.request.logprobs import LogprobRow, LogprobTable
 from services.shared import limits
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, VOCAB_SIZE, logprob_rows
 from tests.services.gateway.system import System
@@ -69,9 +75,12 @@ WIDE: dict[str, Any] = {"logprob_token_ids": list(range(256)), "n": 32, "max_tok
 
 class TestLogprobValues:
     @staticmethod
-    def part(prompt_tokens: int, **body: Any) -> Part:
-        request = CompletionRequest(model=MODEL, prompt="", **body)
-        return Part(Prompt([1] * prompt_tokens, None), completion_generation(request, VOCAB_SIZE))
+    def params(**body: Any) -> GenerationParams:
+        return completion_generation(CompletionRequest(model=MODEL, prompt="", **body), VOCAB_SIZE)
+
+    def request(self, num_prompts: int, prompt_tokens: int, **body: Any) -> GenerationRequest:
+        model, prompt = ModelInfo(MODEL, CONTEXT, VOCAB_SIZE), PromptInput([1] * prompt_tokens, None)
+        return GenerationRequest.of(model, [prompt] * num_prompts, self.params(**body))
 
     @pytest.mark.parametrize(
         ("body", "values"),
@@ -84,18 +93,17 @@ class TestLogprobValues:
         ids=["top", "chosen", "echo, without the first token", "no more than the context leaves"],
     )
     def test_values_of_one_choice(self, body: dict[str, Any], values: int) -> None:
-        assert logprob_values(self.part(100, **body).generation, 100, CONTEXT) == values
+        assert logprob_values(self.params(**body), 100, CONTEXT) == values
 
     def test_request_may_reach_the_limit(self) -> None:
         most = limits.MAX_LOGPROB_VALUES // 32  # each choice has 32 values
-        part = self.part(100, logprobs=1, max_tokens=16)
-        check_logprobs([part] * most, CONTEXT)
+        check_logprobs(self.request(most, 100, logprobs=1, max_tokens=16))
         with pytest.raises(ApiError) as error:
-            check_logprobs([part] * (most + 1), CONTEXT)
+            check_logprobs(self.request(most + 1, 100, logprobs=1, max_tokens=16))
         assert error.value.param == "logprobs"
 
     def test_request_without_logprobs_is_unlimited(self) -> None:
-        check_logprobs([self.part(100, max_tokens=900)] * 10_000, CONTEXT)
+        check_logprobs(self.request(10_000, 100, max_tokens=900))
 
     @pytest.mark.parametrize("echo", [False, True])
     def test_completions_are_limited(self, shared: System, echo: bool) -> None:
@@ -180,7 +188,7 @@ class KnownTexts:
 
 def test_slices_let_other_tasks_run() -> None:
     slices = 5
-    entries = [(token, TokenLogprob(0.0, (), (), ())) for token in range(slices * SLICE_VALUES)]
+    entries = [(token, LogprobRow(0.0, (), (), ())) for token in range(slices * SLICE_VALUES)]
     turns = 0
 
     async def other() -> None:

@@ -15,7 +15,7 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.api.logprob_forms import TextOffsets
 from services.gateway.api.openai.render import best_of
-from services.gateway.request.generation import Part, Prompt, one_step
+from services.gateway.request.generation import PromptInput, one_step
 from services.gateway.request.logprobs import LogprobTable
 from tests.services.gateway.fakes import EOS, MODEL, chosen_of, ids_of, logprob_of, tops_of
 from tests.services.gateway.system import System, chat_body, events, wait_until
@@ -169,13 +169,15 @@ class TestCompletion:
         assert len(one["logprobs"]["tokens"]) == 3
 
     def test_best_of_sorts_by_mean_logprob(self) -> None:
-        def delta(part: Part, *values: float) -> Any:
+        params = replace(one_step(pb.SamplingParams(), None), best=2)
+
+        def delta(prompt: PromptInput, *values: float) -> Any:
             table = LogprobTable()
             table.extend(worker_pb2.LogprobRows(values=values))
-            choice = SimpleNamespace(part=part, generation=part.generation)
+            choice = SimpleNamespace(prompt=prompt, params=params)
             return SimpleNamespace(choice=choice, logprobs=table.span(0, len(values)))
 
-        first, second = (Part(Prompt([number], None), replace(one_step(pb.SamplingParams(), None), best=2)) for number in (1, 2))
+        first, second = (PromptInput([number], None) for number in (1, 2))
         deltas = [delta(first, -1.0, -3.0), delta(first, -1.5), delta(first, -9.0), delta(second), delta(second, -8.0)]
         assert best_of(deltas) == [deltas[1], deltas[0], deltas[4], deltas[3]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway.api.prompts import for_a_vector, for_an_answer
-from services.gateway.request.generation import ModelInfo, Prompt
+from services.gateway.request.generation import ModelInfo, PromptInput
 from services.shared.index.block_hash import BLOCK_TOKENS, HASH_BYTES, block_hashes
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, FakeWorker, ids_of, logprob_of
 from tests.services.gateway.system import RawClient, System, wait_until
@@ -123,12 +123,12 @@ class TestRoom:
 
     def test_truncated_prompt_keeps_the_block_hashes_of_the_beginning(self) -> None:
         ids = list(range(300))
-        prompt = Prompt(ids, "text", block_hashes(b"\0" * HASH_BYTES, ids))
+        prompt = PromptInput(ids, "text", block_hashes(b"\0" * HASH_BYTES, ids))
         for budget, left in ((for_an_answer(self.MODEL), 3 * BLOCK_TOKENS - 1), (for_a_vector(self.MODEL), 3 * BLOCK_TOKENS)):
             cut = budget.fit(prompt, "prompt")
             assert (list(cut.ids), cut.text, cut.num_cut) == (ids[:left], None, 300 - left)
             assert cut.block_hashes == block_hashes(b"\0" * HASH_BYTES, ids[:left])
 
     def test_fitting_prompt_is_returned_unchanged(self) -> None:
-        prompt = Prompt([1] * (3 * BLOCK_TOKENS - 1), "text")
+        prompt = PromptInput([1] * (3 * BLOCK_TOKENS - 1), "text")
         assert for_an_answer(self.MODEL).fit(prompt, "prompt") is prompt

@@ -1,4 +1,4 @@
-"""Prompts whose pages are read while they are computed: who is told to, under which handle, and who that it was in vain."""
+"""A decode worker prefetches pages of a prompt that a prefill worker still computes: the messages to both, and every end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AFTER_S = 0.1
 
 
 def waiting(*prefill: int, **more: Any) -> Any:
-    """Those who compute prompts compute nothing before they are allowed to."""
+    """Holds the steps of the prefill workers."""
 
     def configure(workers: list[FakeWorker]) -> None:
         for at in prefill or (0,):
@@ -31,7 +31,7 @@ def prefetches(system: System, worker: int) -> list[worker_pb2.Prefetch]:
 
 
 def told(system: System, worker: int) -> list[tuple[int, int]]:
-    """(handle, pages) of what has become ready later."""
+    """Returns (handle, pages) of each PagesReady message."""
     messages = system.workers[worker].servicer.messages
     return [(each.handle, each.room.pages) for message in messages for each in message.ready]
 
@@ -47,7 +47,7 @@ def reader_of(system: System, among: tuple[int, ...]) -> int:
     return next(at for at in among if prefetches(system, at))
 
 
-def test_who_goes_on_with_it_reads_it_meanwhile() -> None:
+def test_decode_worker_prefetches_pages_while_prompt_is_computed() -> None:
     with system_of(**waiting()) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
@@ -68,8 +68,8 @@ def test_who_goes_on_with_it_reads_it_meanwhile() -> None:
         assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 1
 
 
-def test_a_reader_gets_the_request_with_what_it_was_thought_to_have_before_and_its_priority() -> None:
-    """What it reads meanwhile is no guess of routing."""
+def test_submit_after_prefetch_has_priority_and_earlier_prediction() -> None:
+    """The prefetched pages do not change the predicted tokens."""
     with system_of(**waiting()) as system:
         for count, prompt in enumerate(("x" * 256, "x" * 256 + "another end"), 1):
             client = RawClient(system, COMPLETIONS, {"prompt": prompt, "priority": 3})
@@ -84,7 +84,7 @@ def test_a_reader_gets_the_request_with_what_it_was_thought_to_have_before_and_i
 
 
 @pytest.mark.parametrize("why", ["client", "prefill worker", "first token"])
-def test_who_reads_in_vain_is_told(why: str) -> None:
+def test_prefetch_is_released_when_decode_worker_does_not_get_the_request(why: str) -> None:
     """The client leaves, the prefill worker dies, the answer ends with its first token."""
     with system_of(**waiting()) as system:
         body: dict[str, Any] = {"prompt": "a long enough prompt"} | ({"max_tokens": 1} if why == "first token" else {})
@@ -112,7 +112,7 @@ def counted(system: System, worker: int) -> tuple[int, int]:
     return int(pool.columns.requests[row]), int(pool.columns.ahead[row])
 
 
-def test_who_reads_ahead_is_counted_on_and_prompts_spread_over_all_who_decode() -> None:
+def test_prefetches_count_as_requests_and_spread_over_decode_workers() -> None:
     """Each decode worker has a request already, for an idle one takes a prompt itself."""
     with system_of(workers=4, **waiting(0, 1, 2, 3)) as system:
         pending = []
@@ -135,8 +135,8 @@ def test_who_reads_ahead_is_counted_on_and_prompts_spread_over_all_who_decode() 
         assert [counted(system, at) for at in (1, 2, 3)] == [(0, 0)] * 3
 
 
-def test_a_reader_has_room_for_what_is_to_come_though_that_is_all_the_room_it_has() -> None:
-    """Also for those that had to wait for it after the prompt was computed."""
+def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
+    """The slot also stays reserved while requests wait after their prompt was computed."""
 
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].allow(0)
@@ -163,8 +163,8 @@ def test_a_reader_has_room_for_what_is_to_come_though_that_is_all_the_room_it_ha
 
 
 @pytest.mark.parametrize("how", ["dies", "drains"])
-def test_a_reader_that_is_lost_leaves_it_to_another(how: str) -> None:
-    """Before the prompt is computed: the next pages are another one's to read. One that takes nothing new is told."""
+def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -> None:
+    """The worker is lost before the prompt is computed. A worker that refuses new requests may prefetch as well."""
     with system_of(workers=3, **waiting()) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
@@ -190,8 +190,8 @@ def test_a_reader_that_is_lost_leaves_it_to_another(how: str) -> None:
             assert system.workers[lost].servicer.aborted == [prefetches(system, lost)[0].handle]
 
 
-def test_nobody_reads_who_could_not_go_on_with_it() -> None:
-    """Of other weights, or of other pages."""
+def test_no_worker_prefetches_that_cannot_continue_the_request() -> None:
+    """The worker has another model version or another page layout."""
 
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].allow(0)
@@ -208,8 +208,8 @@ def test_nobody_reads_who_could_not_go_on_with_it() -> None:
         assert not prefetches(system, 2) and not prefetches(system, 3)
 
 
-def test_a_copy_has_a_room_of_its_own_and_the_losers_is_left() -> None:
-    """Of a request that is slow to begin, on two prefill workers."""
+def test_hedge_copy_has_the_own_reservation_and_the_second_one_is_released() -> None:
+    """A slow request has a copy, and each of them has its own prefill worker."""
     with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **waiting(0, 1)) as system:
         pending = Pending(system, stream=False)
         wait_until(lambda: all(submits(system, at) for at in (0, 1)), "the copy")

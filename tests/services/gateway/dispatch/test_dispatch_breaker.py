@@ -1,4 +1,4 @@
-"""A worker that fails what it gets is left alone for a while, and then tried with one request."""
+"""Circuit breakers: a worker that fails requests gets none for a while, then one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def state(system: System) -> str:
     return system.links[0].breaker.state.value
 
 
-def test_left_alone_tried_and_taken_back() -> None:
+def test_breaker_opens_probes_and_closes() -> None:
     with breaking(workers=2, times=3) as system:
         assert [system.chat().status_code for _ in range(8)] == [200] * 8
         assert state(system) == "open" and system.submits()[0] == 2
@@ -58,7 +58,7 @@ def test_left_alone_tried_and_taken_back() -> None:
         assert system.submits()[0] == before + 2
 
 
-def test_the_probe_is_one_request() -> None:
+def test_breaker_probes_with_one_request() -> None:
     with breaking(workers=2, times=2) as system:
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert state(system) == "open"
@@ -70,8 +70,8 @@ def test_the_probe_is_one_request() -> None:
         client.vanish()
 
 
-def test_alone_it_is_used_all_the_same() -> None:
-    """A fault may be the request's: breakers never leave nobody."""
+def test_worker_with_open_breaker_is_used_when_no_other_is_connected() -> None:
+    """The requests may be at fault, so breakers never exclude every worker."""
     with breaking(workers=1, times=2) as system:
         assert [system.chat().status_code for _ in range(2)] == [500, 500]
         assert state(system) == "open"
@@ -79,7 +79,7 @@ def test_alone_it_is_used_all_the_same() -> None:
         assert system.get("/readiness").status_code == 200
 
 
-def test_what_is_the_clients_fault_is_not_the_workers() -> None:
+def test_breaker_ignores_errors_of_the_client() -> None:
     with System(breaker_faults=2) as system:
         for code in (pb.ERROR_CODE_INVALID_ARGUMENT, pb.ERROR_CODE_OUT_OF_MEMORY, pb.ERROR_CODE_TIMEOUT):
             system.do(lambda code=code: system.worker.refuse.extend([(code, "no")] * 3))
@@ -87,8 +87,8 @@ def test_what_is_the_clients_fault_is_not_the_workers() -> None:
         assert state(system) == "closed" and system.chat().status_code == 200
 
 
-def test_a_probe_whose_client_leaves_does_not_end_it() -> None:
-    """The worker is tried again, though nobody has said how that request ended."""
+def test_breaker_probes_again_when_the_client_of_a_probe_leaves() -> None:
+    """The breaker probes again, although the first probe has no result."""
     with breaking(workers=2, times=2) as system:
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         system.allow(0)
@@ -104,7 +104,7 @@ def test_a_probe_whose_client_leaves_does_not_end_it() -> None:
         assert state(system) == "closed"
 
 
-def test_a_lost_worker_is_a_fault() -> None:
+def test_breaker_counts_a_lost_worker() -> None:
     with System(breaker_faults=1) as system:
         system.allow(0)
         pending = Pending(system)

@@ -1,4 +1,4 @@
-"""Workers that go away on purpose: nothing new, and what they give back goes on elsewhere."""
+"""Draining workers get no new requests, and the requests that they abort move to other workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def content(pending: Pending) -> str:
     return text
 
 
-def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has() -> None:
+def test_draining_worker_gets_no_new_request_and_completes_the_own() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system)
         first = begun(system, 3)
@@ -32,7 +32,7 @@ def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has() -> None:
         assert len(first.servicer.submits) > 1
 
 
-def test_with_all_draining_requests_wait_and_the_gateway_is_not_ready() -> None:
+def test_requests_wait_and_gateway_is_not_ready_when_all_workers_drain() -> None:
     with System(configure=stopped) as system:
         system.do(lambda: system.worker.tell(draining=True))
         wait_until(lambda: system.get("/readiness").json()["missing"] == ["worker"], "the drain")
@@ -45,8 +45,8 @@ def test_with_all_draining_requests_wait_and_the_gateway_is_not_ready() -> None:
         assert status_of(client) == 200
 
 
-def test_what_it_gives_back_goes_on_elsewhere_however_often() -> None:
-    """From one to the other and back, more often than a choice may crash."""
+def test_choice_moves_whenever_the_worker_drains() -> None:
+    """The choice moves between two workers more often than MAX_CRASHES."""
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True)
         for hop in range(MAX_CRASHES + 2):
@@ -67,7 +67,7 @@ def test_what_it_gives_back_goes_on_elsewhere_however_often() -> None:
         assert system.metric("rootstock_gateway_breakers", state="closed") == 2
 
 
-def test_the_end_of_a_draining_worker_is_no_crash() -> None:
+def test_lost_draining_worker_does_not_count_as_crash() -> None:
     with System(configure=stopped, breaker_faults=2) as system:
         pending = Pending(system)
         for restart in range(MAX_CRASHES + 1):
@@ -81,7 +81,7 @@ def test_the_end_of_a_draining_worker_is_no_crash() -> None:
         assert content(pending) == ANSWER
 
 
-def test_a_turn_of_a_session_cannot_go_on_elsewhere() -> None:
+def test_session_turn_fails_when_the_worker_drains() -> None:
     with System(workers=2, configure=stopped) as system:
         client = RawClient(system, "/generate", {"text": "Hi", "session_params": {"id": "mine"}})
         first = begun(system, 5)

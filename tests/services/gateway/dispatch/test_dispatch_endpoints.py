@@ -1,4 +1,4 @@
-"""Workers that discovery no longer names, or calls not ready."""
+"""Workers that discovery removes or reports as not ready."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import System, wait_until
 
-FOR_EVER_S = 600.0  # nothing here ends because time has passed
+FOR_EVER_S = 600.0  # long, so that no request ends by a timeout
 
 
 def discover(system: System, **ready: bool) -> None:
-    """ready: by `w` and the worker's number."""
+    """Sets the endpoints. `ready` is by "w" and the number of the worker."""
     endpoints = {system.workers[int(name[1:])].address: value for name, value in ready.items()}
     system.do(lambda: system.gateway.dispatcher.fleet.set_endpoints(endpoints))
 
 
 def two_sorts(workers: list[FakeWorker]) -> None:
-    """They make no step."""
+    """Makes workers of two model versions whose steps are held."""
     stopped(workers)
     for worker, revision in zip(workers, "ab", strict=True):
         worker.info.revision = revision
 
 
-def test_one_that_is_gone_ends_what_it_has_and_is_closed() -> None:
+def test_removed_worker_completes_the_requests_and_is_closed() -> None:
     with System(workers=2, configure=stopped, routing_policy="round_robin") as system:
         pending = Pending(system)
         first = begun(system, 3)
@@ -42,7 +42,7 @@ def test_one_that_is_gone_ends_what_it_has_and_is_closed() -> None:
         assert len(fleet.pools["test-model"].links) == 1
 
 
-def test_one_that_is_gone_and_breaks_is_not_waited_for() -> None:
+def test_removed_worker_is_not_dialled_again_when_the_stream_breaks() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system)
         first = begun(system, 3)
@@ -55,7 +55,7 @@ def test_one_that_is_gone_and_breaks_is_not_waited_for() -> None:
         wait_until(lambda: first.address not in system.gateway.dispatcher.fleet.links, "the link's end")
 
 
-def test_one_that_comes_back_before_it_was_closed() -> None:
+def test_address_keeps_the_link_that_returns_before_the_close() -> None:
     with System(configure=stopped) as system:
         pending = Pending(system)
         begun(system, 3)
@@ -66,7 +66,7 @@ def test_one_that_comes_back_before_it_was_closed() -> None:
         assert len(system.worker.contexts) == 1
 
 
-def test_one_that_comes_back_after_it_was_closed() -> None:
+def test_address_gets_a_new_link_that_returns_after_the_close() -> None:
     with System() as system:
         discover(system)
         wait_until(lambda: not system.gateway.dispatcher.fleet.links, "the link's end")
@@ -76,7 +76,7 @@ def test_one_that_comes_back_after_it_was_closed() -> None:
         assert status_of(client) == 200
 
 
-def test_an_address_that_comes_back_may_be_another_workers() -> None:
+def test_returned_address_may_belong_to_another_worker() -> None:
     """Pods get addresses that others had: one of the old weights, then, after a rollout, one of the new."""
     with System(workers=2, configure=two_sorts, queue_timeout_s=FOR_EVER_S) as system:
         first, second = system.workers
@@ -97,7 +97,7 @@ def test_an_address_that_comes_back_may_be_another_workers() -> None:
         assert content_of(pending.result().text) == ANSWER
 
 
-def test_an_address_that_comes_back_before_its_lost_link_was_closed() -> None:
+def test_address_returns_before_the_lost_link_is_closed() -> None:
     with System(workers=2, configure=two_sorts) as system:
         pending = Pending(system)
         first = begun(system, 3)
@@ -112,7 +112,7 @@ def test_an_address_that_comes_back_before_its_lost_link_was_closed() -> None:
         assert pending.result().json()["error"]["code"] == "weights_not_served"
 
 
-def test_one_that_is_not_ready_gets_nothing_new() -> None:
+def test_worker_gets_no_new_request_while_not_ready() -> None:
     with System(workers=2) as system:
         discover(system, w0=False, w1=True)
         assert [system.chat().status_code for _ in range(3)] == [200] * 3

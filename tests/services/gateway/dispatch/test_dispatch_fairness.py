@@ -1,4 +1,4 @@
-"""Who is next when requests of several API keys wait."""
+"""The order of service if requests of several API keys wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Keyed:
         return "".join(text_of(list(submit.prompt_ids))[0] for submit in self.system.worker.submits)
 
 
-def test_who_comes_late_with_little_does_not_wait_for_who_has_much() -> None:
+def test_late_key_with_few_requests_does_not_wait_for_a_key_with_many() -> None:
     with System(configure=small, keys="ab") as system:
         keyed = Keyed(system)
         keyed.send("a", 50)
@@ -40,7 +40,7 @@ def test_who_comes_late_with_little_does_not_wait_for_who_has_much() -> None:
         assert keyed.served().rindex("b") < LIMIT + 8
 
 
-def test_shares_by_weight() -> None:
+def test_keys_are_served_in_proportion_to_shares() -> None:
     with System(configure=small, keys=[{"name": "a", "key": "a", "weight": 3}, "b", "c"]) as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
@@ -50,7 +50,7 @@ def test_shares_by_weight() -> None:
         assert 11 <= shared.count("a") <= 13 and shared.count("b") == 16 - shared.count("a")
 
 
-def test_tokens_count_and_not_requests() -> None:
+def test_shares_count_tokens_instead_of_requests() -> None:
     with System(configure=small, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
@@ -61,7 +61,7 @@ def test_tokens_count_and_not_requests() -> None:
         assert len(between) >= 7, order  # small ones until b has had as much as a's first
 
 
-def test_without_keys_first_come_first_served() -> None:
+def test_requests_without_keys_are_served_in_order_of_arrival() -> None:
     with System(configure=small) as system:
         keyed = Keyed(system)
         for key in "abcabcaabb":
@@ -69,7 +69,7 @@ def test_without_keys_first_come_first_served() -> None:
         assert keyed.served() == "abcabcaabb"
 
 
-def test_what_no_worker_had_costs_nothing() -> None:
+def test_request_without_a_worker_is_not_charged() -> None:
     with System(configure=small, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
@@ -82,8 +82,8 @@ def test_what_no_worker_had_costs_nothing() -> None:
         assert "a" in keyed.served()[LIMIT : LIMIT + 4]
 
 
-def test_output_counts_too() -> None:
-    """a and b have asked for equal prompts; a has got long answers."""
+def test_shares_count_output_tokens() -> None:
+    """Keys a and b have sent equal prompts; the responses to a are longer."""
 
     def configure(workers: list[FakeWorker]) -> None:
         small(workers)
@@ -98,7 +98,7 @@ def test_output_counts_too() -> None:
         assert order.rindex("b") < order.rindex("a") and "bbb" in order
 
 
-def test_a_worker_is_told_whose_a_prompt_is_and_what_came_with_it() -> None:
+def test_submit_has_tenant_and_batch() -> None:
     with System(keys=[{"name": "a", "key": "a", "weight": 3}, "b"]) as system:
         keyed = Keyed(system)
         for key, prompt in (("a", ["x", "y"]), ("a", "x"), ("b", ["x", "y"])):
@@ -115,7 +115,7 @@ def test_a_worker_is_told_whose_a_prompt_is_and_what_came_with_it() -> None:
         assert [submit.tenant_weight for submit in submits] == [3.0] * 6 + [1.0] * 4
 
 
-def test_without_keys_a_prompt_is_of_nobody() -> None:
+def test_submit_has_no_tenant_without_keys() -> None:
     with System() as system:
         keyed = Keyed(system)
         keyed.clients.append(RawClient(system, COMPLETIONS, {"prompt": "x", "max_tokens": 1}))

@@ -15,11 +15,11 @@ from tests.services.gateway.fakes import Host, ids_of
 from tests.services.gateway.system import RawClient, System, wait_until
 
 AFTER_S = 0.1
-LATE_S = 1.5  # what keeps a copy from being made has come by then
+LATE_S = 1.5  # by then every reason against a copy has taken effect
 
 
 def hedged(system: System) -> tuple[Host, Host]:
-    """The worker that got the request and the one that got the copy."""
+    """Returns the worker with the request and the worker with the copy."""
     wait_until(lambda: sum(system.submits()) == 1, "the submit")
     first = next(host for host in system.workers if host.servicer.submits)
     wait_until(lambda: sum(system.submits()) == 2, "the copy")
@@ -30,7 +30,7 @@ def allow(system: System, host: Host, steps: int | None) -> None:
     system.do(lambda: host.servicer.allow(steps))
 
 
-def test_off_by_default() -> None:
+def test_hedging_is_off_by_default() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system)
         wait_until(lambda: sum(system.submits()) == 1, "the submit")
@@ -41,7 +41,7 @@ def test_off_by_default() -> None:
 
 
 @each_value(copy_wins={"the first": False, "the copy": True}, stream={"whole": False, "stream": True})
-def test_who_speaks_first_keeps_it(copy_wins: bool, stream: bool) -> None:
+def test_worker_with_the_first_output_keeps_the_request(copy_wins: bool, stream: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system, stream=stream, temperature=1.0)
         first, second = hedged(system)
@@ -60,7 +60,7 @@ def test_who_speaks_first_keeps_it(copy_wins: bool, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("copy_dies", [False, True], ids=["the first", "the copy"])
-def test_one_of_them_dies_before_either_has_spoken(copy_dies: bool) -> None:
+def test_request_continues_when_one_of_two_workers_is_lost(copy_dies: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
         first, second = hedged(system)
@@ -70,7 +70,7 @@ def test_one_of_them_dies_before_either_has_spoken(copy_dies: bool) -> None:
         assert system.submits() == [1, 1]
 
 
-def test_both_die() -> None:
+def test_request_moves_when_both_workers_are_lost() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
         first, second = hedged(system)
@@ -82,7 +82,7 @@ def test_both_die() -> None:
         assert pending.result().status_code == 200
 
 
-def test_the_winner_dies() -> None:
+def test_request_moves_when_the_remaining_worker_is_lost() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system, stream=True)
         first, second = hedged(system)
@@ -95,7 +95,7 @@ def test_the_winner_dies() -> None:
         assert list(first.servicer.submits[1].output_ids) == ids_of(ANSWER[:5])
 
 
-def test_the_client_leaves() -> None:
+def test_both_copies_are_aborted_when_the_client_leaves() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
         hedged(system)
@@ -105,7 +105,7 @@ def test_the_client_leaves() -> None:
 
 
 @pytest.mark.parametrize("of_copy", [False, True], ids=["the first's", "the copy's"])
-def test_an_operators_abort_on_either_worker_ends_it(of_copy: bool) -> None:
+def test_abort_by_either_worker_id_ends_a_hedged_request(of_copy: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
         first, second = hedged(system)
@@ -116,7 +116,7 @@ def test_an_operators_abort_on_either_worker_ends_it(of_copy: bool) -> None:
         wait_until(lambda: system.running() == [0, 0], "the aborts")
 
 
-def test_a_request_that_is_gone_gets_no_copy() -> None:
+def test_released_request_gets_no_copy() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=LATE_S) as system:
         client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
         wait_until(lambda: sum(system.running()) == 1, "the submit")
@@ -125,7 +125,7 @@ def test_a_request_that_is_gone_gets_no_copy() -> None:
         assert sum(system.submits()) == 1
 
 
-def test_one_that_has_begun_gets_no_copy() -> None:
+def test_request_with_output_gets_no_copy() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=LATE_S) as system:
         pending = Pending(system)
         wait_until(lambda: sum(system.running()) == 1, "the submit")
@@ -137,7 +137,7 @@ def test_one_that_has_begun_gets_no_copy() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["with the first token", "before it"])
-def test_log_probabilities_of_the_prompt_come_once(early: bool) -> None:
+def test_prompt_logprobs_come_from_one_copy(early: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=LATE_S if early else AFTER_S) as system:
         for host in system.workers:
             host.servicer.early_prompt = early
@@ -154,7 +154,7 @@ def test_log_probabilities_of_the_prompt_come_once(early: bool) -> None:
         assert len(meta["output_token_logprobs"]) == len(ANSWER) + 1
 
 
-def test_nobody_else_has_room() -> None:
+def test_request_gets_no_copy_when_other_workers_are_full() -> None:
     with System(configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
         wait_until(lambda: system.running() == [1], "the submit")

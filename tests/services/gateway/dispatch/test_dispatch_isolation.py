@@ -1,4 +1,4 @@
-"""One client's trouble is not another's; what has begun outlives queues; nobody's writing in Redis ends a gateway."""
+"""Failures stay with their client, begun responses outlive queue timeouts, and no entry in Redis ends a gateway."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def at_rest(workers: list[FakeWorker]) -> None:
         worker.allow(0)
 
 
-def test_turns_of_a_lost_worker_keep_nobody_else_out() -> None:
+def test_parked_turns_of_a_lost_worker_do_not_block_other_requests() -> None:
     with System(workers=2, max_waiting_requests=4) as system:
         for _ in range(4):
             RawClient(system, GENERATE, turn("deadbeef"))
@@ -41,7 +41,7 @@ def test_turns_of_a_lost_worker_keep_nobody_else_out() -> None:
         assert system.complete(max_tokens=2).status_code == 200
 
 
-def test_what_has_moved_is_not_offered_where_nobody_has_room() -> None:
+def test_moved_choices_are_not_tried_when_all_workers_are_full() -> None:
     def small(workers: list[FakeWorker]) -> None:
         for worker in workers:
             worker.info.max_running_requests = 8
@@ -67,7 +67,7 @@ def test_what_has_moved_is_not_offered_where_nobody_has_room() -> None:
         assert len(asked) < 10
 
 
-def test_faults_of_one_clients_requests_close_no_fleet() -> None:
+def test_failing_requests_of_one_client_do_not_exclude_all_workers() -> None:
     with System(workers=2, queue_timeout_s=0.5) as system:
         for worker in system.workers:
             worker.servicer.refuse = [(pb.ERROR_CODE_INTERNAL, "the model's logits for this request were not finite")] * 5
@@ -75,7 +75,7 @@ def test_faults_of_one_clients_requests_close_no_fleet() -> None:
         assert system.complete(max_tokens=2).status_code == 200
 
 
-def test_ids_of_one_model_are_not_run_by_another() -> None:
+def test_token_ids_of_one_model_do_not_reach_another_model() -> None:
     with System(workers=1, model_name="m", queue_timeout_s=0.5) as system:
         system.do(system.tokenizer.gate.clear)
         answers: list[httpx.Response] = []
@@ -92,7 +92,7 @@ def test_ids_of_one_model_are_not_run_by_another() -> None:
         assert [list(submit.prompt_ids) for submit in system.worker.submits] != [ids_of("Hi")], answers[0].text
 
 
-def test_a_stream_that_has_begun_outlives_the_queue_timeout() -> None:
+def test_begun_stream_waits_longer_than_the_queue_timeout() -> None:
     def one(workers: list[FakeWorker]) -> None:
         workers[0].info.max_running_requests = 1
         workers[0].allow(0)
@@ -107,13 +107,13 @@ def test_a_stream_that_has_begun_outlives_the_queue_timeout() -> None:
         assert b"queue_timeout" not in client.read_to_end_of_stream()
 
 
-def test_a_full_worker_is_waited_for() -> None:
+def test_request_waits_for_a_full_worker() -> None:
     with System() as system:
         system.worker.refuse = [(pb.ERROR_CODE_QUEUE_FULL, "the request queue is full")]
         assert system.complete(max_tokens=2).status_code == 200
 
 
-def test_a_turn_at_a_drained_worker_ends_as_documented() -> None:
+def test_session_turn_at_a_drained_worker_ends_with_documented_error() -> None:
     with System(configure=at_rest) as system:
         answers: list[httpx.Response] = []
         body = {**turn("x"), "session_params": {"id": "abc"}}
@@ -125,7 +125,7 @@ def test_a_turn_at_a_drained_worker_ends_as_documented() -> None:
         assert answers[0].json()["error"]["code"] == "session_unavailable"
 
 
-def test_a_block_without_a_name_does_not_end_the_mirror() -> None:
+def test_mirror_continues_after_a_block_without_a_name() -> None:
     async def scenario(url: str) -> bool:
         mirror = IndexMirror(url, PrefixIndex(), lambda: None)
         mirror.watch_model("m")

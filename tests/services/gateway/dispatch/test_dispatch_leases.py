@@ -40,7 +40,7 @@ def usable(system: System) -> list[bool]:
     return [link in usable for link in system.links]
 
 
-def test_without_its_lease_a_worker_gets_nothing(server: RedisServer) -> None:
+def test_worker_gets_no_request_without_the_lease(server: RedisServer) -> None:
     take(server, "worker-0", "worker-1")
     with System(workers=2, configure=leased, redis_url=server.url) as system:
         fleet_mirror = system.gateway.dispatcher.fleet.mirror
@@ -52,14 +52,14 @@ def test_without_its_lease_a_worker_gets_nothing(server: RedisServer) -> None:
         assert system.submits() == [0, 3]
         take(server, "worker-0")
         wait_until(lambda: usable(system) == [True, True], "the new lease")
-        # Nobody has one: that is Redis's trouble, and not the workers'.
+        # No worker has a lease, so Redis has failed and not the workers.
         server.client.delete(lease_key("worker-0"), lease_key("worker-1"))
         wait_until(lambda: not fleet_mirror.leases, "the loss of all")
         assert [system.chat().status_code for _ in range(3)] == [200] * 3
         assert usable(system) == [True, True]
 
 
-def test_a_worker_that_says_that_redis_refuses_it_needs_none(server: RedisServer) -> None:
+def test_worker_needs_no_lease_whose_lease_redis_refuses(server: RedisServer) -> None:
     take(server, "worker-0", "worker-1")
     with System(workers=2, configure=leased, redis_url=server.url) as system:
         fleet_mirror = system.gateway.dispatcher.fleet.mirror
@@ -71,7 +71,7 @@ def test_a_worker_that_says_that_redis_refuses_it_needs_none(server: RedisServer
         wait_until(lambda: usable(system) == [True, True], "its word")
 
 
-def test_without_redis_nothing_changes(server: RedisServer) -> None:
+def test_leases_do_not_count_when_redis_is_down(server: RedisServer) -> None:
     take(server, "worker-0", "worker-1")
     with System(workers=2, configure=leased, redis_url=server.url) as system:
         wait_until(lambda: system.metric("rootstock_gateway_index_up") == 1, "Redis")

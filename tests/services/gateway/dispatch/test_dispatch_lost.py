@@ -1,4 +1,4 @@
-"""A worker is lost while answers are on their way: they go on elsewhere, and nobody can tell."""
+"""Begun responses move to another worker when theirs is lost, without a trace for the client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stopped(workers: list[FakeWorker]) -> None:
 
 
 def begun(system: System, steps: int) -> Host:
-    """Lets every worker make so many tokens. Returns one that has made them."""
+    """Lets every worker compute this many tokens. Returns a worker with that output."""
     wait_until(lambda: sum(system.running()) > 0, "the submits")
     system.allow(steps)
     first = max(system.workers, key=lambda host: len(host.servicer.running))
@@ -27,7 +27,7 @@ def begun(system: System, steps: int) -> Host:
     return first
 
 
-def test_a_stream_goes_on_where_it_was() -> None:
+def test_stream_continues_on_another_worker_without_a_repeat() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True, n=2, temperature=1.0, logprobs=True, stream_options={"include_usage": True})
         wait_until(lambda: sum(system.running()) == 2, "both choices")
@@ -57,7 +57,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize(("stop", "text"), [(["hijk-no", "zzz"], ALPHABET), (["hijk"], "abcdefg")], ids=["not met", "met"])
-def test_text_that_is_held_back_for_a_stop_string(stop: list[str], text: str) -> None:
+def test_held_back_text_survives_a_lost_worker(stop: list[str], text: str) -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:
@@ -74,7 +74,7 @@ def test_text_that_is_held_back_for_a_stop_string(stop: list[str], text: str) ->
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_sglangs_generate(stream: bool) -> None:
+def test_generate_continues_when_the_worker_is_lost(stream: bool) -> None:
     with System(workers=2, configure=stopped) as system:
         body = {"text": "Hi", "stream": stream, "return_logprob": True, "logprob_start_len": 0}
         client = RawClient(system, "/generate", body)
@@ -95,7 +95,7 @@ def test_sglangs_generate(stream: bool) -> None:
         assert len(meta["input_token_logprobs"]) == 2
 
 
-def test_all_are_gone_and_one_returns() -> None:
+def test_stream_continues_when_one_of_all_lost_workers_returns() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True)
         begun(system, 5)
@@ -108,7 +108,7 @@ def test_all_are_gone_and_one_returns() -> None:
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in events(pending.result().text)) == ANSWER
 
 
-def test_none_returns() -> None:
+def test_stream_fails_when_no_lost_worker_returns() -> None:
     with System(configure=stopped, queue_timeout_s=0.3) as system:
         pending = Pending(system, stream=True)
         begun(system, 5)
@@ -118,7 +118,7 @@ def test_none_returns() -> None:
         assert system.num_waiting == 0
 
 
-def test_a_client_leaves_while_its_answer_waits_to_go_on() -> None:
+def test_moved_choice_is_released_when_the_client_leaves() -> None:
     with System(configure=stopped) as system:
         client = send(system, "Hi", stream=True)
         begun(system, 5)
@@ -131,7 +131,7 @@ def test_a_client_leaves_while_its_answer_waits_to_go_on() -> None:
         assert system.submits() == [1]
 
 
-def test_what_has_moved_goes_before_what_waits() -> None:
+def test_moved_choices_are_placed_before_the_queue() -> None:
     with System(workers=2, configure=small) as system:
         clients = [send(system, f"early {i}") for i in range(2 * LIMIT)]
         clients += [send(system, f"late {i}") for i in range(2)]
@@ -145,7 +145,7 @@ def test_what_has_moved_goes_before_what_waits() -> None:
         assert set(order[:LIMIT]) == lost and len(order) == LIMIT + 2
 
 
-def test_a_turn_of_a_session_cannot_move() -> None:
+def test_session_turn_fails_when_the_worker_is_lost() -> None:
     with System(workers=2, configure=stopped) as system:
         client = RawClient(system, "/generate", {"text": "Hi", "session_params": {"id": "mine"}})
         first = begun(system, 5)
@@ -155,7 +155,7 @@ def test_a_turn_of_a_session_cannot_move() -> None:
         assert sum(system.submits()) == 1
 
 
-def test_prompts_of_one_request_and_its_answers_stay_together() -> None:
+def test_moved_choices_of_one_request_keep_the_prompts() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:

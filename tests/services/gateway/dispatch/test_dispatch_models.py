@@ -33,7 +33,7 @@ def ask(system: System, model: str) -> RawClient:
     return client
 
 
-def test_each_request_goes_to_its_model() -> None:
+def test_request_goes_to_a_worker_of_the_model() -> None:
     with System(workers=3, configure=serving("a", "b", "b")) as system:
         assert [answer_of(system, model) for model in "abab"] == ["I am a", "I am b"] * 2
         assert system.submits() == [2, 1, 1]
@@ -45,7 +45,7 @@ def test_each_request_goes_to_its_model() -> None:
         assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
 
 
-def test_a_model_that_was_promised_is_waited_for() -> None:
+def test_request_waits_for_the_first_worker_of_an_expected_model() -> None:
     with System(configure=serving("a"), models="a,b", queue_timeout_s=0.3) as system:
         answer = system.chat(model="b")
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_worker"
@@ -54,8 +54,8 @@ def test_a_model_that_was_promised_is_waited_for() -> None:
         assert answer_of(system, "a") == "I am a"
 
 
-def test_models_that_nobody_serves_yet_are_listed_and_counted() -> None:
-    """What starts a model's first worker looks at who waits for it, and must find a 0 before."""
+def test_expected_models_are_listed_and_counted_without_a_worker() -> None:
+    """An autoscaler starts the first worker of a model when this gauge rises, so it must be 0 before."""
     length, workers = "rootstock_gateway_queue_length", "rootstock_gateway_workers"
     with System(workers=2, down=("worker",), configure=serving("a", "b"), models="b,a") as system:
         cards = system.get("/v1/models").json()["data"]
@@ -75,7 +75,7 @@ def test_models_that_nobody_serves_yet_are_listed_and_counted() -> None:
         assert [(card["id"], card["max_model_len"]) for card in cards] == [("b", None), ("a", CONTEXT_LEN)]
 
 
-def test_a_request_without_a_model_waits_for_the_first_one() -> None:
+def test_request_without_a_model_waits_for_the_first_expected_model() -> None:
     with System(down=("worker",), configure=serving("a"), models="a,b") as system:
         client = RawClient(system, "/generate", {"text": "Hi", "model": None})
         wait_until(lambda: system.metric("rootstock_gateway_queue_length", model="a") == 1, "the wait")
@@ -83,7 +83,7 @@ def test_a_request_without_a_model_waits_for_the_first_one() -> None:
         assert status_of(client) == 200
 
 
-def test_a_model_appears_while_requests_wait_for_it() -> None:
+def test_waiting_request_is_served_when_the_model_appears() -> None:
     """At the start any worker may name any model."""
     for promised in ("a,b", ""):
         with System(workers=2, down=("worker",), configure=serving("a", "b"), models=promised) as system:
@@ -95,7 +95,7 @@ def test_a_model_appears_while_requests_wait_for_it() -> None:
             assert status_of(client) == 200 and len(system.workers[1].servicer.submits) == 1
 
 
-def test_the_models_of_a_fleet_wait_each_for_itself() -> None:
+def test_models_of_a_fleet_have_separate_queues() -> None:
     with System(workers=2, configure=serving("a", "b")) as system:
         system.call(system.workers[1].stop())
         wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
@@ -107,7 +107,7 @@ def test_the_models_of_a_fleet_wait_each_for_itself() -> None:
         assert status_of(client) == 200
 
 
-def test_too_many_wait_for_a_model_that_nobody_knows() -> None:
+def test_requests_for_an_unknown_model_are_bounded() -> None:
     with System(configure=serving("a"), models="b", max_waiting_requests=2) as system:
         clients = [ask(system, "b"), ask(system, "b")]
         assert system.chat(model="b").json()["error"]["code"] == "queue_full"
@@ -115,14 +115,14 @@ def test_too_many_wait_for_a_model_that_nobody_knows() -> None:
         wait_until(lambda: system.num_waiting == 1, "the place")
 
 
-def test_sglangs_generate_goes_by_its_model_too() -> None:
+def test_generate_goes_to_a_worker_of_the_model() -> None:
     with System(workers=2, configure=serving("a", "b")) as system:
         assert system.post("/generate", {"text": "Hi", "model": "b"}).json()["text"] == "I am b"
         assert system.post("/generate", {"text": "Hi"}).status_code == 200
         assert system.post("/generate", {"text": "Hi", "model": "c"}).status_code == 404
 
 
-def test_one_name_changes_its_model_when_the_old_ones_workers_are_gone() -> None:
+def test_only_name_changes_the_model_when_the_old_workers_have_left() -> None:
     with System(workers=2, down=("worker",), configure=serving("a", "b"), model_name="ours") as system:
         for host in system.workers:
             system.call(host.start())
@@ -139,7 +139,7 @@ def test_one_name_changes_its_model_when_the_old_ones_workers_are_gone() -> None
         assert [answer_of(system, "ours") for _ in range(3)] == ["I am b"] * 3
 
 
-def test_the_shortest_context_counts_while_its_worker_is_there() -> None:
+def test_shortest_context_counts_while_the_worker_is_connected() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].info.context_len = 100
 

@@ -1,5 +1,4 @@
-"""What has begun on a deterministic worker goes on where its results have the same bits, while such a one is ready; else it goes
-on all the same, and is counted."""
+"""Begun requests of deterministic workers move to a worker with equal numerics if one is ready; other moves are counted."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def others(system: System) -> float:
 
 
 @pytest.mark.parametrize("place", [1, 2])
-def test_it_goes_on_where_its_bits_are(place: int) -> None:
-    """Whichever of the two that are left it is."""
+def test_begun_request_moves_to_a_worker_with_equal_numerics(place: int) -> None:
+    """The position of the matching worker does not matter."""
     fingerprints = ["b"] * 3
     fingerprints[0] = fingerprints[place] = "a"
     with System(workers=3, configure=of(*fingerprints)) as system:
@@ -46,7 +45,7 @@ def test_it_goes_on_where_its_bits_are(place: int) -> None:
 
 
 @pytest.mark.parametrize(("fingerprints", "counted"), [(("a", "b"), 1), (("a", ""), 1), (("", "b"), 0), (("a", "a"), 0)])
-def test_where_nobody_has_them_it_goes_on_and_is_counted(fingerprints: tuple[str, str], counted: int) -> None:
+def test_move_to_other_numerics_is_counted(fingerprints: tuple[str, str], counted: int) -> None:
     """A worker that promises nothing breaks no promise."""
     with System(workers=2, configure=of(*fingerprints)) as system:
         others_before = others(system)
@@ -63,7 +62,7 @@ def test_where_nobody_has_them_it_goes_on_and_is_counted(fingerprints: tuple[str
 @pytest.mark.parametrize(
     ("fingerprints", "said"), [(("a", "a"), True), (("a", "b"), False), (("a", ""), False), (("", ""), False)]
 )
-def test_a_model_is_deterministic_where_all_of_its_workers_agree(fingerprints: tuple[str, str], said: bool) -> None:
+def test_model_is_deterministic_when_all_workers_have_equal_numerics(fingerprints: tuple[str, str], said: bool) -> None:
     with System(workers=2, configure=of(*fingerprints)) as system:
         (model,) = system.get("/server_info").json()["models"]
         assert model["deterministic"] is said

@@ -1,4 +1,4 @@
-"""A paused worker gets nothing new; what runs there stays, what comes waits here, and goes when the pause ends."""
+"""A paused worker keeps its requests and gets no new ones. New requests wait at the gateway until the pause ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tell(system: System, worker: int = 0, **load: Any) -> None:
     wait_until(lambda: system.links[worker].load == told.load, "the load")
 
 
-def test_new_requests_go_to_the_others_and_running_ones_stay() -> None:
+def test_paused_worker_keeps_running_requests_and_gets_no_new_one() -> None:
     with System(workers=2, routing_policy="round_robin") as system:
         system.allow(0)
         for _ in range(2):
@@ -30,7 +30,7 @@ def test_new_requests_go_to_the_others_and_running_ones_stay() -> None:
         assert system.submits() == [1, 4] and system.total("rootstock_gateway_moves_total") == 0
 
 
-def test_while_all_are_paused_requests_wait_here_and_go_when_one_goes_on() -> None:
+def test_requests_wait_while_all_workers_are_paused() -> None:
     with System() as system, ThreadPoolExecutor() as pool:
         tell(system, paused=True)
         answers = [pool.submit(system.chat) for _ in range(3)]
@@ -41,8 +41,8 @@ def test_while_all_are_paused_requests_wait_here_and_go_when_one_goes_on() -> No
         assert system.get("/readiness").status_code == 200
 
 
-def test_one_whose_breaker_is_open_serves_while_the_other_is_paused() -> None:
-    """Breakers do not count where they would leave nobody."""
+def test_worker_with_open_breaker_serves_while_the_second_one_is_paused() -> None:
+    """Breakers do not count if they would exclude every worker."""
     with System(workers=2) as system:
         link = system.links[1]
         system.do(lambda: [link.breaker.failed(asyncio.get_running_loop().time()) for _ in range(100)])
@@ -53,7 +53,7 @@ def test_one_whose_breaker_is_open_serves_while_the_other_is_paused() -> None:
         assert link not in system.gateway.dispatcher.fleet.usable()
 
 
-def test_their_patience_ends_with_a_word_about_the_pause() -> None:
+def test_queue_timeout_names_the_pause() -> None:
     with System(queue_timeout_s=0.1) as system:
         tell(system, paused=True)
         answer = system.chat()
@@ -61,7 +61,7 @@ def test_their_patience_ends_with_a_word_about_the_pause() -> None:
         assert system.metric("rootstock_gateway_refusals_total", reason="paused") == 1
 
 
-def test_a_turn_of_a_session_there_waits_here_too() -> None:
+def test_session_turn_waits_while_the_worker_is_paused() -> None:
     with System() as system, ThreadPoolExecutor() as pool:
         tell(system, paused=True)
         turn = {"text": "Hi", "session_params": {"id": "s"}}

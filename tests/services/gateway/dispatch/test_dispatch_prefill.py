@@ -1,4 +1,4 @@
-"""Prefill and decode apart: whose prompt goes through a prefill worker, and what becomes of it whoever is lost."""
+"""Separate prefill and decode workers: the requests that use a prefill worker, and the loss of either worker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def text_of_answer(result: Any) -> str:
     return text
 
 
-def test_a_prompt_is_computed_by_one_and_goes_on_at_the_other() -> None:
+def test_request_moves_from_prefill_worker_to_decode_worker() -> None:
     with system_of() as system:
         result = ask(system)
         assert text_of_answer(result) == ANSWER
@@ -67,7 +67,7 @@ def test_a_prompt_is_computed_by_one_and_goes_on_at_the_other() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_logprobs_and_usage_are_those_of_one_worker(stream: bool) -> None:
+def test_logprobs_and_usage_equal_a_run_on_one_worker(stream: bool) -> None:
     with system_of() as system:
         more = {"stream_options": {"include_usage": True}} if stream else {}
         result = ask(system, stream=stream, logprobs=True, temperature=1.0, n=2, **more)
@@ -85,7 +85,7 @@ def test_logprobs_and_usage_are_those_of_one_worker(stream: bool) -> None:
         assert chunks[-1]["usage"]["completion_tokens"] == 2 * (len(ANSWER) + 1)
 
 
-def test_cached_tokens_are_those_of_who_computed_the_prompt() -> None:
+def test_cached_tokens_come_from_the_prefill_worker() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].by_tier = {"cached_device_tokens": 3}
         workers[1].by_tier = {"cached_peer_tokens": 3}
@@ -99,13 +99,13 @@ def test_cached_tokens_are_those_of_who_computed_the_prompt() -> None:
 
 
 class TestItPays:
-    def test_not_a_short_prompt(self) -> None:
+    def test_decode_worker_computes_a_short_prompt(self) -> None:
         with system_of(disaggregation_min_tokens=10_000) as system:
             assert text_of_answer(ask(system)) == ANSWER
             assert not submits(system, 0) and not submits(system, 1)[0].hand_over
 
     @pytest.mark.parametrize("what", ["layout", "weights", "no port", "nobody reads"])
-    def test_not_where_pages_cannot_be_exchanged(self, what: str) -> None:
+    def test_decode_worker_computes_the_prompt_when_pages_cannot_be_read(self, what: str) -> None:
         def configure(workers: list[FakeWorker]) -> None:
             if what == "layout":
                 workers[0].info.kv_layout = OTHER_LAYOUT
@@ -120,7 +120,7 @@ class TestItPays:
             assert text_of_answer(ask(system)) == ANSWER
             assert not any(submit.hand_over for submit in submits(system, 0))
 
-    def test_not_at_one_that_has_other_weights_though_somebody_else_reads_its_pages(self) -> None:
+    def test_prefill_worker_of_another_model_version_is_not_used(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:
             for worker in (workers[0], workers[2]):
                 worker.info.revision = "other"
@@ -131,7 +131,7 @@ class TestItPays:
             whole = [submit for submit in submits(system, 1) if not submit.output_ids]
             assert len(whole) == 3 == len(submits(system, 0)) == len(submits(system, 2))
 
-    def test_where_reading_loses_it_is_tried_now_and_then(self) -> None:
+    def test_reading_is_tried_sometimes_without_a_benefit(self) -> None:
         with system_of() as system:
             system.workers[1].servicer.tell(pulls_lose=True)
             wait_until(lambda: system.links[1].load is not None, "its word")
@@ -139,19 +139,19 @@ class TestItPays:
                 assert text_of_answer(ask(system)) == ANSWER
             assert len(submits(system, 0)) == 2
 
-    def test_not_for_a_vector(self) -> None:
+    def test_embedding_uses_no_prefill_worker(self) -> None:
         with system_of() as system:
             answer = system.post("/v1/embeddings", {"model": MODEL, "input": "a long enough text"})
             assert answer.status_code == 200
             assert not submits(system, 0)
 
-    def test_what_ends_at_once_moves_nothing(self) -> None:
+    def test_request_with_one_token_ends_at_the_prefill_worker(self) -> None:
         with system_of() as system:
             result = ask(system, max_tokens=1)
             assert result.json()["choices"][0]["finish_reason"] == "length"
             assert len(submits(system, 0)) == 1 and not submits(system, 1)
 
-    def test_a_prompt_without_a_whole_page_takes_its_token_along(self) -> None:
+    def test_prompt_without_a_full_page_moves_with_the_first_token(self) -> None:
         with system_of(disaggregation_min_tokens=1) as system:
             answer = system.post("/v1/completions", {"model": MODEL, "prompt": [5, 6], "max_tokens": 40})
             assert answer.status_code == 200
@@ -160,8 +160,8 @@ class TestItPays:
 
 
 @pytest.mark.parametrize("layout", [b"", OTHER_LAYOUT], ids=["reads nobody", "other pages"])
-def test_it_goes_on_where_its_pages_can_be_read(layout: bytes) -> None:
-    """While such a worker takes requests: as in a fleet that is being switched over."""
+def test_handed_over_request_moves_to_a_worker_that_can_read_the_pages(layout: bytes) -> None:
+    """A worker with an equal layout is preferred while it takes requests, as during a change of layouts."""
 
     def configure(workers: list[FakeWorker]) -> None:
         workers[2].info.kv_layout, workers[2].info.role = layout or LAYOUT, "decode" if layout else ""
@@ -175,21 +175,21 @@ def test_it_goes_on_where_its_pages_can_be_read(layout: bytes) -> None:
 
 
 class TestLost:
-    def test_with_no_decode_worker_a_prefill_worker_serves_whole_requests(self) -> None:
+    def test_prefill_worker_serves_whole_requests_without_a_decode_worker(self) -> None:
         with system_of() as system:
             system.call(system.workers[1].stop())
             wait_until(lambda: system.links[1].info is None, "the loss")
             assert text_of_answer(ask(system)) == ANSWER
             assert not submits(system, 0)[-1].hand_over
 
-    def test_with_no_prefill_worker_a_decode_worker_does(self) -> None:
+    def test_decode_worker_serves_whole_requests_without_a_prefill_worker(self) -> None:
         with system_of() as system:
             system.call(system.workers[0].stop())
             wait_until(lambda: system.links[0].info is None, "the loss")
             assert text_of_answer(ask(system)) == ANSWER
             assert not submits(system, 1)[-1].hand_over
 
-    def test_while_it_computes(self) -> None:
+    def test_request_restarts_when_the_prefill_worker_is_lost(self) -> None:
         with system_of(then=lambda workers: workers[0].allow(0)) as system:
             pending = Pending(system, stream=True)
             wait_until(lambda: bool(system.workers[0].servicer.running), "the prompt")
@@ -197,8 +197,8 @@ class TestLost:
             text = "".join(c["delta"].get("content", "") for chunk in events(pending.result().text) for c in chunk["choices"])
             assert text == ANSWER and not submits(system, 1)[0].output_ids
 
-    def test_while_the_other_decodes(self) -> None:
-        """It goes through the prefill worker again, with its output, and from there to who is left."""
+    def test_request_is_computed_again_when_the_decode_worker_is_lost(self) -> None:
+        """The request goes to the prefill worker again, with its output, and then to the remaining decode worker."""
         with system_of(workers=3, then=lambda workers: [worker.allow(0) for worker in workers[1:]]) as system:
             pending = Pending(system, stream=True)
             wait_until(lambda: any(len(host.servicer.running) for host in system.workers[1:]), "the hand-over")
@@ -214,8 +214,8 @@ class TestLost:
             assert again.hand_over and len(again.output_ids) == 4
             assert len(last.output_ids) == 5 and last.HasField("source")
 
-    def test_who_keeps_pages_of_a_client_that_left_is_told(self) -> None:
-        """It waits for room where answers are decoded."""
+    def test_reservation_is_released_when_the_client_leaves(self) -> None:
+        """The request waits for a free slot of a decode worker."""
 
         def configure(workers: list[FakeWorker]) -> None:
             workers[1].info.max_running_requests = 1
@@ -235,7 +235,7 @@ class TestLost:
             wait_until(lambda: first.aborted != [], "the word")
             assert first.aborted == [handle]
 
-    def test_who_keeps_pages_that_nobody_can_read_is_told(self) -> None:
+    def test_reservation_is_released_without_a_worker_that_can_read(self) -> None:
         with system_of(then=lambda workers: workers[0].allow(0)) as system:
             first, second = system.workers[0].servicer, system.workers[1].servicer
             pending = Pending(system, stream=True)
@@ -248,7 +248,7 @@ class TestLost:
             wait_until(lambda: first.aborted == [handle], "the word")
             assert pending.result().status_code == 200
 
-    def test_a_link_stays_as_long_as_pages_are_kept_behind_it(self) -> None:
+    def test_link_stays_open_while_the_worker_reserves_pages(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:
             workers[0].info.kv_hold_ms = 600_000
 
@@ -257,14 +257,14 @@ class TestLost:
             assert text_of_answer(ask(system)) == ANSWER
             assert system.links[0].kept_until > 0 and not system.links[0].open
 
-    def test_a_refusal_by_the_prefill_worker_goes_to_the_other(self) -> None:
+    def test_request_refused_by_the_prefill_worker_goes_to_the_decode_worker(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:
             workers[0].refuse = [(pb.ERROR_CODE_QUEUE_FULL, "full")]
 
         with system_of(then=configure) as system:
             assert text_of_answer(ask(system)) == ANSWER
 
-    def test_while_the_other_has_no_room_it_waits_and_keeps_its_source(self) -> None:
+    def test_waiting_handed_over_request_keeps_the_reservation(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:
             workers[1].info.max_running_requests = 1
             workers[1].allow(0)
@@ -280,7 +280,7 @@ class TestLost:
             assert handed and all(submit.HasField("source") for submit in handed)
 
 
-def test_sessions_live_where_answers_are_decoded() -> None:
+def test_sessions_are_on_decode_workers() -> None:
     with system_of() as system:
         for name in "abcdefgh":
             answer = system.post("/generate", {"text": "a long enough text", "session_params": {"id": name}})
@@ -289,7 +289,7 @@ def test_sessions_live_where_answers_are_decoded() -> None:
         assert not any(submit.hand_over for submit in submits(system, 1))
 
 
-def test_where_nobody_has_ever_decoded_they_live_at_who_computes_prompts() -> None:
+def test_sessions_are_on_prefill_workers_when_no_other_worker_ever_connected() -> None:
     """As long as no other worker comes: later ones do not."""
     with system_of(workers=1) as system:
         answer = system.post("/generate", {"text": "a long enough text", "session_params": {"id": "early"}})

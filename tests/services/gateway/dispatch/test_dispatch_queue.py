@@ -44,7 +44,7 @@ def full(system: System) -> list[RawClient]:
     return [send(system, f"filler {i}") for i in range(LIMIT * len(system.workers))]
 
 
-def test_first_come_first_served() -> None:
+def test_queue_serves_in_order_of_arrival() -> None:
     with System(configure=small) as system:
         clients = full(system) + [send(system, str(i)) for i in range(4)]
         assert system.num_waiting == 4
@@ -57,7 +57,7 @@ def test_first_come_first_served() -> None:
         assert system.metric("rootstock_gateway_queue_time_seconds_count") == 4
 
 
-def test_a_worker_never_has_more_than_its_limit() -> None:
+def test_worker_never_exceeds_the_request_limit() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         for worker in workers:
             worker.info.max_running_requests = 4
@@ -71,7 +71,7 @@ def test_a_worker_never_has_more_than_its_limit() -> None:
         client.vanish()
 
 
-def test_the_deadline() -> None:
+def test_request_fails_after_the_queue_timeout() -> None:
     with System(configure=small, queue_timeout_s=0.3) as system:
         full(system)
         answer = system.complete()
@@ -81,7 +81,7 @@ def test_the_deadline() -> None:
         assert system.metric("rootstock_gateway_queue_time_seconds_count") == 1
 
 
-def test_the_bound() -> None:
+def test_queue_refuses_requests_when_full() -> None:
     with System(configure=small, max_waiting_requests=2) as system:
         clients = [*full(system), send(system, "0"), send(system, "1")]
         answer = system.complete()
@@ -92,7 +92,7 @@ def test_the_bound() -> None:
 
 
 @pytest.mark.parametrize("low_first", [False, True])
-def test_the_most_urgent_first_and_the_least_urgent_makes_way(low_first: bool) -> None:
+def test_urgent_request_displaces_the_least_urgent_one(low_first: bool) -> None:
     sign = -1 if low_first else 1
     with System(
         configure=small,
@@ -110,7 +110,7 @@ def test_the_most_urgent_first_and_the_least_urgent_makes_way(low_first: bool) -
         assert served(system)[LIMIT:] == ["5", "3", "2"]
 
 
-def test_priorities_are_not_the_gateways_unless_asked_for() -> None:
+def test_queue_ignores_priorities_by_default() -> None:
     with System(configure=small, max_waiting_requests=2) as system:
         clients = [*full(system), send(system, "0"), send(system, "9", priority=9)]
         assert system.complete(priority=20).json()["error"]["code"] == "queue_full"
@@ -119,7 +119,7 @@ def test_priorities_are_not_the_gateways_unless_asked_for() -> None:
         assert served(system)[LIMIT:] == ["0", "9"]
 
 
-def test_a_client_that_leaves_gives_its_place_up() -> None:
+def test_waiting_request_is_removed_when_the_client_leaves() -> None:
     with System(configure=small) as system:
         full(system)
         gone = send(system, "gone", n=1)
@@ -130,7 +130,7 @@ def test_a_client_that_leaves_gives_its_place_up() -> None:
         assert status_of(after) == 200 and served(system)[LIMIT:] == ["after"]
 
 
-def test_a_client_that_leaves_makes_room() -> None:
+def test_slot_is_reused_when_a_client_leaves() -> None:
     with System(configure=small) as system:
         first, *_ = full(system)
         after = send(system, "after")
@@ -140,7 +140,7 @@ def test_a_client_that_leaves_makes_room() -> None:
         assert status_of(after) == 200
 
 
-def test_choices_of_one_request_partly_placed() -> None:
+def test_choices_of_one_request_are_placed_one_by_one() -> None:
     with System(configure=small) as system:
         pending = Pending(system, n=5)
         wait_until(lambda: system.num_waiting == 2 and system.running() == [LIMIT], "three and two")
@@ -150,15 +150,15 @@ def test_choices_of_one_request_partly_placed() -> None:
         assert answer["usage"]["completion_tokens"] == 5 * (len(ANSWER) + 1)
 
 
-def test_a_request_that_is_partly_placed_ends_as_one() -> None:
+def test_partly_placed_request_fails_as_a_whole() -> None:
     with System(configure=small, queue_timeout_s=0.3) as system:
         assert system.chat(n=5).json()["error"]["code"] == "queue_timeout"
         wait_until(lambda: len(system.worker.aborted) == LIMIT, "the aborts")
         assert system.num_waiting == 0
 
 
-def test_a_request_with_more_choices_than_may_wait() -> None:
-    """It is refused as one, and nobody makes way for a part of it."""
+def test_request_is_refused_when_the_choices_exceed_the_queue() -> None:
+    """The whole request is refused, and no waiting request is displaced for some of its choices."""
     with System(configure=small, max_waiting_requests=2, enable_priority_scheduling=True) as system:
         assert system.chat(n=6).json()["error"]["code"] == "queue_full"
         wait_until(lambda: system.running() == [0], "the aborts")
@@ -169,7 +169,7 @@ def test_a_request_with_more_choices_than_may_wait() -> None:
         assert [status_of(client) for client in clients] == [200] * 5
 
 
-def test_what_other_gateways_have_on_a_worker_counts() -> None:
+def test_requests_of_other_gateways_use_slots_of_a_worker() -> None:
     with System(configure=small) as system:
         system.do(lambda: system.worker.tell(num_open=LIMIT, used_tokens=100))
         wait_until(lambda: system.links[0].load is not None, "the load")

@@ -74,7 +74,7 @@ def test_requests_wait_when_a_paused_worker_takes_new_requests() -> None:
 
 
 def test_dispatcher_refuses_a_request_when_the_load_arrives_later() -> None:
-    """The worker refuses the request first. Its next load says that it refuses every request."""
+    """The worker refuses the request first. The next load report says that every request is refused."""
     with System(queue_timeout_s=600) as system, ThreadPoolExecutor() as pool:
         system.do(lambda: system.worker.refuse.append(Refusal(pb.ERROR_CODE_QUEUE_FULL, "the request queue is full")))
         answer = pool.submit(system.post, "/generate", {"text": "Hi"})
@@ -83,7 +83,7 @@ def test_dispatcher_refuses_a_request_when_the_load_arrives_later() -> None:
         assert code_of(answer.result(60)) == "queue_full"
 
 
-def test_begun_request_moves_to_a_worker_when_it_refuses_new_requests() -> None:
+def test_begun_request_moves_to_a_worker_that_refuses_new_requests() -> None:
     with System(workers=2, routing_policy="round_robin") as system:
         system.allow(1)
         client = RawClient(system, CHAT, chat_body(stream=True))
@@ -97,7 +97,7 @@ def test_begun_request_moves_to_a_worker_when_it_refuses_new_requests() -> None:
         assert b'"finish_reason":"' in client.received.replace(b" ", b"") and system.submits()[1 - at] == 1
 
 
-def test_worker_gets_requests_when_its_queue_is_open_again() -> None:
+def test_worker_gets_requests_when_the_queue_is_open_again() -> None:
     with System() as system:
         tell(system, refuses_new=True)
         assert system.chat().status_code == 503

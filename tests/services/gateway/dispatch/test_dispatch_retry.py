@@ -1,4 +1,4 @@
-"""Second chances on another worker: before the first token, once, and never for what a client has seen."""
+"""Retries on another worker: once, and only before the first token."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def failing(*indices: int, code: int = pb.ERROR_CODE_INTERNAL) -> Callable[[list
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_fault_before_the_first_token(stream: bool) -> None:
+def test_request_is_retried_after_a_fault_before_the_first_token(stream: bool) -> None:
     with System(workers=2, configure=failing(0), routing_policy="round_robin") as system:
         assert [system.chat(stream=stream).status_code for _ in range(2)] == [200, 200]
         assert sum(system.submits()) == 3
         assert system.metric("rootstock_gateway_moves_total", cause="retry", state="new") == 1
 
 
-def test_only_once() -> None:
+def test_request_is_retried_once() -> None:
     with System(workers=3, configure=failing(0, 1, 2), routing_policy="round_robin") as system:
         answer = system.chat()
         assert answer.status_code == 500 and answer.json()["error"]["message"] == "said the worker"
         assert sum(system.submits()) == 2
 
 
-def test_full_workers_are_passed_over_one_by_one() -> None:
+def test_request_moves_past_every_full_worker() -> None:
     with System(workers=3, configure=failing(0, 1, code=pb.ERROR_CODE_QUEUE_FULL)) as system:
         assert [system.chat().status_code for _ in range(3)] == [200] * 3
         assert sum(system.submits()) == 5
 
 
-def test_a_fault_after_a_full_worker_is_still_the_first() -> None:
+def test_full_worker_does_not_count_as_retry() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full"))
         workers[1].refuse.append((pb.ERROR_CODE_INTERNAL, "fault"))
@@ -57,7 +57,7 @@ def test_a_fault_after_a_full_worker_is_still_the_first() -> None:
         assert system.submits() == [1, 1, 1]
 
 
-def test_not_after_a_token() -> None:
+def test_request_is_not_retried_after_a_token() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 3)
@@ -68,7 +68,7 @@ def test_not_after_a_token() -> None:
         assert sum(system.submits()) == 1
 
 
-def test_who_has_refused_it_may_be_all_that_is_left() -> None:
+def test_request_returns_to_a_refusing_worker_when_no_other_is_left() -> None:
     """Refused by the one, it waits for the other, which dies."""
 
     def configure(workers: list[FakeWorker]) -> None:

@@ -1,4 +1,4 @@
-"""What routing makes of a fleet without Redis: the gateway's own picks are all that it knows."""
+"""Routing without Redis, where the index has only the gateway's own requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def complete(system: System, prompt: str, **body: object) -> None:
     assert system.complete(prompt=prompt, max_tokens=1, **body).status_code == 200
 
 
-def test_prompts_that_share_a_prefix_meet() -> None:
+def test_prompts_with_a_common_prefix_go_to_one_worker() -> None:
     with System(workers=2) as system:
         for i in range(6):
             complete(system, SHARED + str(i))
@@ -33,7 +33,7 @@ def test_prompts_that_share_a_prefix_meet() -> None:
         assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 6 * 256, "of a prompt once, as what is cached"
 
 
-def test_they_do_not_across_salts() -> None:
+def test_prompts_with_different_salts_are_not_routed_together() -> None:
     with System(workers=2) as system:
         for i in range(12):
             complete(system, SHARED, cache_salt=f"tenant {i}")
@@ -42,14 +42,14 @@ def test_they_do_not_across_salts() -> None:
         assert decisions(system, "prefix") == 1
 
 
-def test_what_is_too_short_for_a_block_spreads() -> None:
+def test_prompts_shorter_than_a_block_spread_over_workers() -> None:
     with System(workers=2) as system:
         for _ in range(6):
             complete(system, "x" * 63)
         assert system.submits() == [3, 3]
 
 
-def test_a_crowd_with_one_prefix_is_shared_out() -> None:
+def test_many_prompts_with_one_prefix_spread_over_workers() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:
@@ -62,14 +62,14 @@ def test_a_crowd_with_one_prefix_is_shared_out() -> None:
         assert decisions(system, "prefix_overflow") + decisions(system, "prefix") >= 10
 
 
-def test_round_robin() -> None:
+def test_round_robin_alternates_workers() -> None:
     with System(workers=3, routing_policy="round_robin") as system:
         for _ in range(6):
             complete(system, SHARED)
         assert system.submits() == [2, 2, 2] and decisions(system, "round_robin") == 6
 
 
-def test_the_other_policies_serve_too() -> None:
+def test_each_policy_serves_requests() -> None:
     for policy in (RoutingPolicy.RANDOM, RoutingPolicy.LEAST_TOKENS, RoutingPolicy.POWER_OF_TWO, RoutingPolicy.AFFINITY):
         with System(workers=2, routing_policy=policy) as system:
             for _ in range(2):
@@ -77,7 +77,7 @@ def test_the_other_policies_serve_too() -> None:
             assert sum(system.submits()) == 2
 
 
-def test_a_routing_key_stays() -> None:
+def test_routing_key_keeps_the_worker() -> None:
     with System(workers=3) as system:
         for i in range(6):
             answer = system.post("/v1/completions", {"model": MODEL, "prompt": f"Hi {i}"}, headers={"x-smg-routing-key": "u1"})
@@ -85,7 +85,7 @@ def test_a_routing_key_stays() -> None:
         assert sorted(system.submits()) == [0, 0, 6] and decisions(system, "affinity") == 6
 
 
-def test_a_worker_that_was_away_has_forgotten() -> None:
+def test_blocks_are_removed_when_a_worker_reconnects() -> None:
     with System(workers=2) as system:
         complete(system, SHARED)
         index = system.gateway.dispatcher.fleet.index
@@ -99,8 +99,8 @@ def test_a_worker_that_was_away_has_forgotten() -> None:
         assert decisions(system, "prefix") == 0
 
 
-def test_a_flush_forgets() -> None:
-    """The worker's new generation makes the old one's blocks void, and its number is free for others."""
+def test_blocks_are_removed_after_a_flush() -> None:
+    """The worker's new generation removes the blocks of the earlier one and frees the number in the index."""
     with System(workers=2) as system:
         index = system.gateway.dispatcher.fleet.index
         assert index is not None
@@ -114,8 +114,8 @@ def test_a_flush_forgets() -> None:
         assert [index.find("worker-0", generation) >= 0 for generation in range(6)] == [False] * 5 + [True]
 
 
-def test_what_is_below_devices_counts_by_what_workers_say_that_reading_saves() -> None:
-    """A worker that says nothing, or no number, is taken at its default, or at nothing."""
+def test_lower_tiers_count_by_the_savings_that_workers_report() -> None:
+    """A worker that reports no savings counts with the default; a NaN counts as 0."""
     with System(workers=2) as system:
         index = system.gateway.dispatcher.fleet.index
         assert index is not None
@@ -125,7 +125,7 @@ def test_what_is_below_devices_counts_by_what_workers_say_that_reading_saves() -
         names = list(split_hashes(block_hashes(root_hash(info.model, info.revision, info.tokenizer, ""), ids)))
 
         def kept_in_hosts(generation: int, saves: tuple[float, float]) -> list[int]:
-            """Where a request goes then."""
+            """Returns the worker that gets the next request."""
             before = system.submits()
             for host, share in zip(system.workers, saves, strict=True):
                 said = {} if share < 0 else {"host_saves": share}
@@ -147,8 +147,8 @@ def test_what_is_below_devices_counts_by_what_workers_say_that_reading_saves() -
         assert tried == [4] * (len(looks) - 1) + [5], "it may pay by now"
 
 
-def test_one_worker_by_two_addresses() -> None:
-    """Both of its links break with it, and what ran there goes on."""
+def test_worker_with_two_addresses_is_one_owner() -> None:
+    """Both links break with the worker, and the requests move."""
 
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)

@@ -1,4 +1,4 @@
-"""Workers whose connection stands and who say nothing."""
+"""Workers that send nothing over an open connection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.services.gateway.system import System, wait_until
 SILENCE_S = 0.4
 
 
-def test_a_silent_worker_is_lost() -> None:
+def test_silent_worker_is_lost() -> None:
     with System(workers=2, configure=stopped, worker_silence_s=SILENCE_S) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 3)
@@ -25,7 +25,7 @@ def test_a_silent_worker_is_lost() -> None:
         assert not first.servicer.running  # the stream's end aborts it there
 
 
-def test_one_that_never_told_its_load_may_be_silent() -> None:
+def test_worker_without_load_reports_may_be_silent() -> None:
     with System(workers=2, configure=stopped, worker_silence_s=0.1) as system:
         pending = Pending(system, stream=True)
         begun(system, 3)
@@ -35,7 +35,7 @@ def test_one_that_never_told_its_load_may_be_silent() -> None:
         assert content_of(pending.result().text) == ANSWER and sum(system.submits()) == 1
 
 
-def test_loads_alone_are_life() -> None:
+def test_load_reports_keep_a_worker_connected() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         workers[0].beat_s = 0.05
@@ -49,7 +49,7 @@ def test_loads_alone_are_life() -> None:
         assert pending.result().status_code == 200 and system.submits() == [1]
 
 
-def test_a_pause_of_the_gateway_is_not_the_workers_silence() -> None:
+def test_pause_of_the_gateway_does_not_count_as_silence() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:

@@ -1,4 +1,4 @@
-"""Answers are made of one set of weights: what has begun goes on with the weights that it began with, or ends and says so."""
+"""A response comes from one model version: a begun request continues with its version or fails with an error that says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.services.gateway.fakes import FakeWorker, Host, ids_of
 from tests.services.gateway.system import RawClient, System, wait_until
 
 GONE = '"code":"weights_not_served"'
-FOR_EVER_S = 600.0  # nothing here ends because time has passed
+FOR_EVER_S = 600.0  # long, so that no request ends by a timeout
 
 
 def of(*revisions: str) -> Callable[[list[FakeWorker]], None]:
@@ -31,7 +31,7 @@ def of(*revisions: str) -> Callable[[list[FakeWorker]], None]:
 
 
 def leave_only(system: System, host: Host) -> None:
-    """Discovery names no other worker any more."""
+    """Removes all other workers from discovery."""
     discover(system, **{f"w{system.workers.index(host)}": True})
 
 
@@ -39,7 +39,7 @@ def refusals(system: System) -> float:
     return system.metric("rootstock_gateway_refusals_total", reason="weights_not_served")
 
 
-def test_an_answer_goes_on_only_where_its_weights_are() -> None:
+def test_begun_request_moves_to_a_worker_of_the_model_version() -> None:
     with System(workers=3, configure=of("old", "new", "old"), queue_timeout_s=FOR_EVER_S) as system:
         pending = [Pending(system, stream=True) for _ in range(3)]
         wait_until(lambda: system.running() == [1, 1, 1], "one on each")
@@ -56,7 +56,7 @@ def test_an_answer_goes_on_only_where_its_weights_are() -> None:
         assert len(system.workers[1].servicer.submits) == 1
 
 
-def test_nobody_who_is_left_has_them() -> None:
+def test_begun_request_waits_when_no_worker_has_the_model_version() -> None:
     """The worker that is lost might come back with them, for as long as a request may wait."""
     with System(workers=2, configure=of("old", "new"), queue_timeout_s=0.3) as system:
         pending = Pending(system, stream=True)
@@ -70,7 +70,7 @@ def test_nobody_who_is_left_has_them() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_their_worker_comes_back_with_others(stream: bool) -> None:
+def test_begun_request_fails_when_the_worker_returns_with_another_version(stream: bool) -> None:
     with System(configure=of("old"), queue_timeout_s=FOR_EVER_S) as system:
         pending = Pending(system, stream=stream)
         begun(system, 5)
@@ -83,7 +83,7 @@ def test_their_worker_comes_back_with_others(stream: bool) -> None:
         assert system.submits() == [1] and refusals(system) == 1
 
 
-def test_the_address_of_their_worker_goes() -> None:
+def test_begun_request_fails_when_the_address_of_the_version_is_removed() -> None:
     """As in a rollout, whose new pods have other weights."""
     with System(workers=2, configure=of("old", "new"), queue_timeout_s=FOR_EVER_S) as system:
         pending = Pending(system, stream=True)
@@ -96,8 +96,8 @@ def test_the_address_of_their_worker_goes() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["nobody is left", "another model's is left"])
-def test_while_nobody_of_the_model_is_named_it_waits(others: int) -> None:
-    """As in a restart of the only worker: its name stands for nobody until it is back, with the same weights."""
+def test_begun_request_waits_while_discovery_knows_no_worker_of_the_model(others: int) -> None:
+    """The only worker restarts: discovery has no address until the worker is back with the same model version."""
 
     def another_model(workers: list[FakeWorker]) -> None:
         of(*["old"] * len(workers))(workers)
@@ -118,8 +118,8 @@ def test_while_nobody_of_the_model_is_named_it_waits(others: int) -> None:
         assert content_of(pending.result().text) == ANSWER
 
 
-def test_a_shorter_context_that_cannot_hold_it_does_not_get_it() -> None:
-    """Its worker was away when the answer began: nobody knew of the shorter context."""
+def test_begun_request_does_not_move_to_a_worker_with_a_shorter_context() -> None:
+    """The worker with the shorter context was not connected when the response began."""
 
     def shorter(workers: list[FakeWorker]) -> None:
         of("old", "old")(workers)
@@ -136,7 +136,7 @@ def test_a_shorter_context_that_cannot_hold_it_does_not_get_it() -> None:
         assert GONE in pending.result().text and system.submits() == [1, 0]
 
 
-def test_what_is_on_a_paused_worker_is_still_served() -> None:
+def test_begun_request_waits_for_a_paused_worker_of_the_version() -> None:
     with System(workers=3, configure=of("old", "old", "new"), queue_timeout_s=0.3) as system:
         tell(system, 2, paused=True)
         pending = Pending(system, stream=True)
@@ -147,7 +147,7 @@ def test_what_is_on_a_paused_worker_is_still_served() -> None:
         assert '"code":"paused"' in pending.result().text and refusals(system) == 0
 
 
-def test_other_weights_are_heard_of_on_the_open_stream() -> None:
+def test_second_hello_changes_the_model_version() -> None:
     with System(workers=2, configure=of("old", "old"), queue_timeout_s=FOR_EVER_S) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 5)
@@ -167,7 +167,7 @@ def test_other_weights_are_heard_of_on_the_open_stream() -> None:
         assert pool.model.revision == "new", "what block hashes begin with"
 
 
-def test_a_second_hello_cannot_make_it_another_worker() -> None:
+def test_second_hello_with_another_worker_id_breaks_the_stream() -> None:
     """Sessions are placed by its id."""
     with System(configure=of("old")) as system:
         system.allow(None)
@@ -177,7 +177,7 @@ def test_a_second_hello_cannot_make_it_another_worker() -> None:
         assert system.chat().status_code == 200
 
 
-def test_a_submit_that_crosses_the_hello_is_sent_again() -> None:
+def test_submit_is_sent_again_after_a_crossed_hello() -> None:
     with System(configure=of("old")) as system:
         system.allow(None)
         system.do(lambda: setattr(system.worker.info, "revision", "new"))  # the hello comes before the refusal
@@ -186,7 +186,7 @@ def test_a_submit_that_crosses_the_hello_is_sent_again() -> None:
         assert system.metric("rootstock_gateway_moves_total", cause="weights", state="new") == 1
 
 
-def test_a_turn_of_a_session_that_crosses_the_hello() -> None:
+def test_session_turn_fails_after_a_crossed_hello() -> None:
     with System(configure=of("old")) as system:
         system.allow(None)
         system.do(lambda: setattr(system.worker.info, "revision", "new"))
@@ -195,14 +195,14 @@ def test_a_turn_of_a_session_that_crosses_the_hello() -> None:
         assert "weights" in answer.json()["error"]["message"] and system.submits() == [1]
 
 
-def test_a_worker_that_refuses_the_weights_that_it_names() -> None:
+def test_request_fails_when_a_worker_refuses_the_reported_version() -> None:
     with System(configure=of("old")) as system:
         system.allow(None)
         system.do(lambda: system.worker.refuse.extend([(pb.ERROR_CODE_OTHER_WEIGHTS, "others")] * 3))
         assert system.chat().status_code == 500 and system.submits() == [2]
 
 
-def test_the_copy_that_wins_decides_the_weights() -> None:
+def test_model_version_is_that_of_the_copy_with_the_first_output() -> None:
     with System(workers=2, configure=of("old", "new"), hedge_after_s=AFTER_S, queue_timeout_s=0.5) as system:
         pending = Pending(system, stream=True)
         first, second = hedged(system)
@@ -214,7 +214,7 @@ def test_the_copy_that_wins_decides_the_weights() -> None:
         assert len(first.servicer.submits) == 1
 
 
-def test_a_client_that_leaves_while_it_waits_for_its_weights() -> None:
+def test_waiting_begun_request_is_released_when_the_client_leaves() -> None:
     with System(workers=2, configure=of("old", "new"), queue_timeout_s=FOR_EVER_S) as system:
         client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
         first = begun(system, 5)

@@ -42,7 +42,7 @@ def content_of(stream: str) -> str:
 
 
 class TestWorker:
-    def test_resubmits_what_the_client_has_nothing_of(self, system: System) -> None:
+    def test_request_without_output_is_submitted_again(self, system: System) -> None:
         system.do(lambda: system.worker.allow(5))
         whole = Pending(system)
         wait_until(lambda: system.has_tokens(5), "five tokens")
@@ -56,7 +56,7 @@ class TestWorker:
         assert system.metric("rootstock_gateway_moves_total", cause="lost", state="begun") == 1
         assert list(system.worker.submits[1].output_ids) == ids_of(ANSWER[:5])
 
-    def test_a_stream_without_a_token_goes_to_another_worker(self) -> None:
+    def test_stream_without_a_token_moves_to_another_worker(self) -> None:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.allow(0))
@@ -68,12 +68,12 @@ class TestWorker:
             assert content_of(pending.result().text) == ANSWER
             assert len(first.servicer.submits) == len(second.servicer.submits) == 1
 
-    def test_a_stream_with_tokens_goes_on_elsewhere(self) -> None:
+    def test_stream_with_tokens_continues_on_another_worker(self) -> None:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.allow(5))
             client = RawClient(system, CHAT, chat_body(stream=True, n=2))
-            client.read_until(b'o"}')  # alone, or with letters before it where the detokenizer was behind
+            client.read_until(b'o"}')  # without other letters, or with letters that a late detokenizer adds
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.allow(None))
             first = max(system.workers, key=lambda host: len(host.servicer.submits))
@@ -81,7 +81,7 @@ class TestWorker:
             text = client.read_to_end_of_stream().decode()
             assert b"[DONE]" in text.encode() and "error" not in text
 
-    def test_what_a_client_has_seen_is_not_repeated(self, system: System) -> None:
+    def test_moved_stream_does_not_repeat_text(self, system: System) -> None:
         system.do(lambda: system.worker.allow(5))
         pending = Pending(system, stream=True, stream_options={"include_usage": True})
         wait_until(lambda: system.worker.steps_left == 0, "five tokens")
@@ -94,7 +94,7 @@ class TestWorker:
         usage = chunks[-1]["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(system.worker.submits[0].prompt_ids), len(ANSWER) + 1)
 
-    def test_a_request_that_kills_workers_is_given_up(self, system: System) -> None:
+    def test_request_fails_after_several_crashed_workers(self, system: System) -> None:
         system.do(lambda: system.worker.allow(0))
         pending = Pending(system)
         for attempt in (1, 2, 3, 4):
@@ -105,21 +105,21 @@ class TestWorker:
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "worker_lost"
         assert len(system.worker.submits) == 4
 
-    def test_waits_for_a_worker_then_503(self) -> None:
+    def test_request_fails_with_503_without_a_worker(self) -> None:
         with System(down=("worker",), queue_timeout_s=1.0) as system:
             wait_until(lambda: system.gateway.tokenizer.connected() == 1, "the tokenizer")
             answer = system.chat()
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "no_worker"
 
-    def test_waits_for_a_worker_and_is_served(self) -> None:
+    def test_request_waits_for_a_worker(self) -> None:
         with System(down=("worker",)) as system:
             pending = Pending(system)
             wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
             system.call(system.workers[0].start())
             assert pending.result().json()["choices"][0]["message"]["content"] == ANSWER
 
-    def test_bounded_queue(self) -> None:
+    def test_queue_is_bounded(self) -> None:
         with System(down=("worker",), max_waiting_requests=1) as system:
             first = RawClient(system, CHAT, chat_body())
             wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
@@ -128,7 +128,7 @@ class TestWorker:
             assert answer.json()["error"]["code"] == "queue_full" and "retry-after" in answer.headers
             first.vanish()
 
-    def test_least_requests(self) -> None:
+    def test_least_requests_balances_workers(self) -> None:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.allow(0))
@@ -137,7 +137,7 @@ class TestWorker:
             assert [len(host.servicer.running) for host in system.workers] == [5, 5]
             client.vanish()
 
-    def test_full_queue_elsewhere(self) -> None:
+    def test_request_moves_when_the_queue_of_the_worker_is_full(self) -> None:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))
@@ -146,7 +146,7 @@ class TestWorker:
             system.do(lambda: system.workers[0].servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))
             assert [system.chat().status_code for _ in range(2)] == [200, 200]
 
-    def test_a_worker_that_goes_away_gets_nothing_more(self) -> None:
+    def test_draining_worker_gets_no_request(self) -> None:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.refuse.append((pb.ERROR_CODE_UNAVAILABLE, "draining")))
@@ -169,20 +169,22 @@ class TestWorker:
             (pb.ERROR_CODE_UNSPECIFIED, 500, False),
         ],
     )
-    def test_refusals(self, shared: System, code: int, status: int, stream: bool) -> None:
+    def test_refusal_by_a_worker_becomes_an_error_of_the_client(
+        self, shared: System, code: int, status: int, stream: bool
+    ) -> None:
         shared.do(lambda: shared.worker.refuse.append((code, "said the worker")))
         answer = shared.chat(stream=stream)
         assert answer.status_code == status and answer.json()["error"]["message"]
         assert ("retry-after" in answer.headers) == (status == 503)
 
-    def test_one_choice_failing_ends_the_request_and_aborts_the_others(self, system: System) -> None:
+    def test_failed_choice_ends_the_request(self, system: System) -> None:
         system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INTERNAL, "NaN")))
         system.do(lambda: setattr(system.worker, "answer", lambda submit: "x" * 400))
         assert system.chat(n=3).status_code == 500
         wait_until(lambda: not system.worker.running, "the aborts")
         assert len(system.worker.aborted) == 2
 
-    def test_another_model_is_not_mixed_in(self) -> None:
+    def test_worker_of_another_model_is_not_used(self) -> None:
         with System(workers=2, down=("worker",)) as system:
             system.workers[1].servicer.info.model = "another"
             system.call(system.workers[0].start())
@@ -194,14 +196,14 @@ class TestWorker:
 
 
 def num_ids(system: System) -> int:
-    """That detokenizers have got; those of several steps may come together."""
+    """Returns the number of ids at the detokenizers. Ids of several steps may share a message."""
     return sum(len(batch.token_ids) for host in system.detokenizers for batch in host.servicer.batches)
 
 
 class TestDetokenizer:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("replicas", [1, 2])
-    def test_every_character_once_over_a_break(self, replicas: int) -> None:
+    def test_text_has_every_character_once_after_a_broken_stream(self, replicas: int) -> None:
         """The stream breaks with text delivered, held back, and still on the way."""
         with System(detokenizers=replicas) as system:
             system.do(lambda: setattr(system.worker, "answer", lambda submit: ALPHABET))
@@ -221,7 +223,7 @@ class TestDetokenizer:
             assert content_of(pending.result().text) == ALPHABET
             assert system.metric("rootstock_gateway_retries_total", service="detokenizer") == 1
 
-    def test_a_finished_answer_waits_for_its_text(self, system: System) -> None:
+    def test_complete_choice_waits_for_the_text(self, system: System) -> None:
         system.call(system.detokenizers[0].stop())
         wait_until(lambda: system.gateway.detoks.connected() == 0, "the break")
         pending = Pending(system)
@@ -229,7 +231,7 @@ class TestDetokenizer:
         system.call(system.detokenizers[0].start())
         assert pending.result().json()["choices"][0]["message"]["content"] == ANSWER
 
-    def test_a_forgotten_handle_is_reopened(self, system: System) -> None:
+    def test_unknown_handle_is_opened_again(self, system: System) -> None:
         system.do(lambda: system.worker.allow(4))
         pending = Pending(system, stream=True)
         wait_until(lambda: num_ids(system) == 4, "four ids")
@@ -238,21 +240,21 @@ class TestDetokenizer:
         assert content_of(pending.result().text) == ANSWER
         assert len(system.detokenizer.contexts) == 1  # on the same stream
 
-    def test_an_answer_that_can_never_be_decoded(self, system: System) -> None:
+    def test_request_fails_when_the_ids_cannot_be_decoded(self, system: System) -> None:
         system.do(lambda: setattr(system.detokenizer, "forget", 1000))
         assert system.chat().status_code == 500
         wait_until(lambda: not system.worker.running, "the abort")
         system.do(lambda: setattr(system.detokenizer, "forget", 0))
         assert system.chat().status_code == 200
 
-    def test_none_for_too_long(self) -> None:
+    def test_request_fails_without_a_detokenizer(self) -> None:
         with System(down=("detokenizer",), queue_timeout_s=1.0) as system:
             wait_until(lambda: system.gateway.tokenizer.connected() == system.gateway.dispatcher.connected() == 1, "all others")
             answer = system.chat()
             assert answer.status_code == 503 and "detokenizer" in answer.json()["error"]["message"]
             wait_until(lambda: not system.worker.running, "the abort")
 
-    def test_an_answer_that_fits_nothing_breaks_the_stream_only(self, system: System) -> None:
+    def test_malformed_text_batch_breaks_the_stream_only(self, system: System) -> None:
         answers = type(system.detokenizer)._answer
         system.do(lambda: setattr(system.detokenizer, "_answer", lambda rows, batch: answers(rows, type(batch)())))
         pending = Pending(system)
@@ -262,14 +264,14 @@ class TestDetokenizer:
 
 
 class TestTokenizer:
-    def test_retries_on_another(self) -> None:
+    def test_tokenization_is_retried_on_another_tokenizer(self) -> None:
         with System(tokenizers=2) as system:
             for host in system.tokenizers:
                 system.do(lambda host=host: host.servicer.failures.append((grpc.StatusCode.UNAVAILABLE, "")))
             assert system.chat().status_code == 200
             assert system.metric("rootstock_gateway_retries_total", service="tokenizer") >= 1
 
-    def test_is_waited_for_longer_than_a_call_may_take(self) -> None:
+    def test_request_waits_for_a_tokenizer_longer_than_the_call_timeout(self) -> None:
         with System(tokenize_timeout_s=0.3) as system:
             system.call(system.tokenizers[0].stop())
             wait_until(lambda: system.gateway.tokenizer.connected() == 0, "the break")
@@ -280,12 +282,12 @@ class TestTokenizer:
             system.call(system.tokenizers[0].start())
             assert pending.result().status_code == 200
 
-    def test_none_within_the_queues_time(self) -> None:
+    def test_request_fails_without_a_tokenizer_after_the_queue_timeout(self) -> None:
         with System(down=("tokenizer",), queue_timeout_s=0.3) as system:
             answer = system.chat()
             assert answer.status_code == 503 and "retry-after" in answer.headers
 
-    def test_too_slow(self) -> None:
+    def test_request_fails_when_the_tokenizer_is_too_slow(self) -> None:
         with System(tokenize_timeout_s=0.2) as system:
             system.do(system.tokenizer.gate.clear)
             assert system.chat().status_code == 504
@@ -301,13 +303,15 @@ class TestTokenizer:
             (grpc.StatusCode.UNKNOWN, 500),
         ],
     )
-    def test_failures(self, shared: System, code: grpc.StatusCode, status: int) -> None:
+    def test_failure_of_the_tokenizer_becomes_an_error_of_the_client(
+        self, shared: System, code: grpc.StatusCode, status: int
+    ) -> None:
         shared.do(lambda: shared.tokenizer.failures.append((code, "said the tokenizer")))
         assert shared.chat().status_code == status
         assert shared.chat().status_code == 200
 
 
-def test_readiness_names_what_is_missing() -> None:
+def test_readiness_names_missing_services() -> None:
     with System(down=("worker", "detokenizer")) as system:
         wait_until(lambda: system.get("/readiness").json()["missing"] == ["worker", "detokenizer"], "the tokenizer")
         assert system.get("/readiness").status_code == 503
@@ -317,7 +321,7 @@ def test_readiness_names_what_is_missing() -> None:
         wait_until(lambda: system.get("/readiness").status_code == 200, "readiness")
 
 
-def test_too_many_requests() -> None:
+def test_gateway_refuses_requests_above_the_limit() -> None:
     with System(max_concurrent_requests=1) as system:
         system.do(lambda: system.worker.allow(0))
         first = RawClient(system, CHAT, chat_body())
@@ -325,7 +329,7 @@ def test_too_many_requests() -> None:
         answer = system.chat()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_full"
         assert answer.headers["retry-after"] == "1"
-        # What is not generation answers beside it, without queueing.
+        # Other routes respond without queueing.
         assert [system.get(path).status_code for path in ("/health", "/readiness", "/v1/models", "/metrics")] == [200] * 4
         first.vanish()
         wait_until(lambda: not system.worker.running, "the abort")
@@ -335,7 +339,7 @@ def test_too_many_requests() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_request_timeout(stream: bool) -> None:
+def test_request_fails_after_the_request_timeout(stream: bool) -> None:
     with System(request_timeout_s=1.5) as system:
         system.do(lambda: system.worker.allow(0))
         assert system.chat(stream=stream).status_code == 504
@@ -350,7 +354,7 @@ async def cancelled(*_: object) -> None:
 
 
 @pytest.mark.parametrize(("faulty", "log"), [(None, "request failed"), (cancelled, "a request was cancelled without a reason")])
-def test_a_fault_in_the_gateway_is_that_requests_500(
+def test_fault_in_the_gateway_fails_one_request_with_500(
     system: System, caplog: pytest.LogCaptureFixture, faulty: Any, log: str
 ) -> None:
     system.do(lambda: setattr(system.gateway.tokenizer, "encode_chat", faulty))

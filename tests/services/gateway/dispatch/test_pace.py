@@ -1,10 +1,10 @@
-"""What a 503 tells its client to wait for."""
+"""Retry-After of a 503."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.gateway.dispatch.pace import LONGEST_S, WINDOW_S, Pace
+from services.gateway.dispatch.waiting import LONGEST_S, WINDOW_S, Pace
 
 
 class Queue:
@@ -22,20 +22,20 @@ class Queue:
     ("waiting", "per_s", "said"),
     [(0, 10, 2), (5, 10, 2), (100, 10, 10), (10_000, 10, LONGEST_S), (10, 1, 10)],
 )
-def test_it_is_what_those_who_wait_need_at_the_pace_of_late(waiting: int, per_s: float, said: int) -> None:
+def test_retry_after_follows_the_recent_rate(waiting: int, per_s: float, said: int) -> None:
     queue = Queue(waiting)
     queue.serve(per_s, 4 * WINDOW_S)
     assert said - 1 <= queue.pace.retry_after_s() <= said + 1
 
 
-def test_where_nothing_moves_it_is_as_long_as_that_is_known() -> None:
+def test_retry_after_is_the_counted_time_without_completions() -> None:
     queue = Queue(1)
     queue.serve(10, 60)
     queue.now += 10 * WINDOW_S
     assert WINDOW_S <= queue.pace.retry_after_s() <= 2 * WINDOW_S
 
 
-def test_a_queue_that_is_gone_is_forgotten() -> None:
+def test_retry_after_is_least_when_the_queue_is_empty() -> None:
     queue = Queue(1000)
     queue.serve(1, 60)
     queue.waiting = 0

@@ -34,7 +34,7 @@ unused: Any = None
 
 
 @pytest.mark.parametrize(("knows", "left"), [(True, [8]), (False, [7])])
-def test_placement_releases_reservation_when_no_worker_reads_it(knows: bool, left: list[int]) -> None:
+def test_placement_releases_reservation_without_a_reader(knows: bool, left: list[int]) -> None:
     """A connected worker that has received the submit releases the reservation itself."""
     prefill, decode, copy = Link(), Link(knows), Link(knows=False)
     placement = Placement(unused, unused, unused)
@@ -73,7 +73,7 @@ def test_placement_spends_patience_only_while_waiting(monkeypatch: pytest.Monkey
             assert placement.end_wait() == lasts
         now = 1000.0
         placement.begin_wait(10.0, False, lambda: None)
-        now = 1008.0  # it expires, and is prolonged
+        now = 1008.0  # the wait expires and is prolonged
         placement.prolong_wait(10.0, lambda: None)
         assert placement.wait_timer is not None
         ends.append(placement.wait_timer.when())

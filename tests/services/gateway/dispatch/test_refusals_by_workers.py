@@ -1,4 +1,4 @@
-"""A worker names what it refuses by its path in the messages: the client is told its own field's name, in every API."""
+"""A worker names a refused field by its path in the message. In every API the client gets its own name of the field."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ CASES = [
 
 @pytest.mark.by_day(one_in=2, seed=15)
 @pytest.mark.parametrize(("path", "name", "param"), CASES, ids=[f"{path} {name}" for path, name, _ in CASES])
-def test_the_field_is_the_clients(shared: System, path: str, name: str, param: str) -> None:
+def test_refusal_names_the_field_of_the_client(shared: System, path: str, name: str, param: str) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, f"{name}: is too much", name)))
     answer = shared.post(path, BODIES[path])
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["message"]) == (400, param, f"{param}: is too much")
 
 
-def test_each_prompts_own_parameters(shared: System) -> None:
+def test_refusal_names_the_parameters_of_the_prompt(shared: System) -> None:
     shared.do(lambda: shared.worker.refuse.extend([Refusal(INVALID, "top_k: is too much", "top_k")] * 2))
     answer = shared.post("/generate", {"text": ["a", "b"], "sampling_params": [{}, {}]})
     assert answer.json()["error"]["param"] == "sampling_params[0].top_k"
     shared.do(shared.worker.refuse.clear)
 
 
-def test_an_element_keeps_its_number(shared: System) -> None:
+def test_refusal_keeps_the_index_of_an_element(shared: System) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "stop_regex[0]: is no pattern", "stop_regex", 0)))
     error = shared.post("/generate", {"text": "Hi"}).json()["error"]
     assert error["message"] == "sampling_params.stop_regex[0]: is no pattern"
@@ -79,13 +79,13 @@ def test_an_element_keeps_its_number(shared: System) -> None:
     ],
     ids=["an older worker", "another name", "twice", "elsewhere", "nothing"],
 )
-def test_of_the_message_its_own_name_is_cut_once(shared: System, said: str, told: str) -> None:
+def test_refusal_drops_the_worker_field_from_the_message_once(shared: System, said: str, told: str) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, said, "top_k")))
     error = shared.post(CHAT, BODIES[CHAT]).json()["error"]
     assert (error["param"], error["message"]) == ("top_k", f"top_k: {told}")
 
 
-def test_a_grammars_message_stands_for_itself(shared: System) -> None:
+def test_refusal_of_a_grammar_keeps_the_message(shared: System) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "grammar: regex, position 3: no", "grammar")))
     error = shared.post("/generate", {"text": "Hi", "sampling_params": {"regex": "a"}}).json()["error"]
     assert (error["param"], error["message"]) == ("sampling_params.regex", "regex, position 3: no")
@@ -93,8 +93,8 @@ def test_a_grammars_message_stands_for_itself(shared: System) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=9)
 @each_value(path=list(BODIES), message=["stop_regex[1]: is no pattern", "regex, position 3: (a+: no", "cannot be", ""])
-def test_an_older_workers_refusal_names_no_field(shared: System, path: str, message: str) -> None:
-    """Its message is told as it is: nobody looks for a name in it."""
+def test_refusal_of_an_older_worker_names_no_field(shared: System, path: str, message: str) -> None:
+    """The client gets the message as the worker wrote it."""
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, message)))
     answer = shared.post(path, BODIES[path])
     error = answer.json()["error"]
@@ -102,7 +102,7 @@ def test_an_older_workers_refusal_names_no_field(shared: System, path: str, mess
     assert (answer.status_code, error["type"], error["code"], error["param"], error["message"]) == expected
 
 
-def test_a_field_of_a_newer_worker_keeps_its_name(shared: System) -> None:
+def test_refusal_of_a_newer_worker_keeps_the_field(shared: System) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "xtc.probability: is too much", "xtc.probability")))
     error = shared.post("/generate", {"text": "Hi"}).json()["error"]
     own = "sampling_params.xtc.probability"
@@ -111,8 +111,8 @@ def test_a_field_of_a_newer_worker_keeps_its_name(shared: System) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_value_that_fits_no_message_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a field's own check may have let through."""
+def test_value_outside_of_the_message_type_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of the field has passed the value by mistake."""
     monkeypatch.setattr("services.gateway.api.translation.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0})
     answer = shared.post(path, {**BODIES[path], "logit_bias": {"1": 1}})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_value"

@@ -296,8 +296,8 @@ class TestOwnership:
 
 
 def test_usage_metrics_bound_the_number_of_key_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.observe.request_series.MAX_KEYS", 2)
-    monkeypatch.setattr("services.gateway.observe.request_series.MAX_LATENCY_KEYS", 1)
+    monkeypatch.setattr("services.gateway.observe.metrics.MAX_KEYS", 2)
+    monkeypatch.setattr("services.gateway.observe.metrics.MAX_LATENCY_KEYS", 1)
     with System(keys="abcd") as system:
         for key in "aabcd":
             answer = system.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": key})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rootstock.v1 import common_pb2, worker_pb2
-from services.gateway.request.logprobs import LogprobTable, TokenLogprob
+from services.gateway.request.logprobs import LogprobRow, LogprobTable
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, PeerOutput, Verified
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
@@ -16,7 +16,7 @@ from services.worker.core.contracts.transfers import Tier
 from services.worker.front.wire import InvalidRequest, output_to_pb, ready_from_pb, refusal_to_pb
 
 
-def entries_of(rows: worker_pb2.LogprobRows) -> list[TokenLogprob]:
+def entries_of(rows: worker_pb2.LogprobRows) -> list[LogprobRow]:
     """Returns the entries as a gateway reads them."""
     table = LogprobTable()
     table.extend(rows)
