@@ -65,9 +65,8 @@ def without_neutral(body: Mapping[str, Any], served: Collection[str], known: Kno
 
 
 def _refuse(body: Mapping[str, Any], neutral: Neutral, path: str = "") -> None:
-    for name in neutral.keys() & body.keys():
-        value = body[name]
-        if value is not None and not is_one_of(value, neutral[name]):
+    for name, value in body.items():
+        if name in neutral and value is not None and not is_one_of(value, neutral[name]):
             raise unserved(path + name)
 
 

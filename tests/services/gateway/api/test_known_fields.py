@@ -19,6 +19,7 @@ from services.gateway.api.known_fields import KnownFields
 from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
+from services.gateway.request.errors import ApiError
 from services.shared.sampling_parameters import SCALARS, Api
 from tests.services.gateway.api.test_sglang import Waiting
 from tests.services.gateway.fakes import MODEL
@@ -181,6 +182,14 @@ def test_refusal_names_the_unserved_field(shared: System, path: str) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter"), answer.text
     assert len(shared.worker.submits) == before
+
+
+@pytest.mark.parametrize("names", [("functions", "audio"), ("audio", "functions")])
+def test_refusal_names_the_first_of_several_unserved_fields(names: tuple[str, ...]) -> None:
+    body = {"messages": [], **{name: {"a": 1} for name in names}}
+    with pytest.raises(ApiError) as refused:
+        known_fields.refuse_unserved(body, known_fields.CHAT)
+    assert refused.value.param == names[0]
 
 
 def test_members_of_stream_options_are_served_or_refused(shared: System) -> None:
