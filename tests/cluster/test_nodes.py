@@ -39,7 +39,7 @@ def test_cpu_demo_installs_serves_and_uninstalls(cluster: Cluster, space: str, p
 def test_default_values_start_on_nodes_of_two_cores(cluster: Cluster, space: str, proved: Callable[[str], None]) -> None:
     release = Release(cluster, "rootstock", space, ())
     begun = time.monotonic()
-    release.install({})
+    release.install(LOADED)
     took = time.monotonic() - begun
     with load_on(release, 2) as load:
         until(lambda: load.ended >= 2, "answers")
