@@ -15,8 +15,8 @@ PAGE = CHART.parents[1] / "docs" / "reference" / "kubernetes" / "alerts.md"
 NOTES = {
     "RootstockAtMaximum": "The chart records `rootstock:max_replicas` for the components that it scales. Without the chart's rules, record it"
     " yourself or use kube-state-metrics.",
-    "RootstockTargetDown": "A pod that fetches its model or its image is no fault: the chart's PodMonitor has running pods alone as targets. With another"
-    " scrape configuration, kube-state-metrics tells which pods are pending.",
+    "RootstockTargetDown": "A pod that downloads its model or image is not a fault, because the chart's PodMonitor selects only running pods. With another"
+    " scrape configuration, kube-state-metrics shows which pods are pending.",
     "RootstockFirstTokenBudgetBurnFast": "Fewer than 20 requests in an hour do not count, as after a cold start from zero.",
     "RootstockTlsCertificateExpires": "Silence this alert if the certificates of tls.secret live for a week or less. The chart's Redis servers have"
     " no such metric; RootstockIndexDown and RootstockStoreDown cover them.",

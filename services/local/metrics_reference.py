@@ -32,20 +32,21 @@ from services.worker.metrics.scheduler_metrics import WorkerMetrics
 COUNTERPARTS = Path(__file__).with_name("metrics_of_sglang.toml")
 HEAD = """# Metrics
 
-Every metric of every process, written by `make docs` from the code that defines it. `/metrics` of the gateway is on its HTTP
-port (in the chart on 9104 alone), that of the others on
-`--metrics-port`. A counter's series ends in `_total`, an info's in `_info`; a histogram has
-`_bucket`, `_sum` and `_count`. Prometheus's own `process_*` (and, of the worker, `python_*`) come beside these.
+This page lists every metric of every process. `make docs` writes it from the code that defines the metrics.
 
-Which of them are watched, and what to do then: [alerts](kubernetes/alerts.md),
-[autoscaling](../how-to/kubernetes/autoscaling.md); dashboards are in `charts/rootstock/dashboards`.
+A gateway serves `/metrics` on its HTTP port; the chart uses only port 9104. The other services serve it on `--metrics-port`. The
+series of a counter ends in `_total`, that of an info in `_info`. A histogram has the series `_bucket`, `_sum` and `_count`. All
+processes also export Prometheus's `process_*`, and workers `python_*`.
+
+[Alerts](kubernetes/alerts.md) and [autoscaling](../how-to/kubernetes/autoscaling.md) explain the watched metrics. The dashboards
+are in `charts/rootstock/dashboards`.
 """
 SERIES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
 OF_SGLANG = """
 ## SGLang's metrics
 
-All metrics of SGLang and their counterparts here. A worker exports the metrics of its own work, whichever of SGLang's
-processes exports the metric. Equal names have equal meanings; labels may differ.
+This table has all metrics of SGLang and their counterparts here. A worker exports the metrics of its own work, for any process
+that exports them in SGLang. Equal names have equal meanings; labels may differ.
 
 """
 UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # words of a metric's name that are its unit

@@ -19,13 +19,14 @@ SERVICES: dict[str, type[BaseSettings]] = {
 }
 HEAD = """# Configuration
 
-Every setting of every process, written by `make docs` from the classes that read them. A flag wins over the environment,
-the environment over the file that `--config` names, and the file over the default.
-`.venv/bin/python -m services.NAME --help` says the same.
+This page lists every setting of every process. `make docs` writes it from the classes that read the settings. A flag precedes the
+environment, the environment precedes the file of `--config`, and the file precedes the default.
+`.venv/bin/python -m services.NAME --help` prints the same list.
 
-The file is YAML, with a flat mapping. A key is the name of a setting of that process, as `max-body-bytes` or `max_body_bytes`.
-A value is read as the environment's text is, so `1.10` stays `1.10`; where commas separate values, a list may stand. Each
-process has a file of its own: a key that is no setting of the process is refused with the nearest name.
+The file is a flat YAML mapping. A key is the name of a setting of that process, as `max-body-bytes` or `max_body_bytes`. A value
+is read like the environment's text, so `1.10` stays `1.10`. If commas separate the values of a setting, the file may have a
+list. Each process has a separate file. If a key is not a setting of the process, the process refuses the file and names the
+nearest setting.
 
 <!-- output: example -->
 ```yaml
