@@ -267,7 +267,7 @@ class Choice:
     def extend(self, ids: Sequence[int]) -> None:
         """Adds output ids. Unless the response is a stream, they are timed now, else when their text comes."""
         self.output_ids += ids
-        if self.decoding.patient:
+        if ids and self.decoding.patient:
             self._time(len(ids))
             self.request.streaming()
 
