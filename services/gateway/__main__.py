@@ -33,7 +33,7 @@ async def _serve(config: GatewaySettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
-    gc.freeze()  # what is imported stays: it is never looked through again
+    gc.freeze()  # imported objects live until the end, so that garbage collection need not scan them
     gc.set_threshold(YOUNG_OBJECTS)
     operators = (gateway.directory, gateway.aborter, gateway.bodies, gateway.dialer, gateway.access)
     async with admin_listener(config, gateway.token, *operators):

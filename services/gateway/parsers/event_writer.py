@@ -56,13 +56,13 @@ class EventLog:
 
 
 class HeldBlanks:
-    """Passes text on, but holds blanks at its end until other text follows."""
+    """Passes text on, but holds trailing blanks until other text follows."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
 
     def add(self, text: str) -> str:
-        """Returns the text to pass on: held blanks and the new text without blanks at its end."""
+        """Returns the text to pass on: held blanks and the new text without trailing blanks."""
         body = text.rstrip(BLANKS)
         if not body:
             self._held.append(text)
@@ -152,7 +152,7 @@ class EventWriter:
             self.log.grow(Reasoning, Reasoning, shown)
 
     def end_reasoning(self) -> None:
-        """Ends the reasoning. Drops blanks at its end, because the chat template writes them."""
+        """Ends the reasoning. Drops its trailing blanks, because the chat template writes them."""
         self._thought.take()
         self._thinking = False
 

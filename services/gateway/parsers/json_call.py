@@ -25,8 +25,8 @@ class JsonCall:
         self._breaks = breaks
         self._name: str | None = None
         self._before: list[str] = []  # arguments that came before the name
-        self._began = False  # the arguments have begun
-        self._whole = False  # the arguments are complete
+        self._began = False  # whether the start of the arguments was read
+        self._whole = False  # whether the arguments are complete
 
     def read(self) -> Steps[None]:
         """Reads the object from its opening brace. Raises Malformed."""

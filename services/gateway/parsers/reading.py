@@ -146,7 +146,7 @@ Reader = Callable[[OutputReading], Steps[None]]
 
 
 class ReadingParser:
-    """An OutputParser that runs a coroutine, which reads until its source ends."""
+    """An OutputParser that runs a coroutine. The coroutine reads its source until the source ends."""
 
     def __init__(self, read: Reader, marks: Sequence[str], setup: ParserSetup) -> None:
         """Starts the coroutine `read`. `marks` are the marks of its format."""

@@ -11,7 +11,7 @@ from services.gateway.parsers.parameter_types import ANY, referred, says, schema
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A set of values that a schema allows, beside its other alternatives."""
+    """A set of values that a schema allows, next to its other alternatives."""
 
     types: frozenset[str] = ANY  # JSON types; ANY if the schema does not limit them
     values: tuple[Any, ...] = ()  # all allowed values; empty if the schema does not list them
