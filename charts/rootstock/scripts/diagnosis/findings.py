@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 OK, WAITING, UNKNOWN, BROKEN = "ok", "waiting", "unknown", "BROKEN"
-WIDTH = 110
 
 
 @dataclass(frozen=True)
