@@ -125,9 +125,13 @@ class BackgroundRun:
             async with limit:
                 await work
         except TimeoutError:
-            if not limit.expired() or not self.is_kept:
+            if not limit.expired():
                 raise
-            await self._fail(timed_out("The response was not made in time."))
+            failure = timed_out("The response was not complete within its time limit.")
+            if self.is_kept:
+                await self._fail(failure)
+            elif not self.opened.done():
+                self.opened.set_exception(failure)
         except ApiError as error:
             if error.code != STORE_AWAY:
                 raise
@@ -153,11 +157,7 @@ class BackgroundRun:
         async def prepared(_body: Any, _origin: Any) -> GenerationRequest:
             return plan
 
-        try:
-            failure = await self._try(stored, prepared, caller, admission, opened)
-        finally:
-            if not self.opened.done():
-                self.opened.cancel()
+        failure = await self._try(stored, prepared, caller, admission, opened)
         if failure is not None and self.is_kept:
             own_faults = int(_may_be_its_own(failure))
             if await self._passes(failure, own_faults):
@@ -173,7 +173,7 @@ class BackgroundRun:
             if stored.cancelled:
                 return await self._conclude(stored, BackgroundStatus.CANCELLED, None)
             if stored.takes > MAX_TAKES:
-                message = f"{MAX_TAKES} gateways were lost soon after they had begun with it."
+                message = f"{MAX_TAKES} gateways were lost soon after they had taken the response."
                 return await self._conclude(stored, BackgroundStatus.FAILED, internal(message))
             failure = await self._resumed(stored)
             if failure is None:
@@ -243,9 +243,9 @@ class BackgroundRun:
         """Returns whether to retry after this failure. Otherwise stores the response as failed."""
         about = fields(response=self.order.id, status=failure.status, code=failure.code)
         if _passes(failure) and own_faults < TRIES and time.time() < self.order.ends_at:
-            logger.info("a response in the background waits for its next try", extra=about)
+            logger.info("a background response waits for its next attempt", extra=about)
             return True
-        logger.info("a response in the background has failed", extra=about)
+        logger.info("a background response has failed", extra=about)
         await self._fail(failure)
         return False
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError, unavailable
+from services.gateway.request.errors import ApiError, internal, unavailable
 from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.lease import Lease, LeaseLost
@@ -38,7 +38,7 @@ class Run(Protocol):
 
     lease: Lease
     order: BackgroundOrder
-    opened: asyncio.Future[None]  # done when the response is stored; has the ApiError if it could not be stored
+    opened: asyncio.Future[None]  # done when the response is stored; ApiError if it was not stored; cancelled by close()
     is_in_doubt: bool  # storing was tried without a reply, so the store may have the response
 
     @property
@@ -112,7 +112,7 @@ class BackgroundRunner:
             except StoreAway as away:
                 self._missed_it()
                 if not is_away:
-                    logger.warning("responses in the background wait for the store: %s", away)
+                    logger.warning("background responses wait for the store: %s", away)
                 is_away = True
             else:
                 is_away = False
@@ -128,7 +128,7 @@ class BackgroundRunner:
             await asyncio.shield(run.opened)
         except asyncio.CancelledError:
             if run.opened.cancelled():
-                raise self._shutting_down() from None
+                raise (self._shutting_down() if self._stopping else internal()) from None
             raise
 
     def _start(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
@@ -140,7 +140,9 @@ class BackgroundRunner:
         if self._stopping:
             raise self._shutting_down()
         if len(self._runs) >= self._most:
-            raise unavailable("Too many responses are in the background.", self._retry_after_s, "queue_full")
+            raise unavailable(
+                "This gateway runs its largest number of background responses. Retry later.", self._retry_after_s, "queue_full"
+            )
 
     def _shutting_down(self) -> ApiError:
         return unavailable("The server is shutting down.", self._retry_after_s, "shutting_down")
@@ -168,7 +170,7 @@ class BackgroundRunner:
             run = kept[lease]
             task = self._runs.get(run)
             if task is not None and not run.is_finishing:  # a finishing run has ended its response, or its write raises LeaseLost
-                logger.info("a response in the background is over, or another gateway's", extra=_about(run))
+                logger.info("a background response has ended, or another gateway holds its lease", extra=_about(run))
                 task.cancel()
 
     async def _tell(self) -> None:
@@ -220,13 +222,13 @@ class BackgroundRunner:
             self._left[lease] = (owner, response_id)
             raise
         except Exception:
-            logger.exception("a response in the background cannot be read", extra=fields(response=response_id))
+            logger.exception("could not read a background response", extra=fields(response=response_id))
             return
         if self._stopping:
             self._left[lease] = (owner, response_id)
         else:
             run = self._taken(lease, order)
-            logger.info("goes on with a response in the background", extra=_about(run))
+            logger.info("took over a background response", extra=_about(run))
             self._metrics.background_takeovers.inc()
             self._start(run, run.resume())
 
@@ -235,7 +237,7 @@ class BackgroundRunner:
 
         The caller holds the lease. Raises LeaseLost, StoreAway.
         """
-        logger.error("a response in the background is given up", extra=fields(response=response_id))
+        logger.error("gave up a background response", extra=fields(response=response_id))
         try:
             record = await self._given_up(owner, response_id)
         except ApiError as error:
@@ -243,7 +245,7 @@ class BackgroundRunner:
                 raise StoreAway(error.message) from None
             record = b""  # the record has expired
         except (ValueError, TypeError, LookupError):
-            logger.exception("the record of a response cannot be read", extra=fields(response=response_id))
+            logger.exception("could not read the record of a background response", extra=fields(response=response_id))
             record = b""
         await self._store.give_up(lease, owner, response_id, record)
         self._metrics.background_responses.labels(BackgroundStatus.FAILED.value).inc()
@@ -260,9 +262,9 @@ class BackgroundRunner:
             if is_kept:
                 self._left[run.lease] = of
         elif isinstance(error, LeaseLost):
-            logger.info("a response in the background is over, or another gateway's", extra=_about(run))
+            logger.info("a background response has ended, or another gateway holds its lease", extra=_about(run))
         elif error is not None:
-            logger.error("a response in the background has met a fault", extra=_about(run), exc_info=error)
+            logger.error("a background response stopped on an unexpected error", extra=_about(run), exc_info=error)
 
 
 def _about(run: Run) -> dict[str, Any]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from services.gateway.background import background_runner
-from services.gateway.background.background_run import BackgroundRun, First
+from services.gateway.background.background_run import BackgroundRun, First, RunPorts
 from services.gateway.background.background_runner import BackgroundRunner
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY
@@ -62,7 +64,7 @@ class Work:
 
 
 async def unread(owner: str, response_id: str) -> bytes:
-    raise AssertionError(f"{owner}:{response_id} is given up")
+    raise AssertionError(f"{owner}:{response_id} was given up")
 
 
 class Gateway:
@@ -208,6 +210,38 @@ def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_b
         await gateway.redis.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+def test_begin_names_the_failure_when_the_response_is_not_stored(
+    server: RedisServer, caplog: pytest.LogCaptureFixture, has_time: bool
+) -> None:
+    """The time limit passes before a worker takes the request, or the attempt has a fault. Only the fault is logged as one."""
+
+    async def served(call: object, sink: object) -> None:
+        if has_time:
+            raise LookupError("a fault")
+        await asyncio.Event().wait()
+
+    async def run() -> str | None:
+        server.client.flushall()
+        gateway, place = Gateway(server), Place()
+        order = (await gateway.put("resp_a")).order
+        order = replace(order, id="resp_b", ends_at=int(time.time()) + (60 if has_time else 1))
+        stored = gateway.store.asked(order, b"", 0)
+        first = First(stored, cast(Any, None), NOBODY, place, cast(Any, None))
+        answers, access = SimpleNamespace(record=len, story=len), SimpleNamespace(enabled=False)
+        ports = RunPorts(gateway.store, *cast(Any, (answers, served, None, None, len, None, access)))
+        work = BackgroundRun(ports, new_lease(ALICE, "resp_b"), order, first)
+        with pytest.raises(ApiError) as refused:
+            await gateway.runner.begin(work)
+        await until(lambda: not gateway.runner._runs)
+        assert place.ended == 1
+        await gateway.redis.close()
+        return refused.value.code
+
+    assert asyncio.run(run()) == ("internal_error" if has_time else "timeout")
+    assert ("unexpected error" in caplog.text) is has_time
 
 
 def test_store_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
