@@ -35,12 +35,12 @@ def peer_options(settings: WorkerSettings, on_left: Callable[[ReservationRelease
     if settings.disaggregation_mode == "both":
         return None
     if not settings.enable_radix_cache:
-        raise ValueError("--disaggregation-mode moves what is cached: it means nothing without the radix cache")
+        raise ValueError("--disaggregation-mode needs the radix cache. Remove --no-enable-radix-cache")
     tls = _tls(settings)
     folder = _folder(settings.disaggregation_shm_dir)
     is_nixl = settings.disaggregation_transfer_backend == "nixl"
     if is_nixl and tls is not None:
-        raise ValueError("--disaggregation-transfer-backend nixl goes past TLS, which is asked for")
+        raise ValueError("--disaggregation-transfer-backend nixl goes past TLS. Remove the TLS files, or choose another back end")
     if settings.disaggregation_mode == "prefill":
         return PeerOptions(open_server=partial(_server, settings, on_left, tls, folder))
     return PeerOptions(open_reader=partial(_reader, settings.page_size, tls, folder, is_nixl))

@@ -41,7 +41,7 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
             raise ValueError("--hicache-storage-backend needs --enable-hierarchical-cache: pages go there by way of host memory")
         return None
     if not settings.enable_radix_cache:
-        raise ValueError("--enable-hierarchical-cache keeps what is cached: it means nothing without the radix cache")
+        raise ValueError("--enable-hierarchical-cache needs the radix cache. Remove --no-enable-radix-cache")
     if settings.hicache_storage_backend == "redis":
         return _shared(settings)
     if storage != bool(settings.hicache_storage_dir):
@@ -134,7 +134,9 @@ def _secret_of(folder: Path) -> bytes | None:
         logger.error("this worker runs without its file tier: %s", error)
         return None
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ValueError(f"{path} is not this user's alone (mode 0600): whoever can read it can make keys of pages")
+        raise ValueError(
+            f"{path} is not only this user's: others could make page keys with it. Make this user its owner, and set mode 0600"
+        )
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"{path} does not hold {SECRET_BYTES} bytes: it is no secret of a file tier")
     return secret

@@ -126,7 +126,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "two models whose objects would have one name": (
         {"models": [model("Org/a"), model("org-a")]},
-        'models: the names "Org/a" and "org-a" both become "org-a" in the names of objects. Rename one of them.',
+        'models: the names "Org/a" and "org-a" both become "org-a" in the names of objects. Rename one model.',
     ),
     "several hosts": (worker(kind="LeaderWorkerSet", hosts=2), "worker.hosts is 2, and a worker of this version runs on one GPU"),
     "several GPUs": (worker(gpus=8), "worker.gpus is 8, and a worker of this version runs on one GPU of one host. Set it to 1"),
@@ -160,7 +160,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "a GPU with the demo's memory": (worker(gpus=1), "worker.resources are those of the demo model on a CPU"),
     "one digest of two images": (
         {"models": [model("a"), model("b", worker={"gpus": 1, "resources": GPU_RESOURCES})], **worker(image={"digest": DIGEST})},
-        "model b: worker.image.digest is also that of workers on the other kind of device, and GPUs have an image of their own.",
+        "model b: worker.image.digest would also apply to workers on the other kind of device, and GPUs have another image.",
     ),
     "disk of a Deployment": (worker(cacheSize="10Gi"), "which only worker.kind StatefulSet has; it is Deployment."),
     "disk without a source": (
@@ -169,7 +169,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "two caches": (
         worker(kind="StatefulSet", cacheSize="10Gi", cacheVolume={"emptyDir": {}}),
-        "worker.cacheSize and worker.cacheVolume both say what its cache is.",
+        "worker.cacheSize and worker.cacheVolume are both set: a worker has one cache volume.",
     ),
     "fetching to nowhere": (
         {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source="org/a")]},
@@ -180,7 +180,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
             {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source="org/a")]},
             worker(cacheVolume={"emptyDir": {}}, settings={"speculative_draft_model_path": "/models/draft"}),
         ),
-        "is /models/draft, and with modelCache.type pod a worker fetches its model alone.",
+        "is /models/draft, and with modelCache.type pod a worker fetches only its model.",
     ),
     "a store that is killed before it is full": (
         {"state": {"embedded": True, "maxMemory": "3gb"}},
@@ -197,16 +197,16 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "files of KV without memory": (tiers(0, files={"sizeGB": 8}), "by way of which it goes there. Set hostGB to 1 or more."),
     "KV in files and elsewhere": (
         tiers(2, files={"sizeGB": 8}, shared={"secret": "kv"}),
-        "files.sizeGB and shared.secret both say what is below the memory.",
+        "files.sizeGB and shared.secret are both set: a worker has one storage.",
     ),
     "a volume of no files": (tiers(2, files={"volume": {"emptyDir": {}}}), "kvTiers.files has a volume, and sizeGB is 0"),
     "two volumes of files": (
         tiers(2, kind="StatefulSet", files={"sizeGB": 8, "claimSize": "20Gi", "volume": {"emptyDir": {}}}),
-        "kvTiers.files.claimSize and volume both say where the files are.",
+        "kvTiers.files.claimSize and volume are both set: the files have one volume.",
     ),
     "files that outlive who knows them": (
         tiers(2, files={"sizeGB": 8, "volume": {"hostPath": {"path": "/mnt/nvme/kv"}}}),
-        "with worker.kind Deployment no later pod has that name, and nobody deletes the files. Set kind to StatefulSet",
+        "with worker.kind Deployment no later pod has that name, and the files are never deleted. Set kind to StatefulSet",
     ),
     "a claim without room": (
         tiers(2, kind="StatefulSet", files={"sizeGB": 8, "claimSize": "7.5Gi"}),
@@ -219,11 +219,11 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "tiers in settings too": (
         tiers(2, settings={"hicache_size": 4}),
-        "worker.kvTiers and worker.settings.hicache_size both say what tiers there are.",
+        "worker.kvTiers and worker.settings.hicache_size both configure tiers.",
     ),
     "tiers of nothing that is cached": (
         tiers(2, settings={"enable_radix_cache": False}),
-        "worker.kvTiers keeps what is cached, and worker.settings.enable_radix_cache is false.",
+        "worker.kvTiers needs the radix cache, and worker.settings.enable_radix_cache is false.",
     ),
     "prompts apart, of groups of hosts": (
         worker(kind="LeaderWorkerSet", prefill=PREFILL),
@@ -235,7 +235,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "KV of two layouts": (
         worker(settings={"page_size": 16}, prefill={**PREFILL, "settings": {"page_size": 32}}),
-        "model demo: worker.prefill.settings.page_size is not what worker.settings has",
+        "model demo: worker.prefill.settings.page_size differs from worker.settings",
     ),
     "KV to read, and none that is kept": (
         worker(settings={"enable_radix_cache": False}, prefill=PREFILL),
@@ -251,7 +251,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "another volume of that name": (
         worker(pod={"volumes": [{"name": "shm", "emptyDir": {}}]}),
-        "worker of model demo: pod.volumes has one that is called shm, as one of the chart's own is.",
+        "worker of model demo: pod.volumes has a volume named shm, and the chart has a volume with this name.",
     ),
     "mount of nothing": (
         {"pod": {"volumeMounts": [{"name": "ca", "mountPath": "/ca"}]}},
@@ -263,7 +263,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "sidecar of a service's name": (
         {"tokenizer": {"pod": {"containers": [{"name": "tokenizer", "image": "a:1"}]}}},
-        "tokenizer of model demo: pod.containers or pod.initContainers has one that is called tokenizer, as another is.",
+        "tokenizer of model demo: pod.containers or pod.initContainers has a container named tokenizer, and another",
     ),
     "sidecar on a service's port": (
         gateway(pod={"containers": [{"name": "proxy", "image": "a:1", "ports": [{"containerPort": 8000}]}]}),
@@ -271,7 +271,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "share of what a sidecar does not request": (
         gateway(autoscaling={"enabled": True}, pod={"containers": [{"name": "proxy", "image": "a:1"}]}),
-        "gateway: autoscaling.targetCPUPercent is a share of what all containers of a pod request, and proxy says no",
+        "gateway: autoscaling.targetCPUPercent is a share of the CPU requests of all containers, and container proxy has no",
     ),
     "killed amid its drain": (
         {"pod": {"terminationGracePeriodSeconds": 60}},
@@ -279,7 +279,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "claim of nothing": (
         worker(resources=GPU_RESOURCES, resourceClaims=[{"name": "gpu"}]),
-        "worker of model demo: resourceClaims: gpu has to say one of deviceClassName, resourceClaimTemplateName and",
+        "worker of model demo: resourceClaims: gpu needs exactly one of deviceClassName, resourceClaimTemplateName and",
     ),
     "two executors": (
         worker(executor="cpu", settings={"executor": "fake"}),
@@ -291,7 +291,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "a rollout that cannot begin": (
         {"tokenizer": {"strategy": {"maxSurge": "0%"}}},
-        "tokenizer of model demo: strategy.maxSurge and maxUnavailable are both 0: no pod could come before one has gone",
+        "tokenizer of model demo: strategy.maxSurge and maxUnavailable are both 0, so no pod could be replaced.",
     ),
     "requests wait longer than they live": (
         gateway(queueTimeoutSeconds=600),
@@ -361,7 +361,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "a source that nobody fetches": (
         merged(SHARED_CACHE, {"models": [model(path="/models/a", source="org/a")]}),
-        "model demo: nobody fetches its source org/a. Set modelCache.type to pod, or to pvc with modelCache.prefetch.enabled",
+        "model demo: its source org/a would not be fetched. Set modelCache.type to pod, or to pvc with",
     ),
     "a cache with no model in it": (
         cache(type="image", image={"reference": "models/qwen:1"}),
@@ -403,7 +403,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "ingress of a path that no gateway serves": (
         {"ingress": {"enabled": True, "hosts": [{"host": "llm.example.com", "path": "/llm"}]}},
-        "ingress.hosts: the path /llm of llm.example.com would come to the gateway as it is",
+        "ingress.hosts: the path /llm of llm.example.com would reach the gateway unchanged",
     ),
     "policy of a Service that has no nodes": (
         gateway(service={"externalTrafficPolicy": "Local"}),
@@ -447,8 +447,8 @@ def test_whole_cache_may_be_one_model_when_the_operator_fills_it() -> None:
     for own in (merged(SHARED_CACHE, whole), merged(claim, cache(fetchTokenizers=True))):
         assert "and no model lies in it" in refusal(own)
     sourced = merged(SHARED_CACHE, {"models": [model("a", path="/app/models/a", source="org/a"), *CACHED]})
-    assert "nobody fetches its source org/a" in refusal(sourced)
-    assert "nobody fetches its source org/a" in refusal({"models": [model(source="org/a")]})
+    assert "its source org/a would not be fetched" in refusal(sourced)
+    assert "its source org/a would not be fetched" in refusal({"models": [model(source="org/a")]})
 
 
 def test_prefill_workers_are_checked_like_others() -> None:

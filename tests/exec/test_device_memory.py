@@ -169,7 +169,7 @@ def test_lost_device_is_reported_once(folder: Path, monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         with pytest.raises(ExecutorError, match="unspecified launch failure"):
             Driver(executor, PAGE_SIZE).prefill([Sequence([1, 2, 3], 0, greedy())])
-    assert lost == ["the device does not answer any more: unspecified launch failure"]
+    assert lost == ["the device does not respond: unspecified launch failure"]
     executor.close()
 
 

@@ -57,7 +57,7 @@ def test_kv_pool_pages_raises_when_no_page_fits() -> None:
     with pytest.raises(PoolTooSmall) as caught:
         kv_pool_pages(ALONE, 0.9, 0, 491 * MIB, 16, 1)
     sentence = str(caught.value)
-    assert sentence.startswith("no page of 16 tokens (491 MiB) fits beside the model")
+    assert sentence.startswith("no page of 16 tokens (491 MiB) fits into the memory that the model leaves")
     for part in ("weights 300 MiB", "activations 50 MiB", "graphs 20 MiB", "workspaces 30 MiB", "held elsewhere 10 MiB"):
         assert part in sentence
     assert "0.9 of the device's 1000 MiB" in sentence and "KV pool 490 MiB" in sentence

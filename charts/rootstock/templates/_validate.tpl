@@ -55,7 +55,7 @@ block. */}}
   {{- end -}}
   {{- $_ := set $names .name true -}}
   {{- if hasKey $slugs .slug -}}
-    {{- fail (printf "models: the names %q and %q both become %q in the names of objects. Rename one of them." (index $slugs .slug) .name .slug) -}}
+    {{- fail (printf "models: the names %q and %q both become %q in the names of objects. Rename one model." (index $slugs .slug) .name .slug) -}}
   {{- end -}}
   {{- $_ := set $slugs .slug .name -}}
   {{- range $size := list "hosts" "gpus" -}}
@@ -64,16 +64,16 @@ block. */}}
     {{- end -}}
   {{- end -}}
   {{- if and (include "rootstock.usesGpu" (dict "values" .worker)) (eq (dig "limits" "memory" "" .worker.resources | toString) "4Gi") -}}
-    {{- fail (printf "model %s: worker.resources are those of the demo model on a CPU. Say what a worker with a GPU gets, e.g. requests {cpu: \"4\", memory: 32Gi} and limits {memory: 64Gi} (docs/how-to/kubernetes/sizing.md)." .name) -}}
+    {{- fail (printf "model %s: worker.resources are those of the demo model on a CPU. Set the resources of a worker with a GPU, e.g. requests {cpu: \"4\", memory: 32Gi} and limits {memory: 64Gi} (docs/how-to/kubernetes/sizing.md)." .name) -}}
   {{- end -}}
   {{- $device := ternary "GPUs" "CPUs" (eq (include "rootstock.worker.executor" (dict "values" .worker)) "cuda") -}}
   {{- if ne (get $digests (default "none" .worker.image.digest) | default $device) $device -}}
-    {{- fail (printf "model %s: worker.image.digest is also that of workers on the other kind of device, and %s have an image of their own. Say it for each model, in models[].worker.image." .name $device) -}}
+    {{- fail (printf "model %s: worker.image.digest would also apply to workers on the other kind of device, and %s have another image. Set it for each model, in models[].worker.image." .name $device) -}}
   {{- end -}}
   {{- with .worker.image.digest }}{{ $_ := set $digests . $device }}{{ end -}}
   {{- $size := toString .worker.cacheSize -}}
   {{- if and (ne $size "0") .worker.cacheVolume -}}
-    {{- fail (printf "model %s: worker.cacheSize and worker.cacheVolume both say what its cache is. Set cacheSize to 0, or remove cacheVolume." .name) -}}
+    {{- fail (printf "model %s: worker.cacheSize and worker.cacheVolume are both set: a worker has one cache volume. Set cacheSize to 0, or remove cacheVolume." .name) -}}
   {{- end -}}
   {{- if and (ne $size "0") (ne .worker.kind "StatefulSet") -}}
     {{- fail (printf "model %s: worker.cacheSize is a volume for each pod, which only worker.kind StatefulSet has; it is %s. Change kind, or set cacheSize to 0." .name .worker.kind) -}}
@@ -88,7 +88,7 @@ block. */}}
     {{- range $name := list "speculative_draft_model_path" "speculative_ngram_external_corpus_path" -}}
       {{- $path := index $model.worker.settings $name | default "" | toString -}}
       {{- if hasPrefix (printf "%s/" $.Values.modelCache.mountPath) $path -}}
-        {{- fail (printf "model %s: worker.settings.%s is %s, and with modelCache.type pod a worker fetches its model alone. Have an image that holds it elsewhere, or choose another modelCache.type." $model.name $name $path) -}}
+        {{- fail (printf "model %s: worker.settings.%s is %s, and with modelCache.type pod a worker fetches only its model. Use an image that has this file elsewhere, or choose another modelCache.type." $model.name $name $path) -}}
       {{- end -}}
     {{- end -}}
   {{- end -}}
@@ -112,7 +112,7 @@ block. */}}
   {{- end -}}
   {{- range $name := list "page_size" "dtype" "deterministic" "context_len" "speculative_algorithm" "speculative_draft_model_path" -}}
     {{- if and (hasKey $worker.prefill.settings $name) (ne (index $worker.prefill.settings $name | toString) (index $worker.settings $name | toString)) -}}
-      {{- fail (printf "model %s: worker.prefill.settings.%s is not what worker.settings has, and workers read each other's KV only where it is the same. Set it in worker.settings, which holds for both." $pool.model.name $name) -}}
+      {{- fail (printf "model %s: worker.prefill.settings.%s differs from worker.settings, and workers read each other's KV only if this setting is the same. Set it in worker.settings, which holds for both." $pool.model.name $name) -}}
     {{- end -}}
   {{- end -}}
   {{- range $settings := list $worker.settings $worker.prefill.settings -}}
@@ -132,7 +132,7 @@ block. */}}
 {{- $least := add .Values.gateway.preStopSeconds .Values.drainSeconds 10 -}}
 {{- with .Values.gateway.terminationGracePeriodSeconds -}}
   {{- if lt (int .) (int $least) -}}
-    {{- fail (printf "gateway.terminationGracePeriodSeconds (%d) is less than a gateway takes to stop: preStopSeconds (%d), drainSeconds (%d) and 10 s. Raise it to %d, lower one of these, or set it to 0." (int .) (int $.Values.gateway.preStopSeconds) (int $.Values.drainSeconds) (int $least)) -}}
+    {{- fail (printf "gateway.terminationGracePeriodSeconds (%d) is less than a gateway takes to stop: preStopSeconds (%d), drainSeconds (%d) and 10 s. Raise it to %d, lower preStopSeconds or drainSeconds, or set it to 0." (int .) (int $.Values.gateway.preStopSeconds) (int $.Values.drainSeconds) (int $least)) -}}
   {{- end -}}
 {{- end -}}
 {{- if and .Values.auth.apiKeys .Values.auth.apiKeysSecret -}}
@@ -241,7 +241,7 @@ block. */}}
   {{- if .cached }}{{ $cached = add1 $cached }}{{ end -}}
   {{- $fetched := and .cached (or .filled $cache.prefetch.enabled $cache.fetchTokenizers (eq $cache.type "pod")) -}}
   {{- if and .source (not $fetched) -}}
-    {{- fail (printf "model %s: nobody fetches its source %s. Set modelCache.type to pod, or to pvc with modelCache.prefetch.enabled, and its path below modelCache.mountPath (%s); or leave the source out." .name .source $cache.mountPath) -}}
+    {{- fail (printf "model %s: its source %s would not be fetched. Set modelCache.type to pod, or to pvc with modelCache.prefetch.enabled, and its path below modelCache.mountPath (%s); or leave the source out." .name .source $cache.mountPath) -}}
   {{- end -}}
 {{- end -}}
 {{- if and (ne $cache.type "none") (not $cached) -}}
@@ -304,7 +304,7 @@ block. */}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.annotations) -}}
   {{- range .Values.ingress.hosts -}}
     {{- if not (regexMatch "^/(v1(/.*)?)?$" (default "/" .path)) -}}
-      {{- fail (printf "ingress.hosts: the path %s of %s would come to the gateway as it is, and the gateway's begin at /. Set path to / or below /v1, or have the controller strip it, by ingress.annotations." .path .host) -}}
+      {{- fail (printf "ingress.hosts: the path %s of %s would reach the gateway unchanged, and the gateway's paths begin at /. Set path to / or below /v1, or have the controller strip it, by ingress.annotations." .path .host) -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}

@@ -11,10 +11,10 @@
   {{- fail (printf "%s: no page of KV fits on a GPU of %v GB (gpuMemoryGB): the weights take %v GB, 3 GB are for activations and graphs, and mem_fraction_static is %v. Use a GPU with more memory, or a smaller model." $at .values.gpuMemoryGB $memory.weightsGB $memory.share) -}}
 {{- end -}}
 {{- if gt $tokens $fitting -}}
-  {{- fail (printf "%s.settings.max_total_tokens is %d, and a GPU of %v GB (gpuMemoryGB) has room for %d tokens of KV beside weights of %v GB. Set it to %d or less, or leave it out." $at (int64 .values.settings.max_total_tokens) .values.gpuMemoryGB $fitting $memory.weightsGB $fitting) -}}
+  {{- fail (printf "%s.settings.max_total_tokens is %d, and a GPU of %v GB (gpuMemoryGB) has room for %d tokens of KV next to weights of %v GB. Set it to %d or less, or leave it out." $at (int64 .values.settings.max_total_tokens) .values.gpuMemoryGB $fitting $memory.weightsGB $fitting) -}}
 {{- end -}}
 {{- if gt $asked $tokens -}}
-  {{- fail (printf "%s.settings.context_len is %d, and the KV pool of a GPU of %v GB (gpuMemoryGB) holds %d tokens beside weights of %v GB. Set context_len to %d or less, or use a GPU with more memory." $at $asked .values.gpuMemoryGB $tokens $memory.weightsGB $tokens) -}}
+  {{- fail (printf "%s.settings.context_len is %d, and the KV pool of a GPU of %v GB (gpuMemoryGB) holds %d tokens next to weights of %v GB. Set context_len to %d or less, or use a GPU with more memory." $at $asked .values.gpuMemoryGB $tokens $memory.weightsGB $tokens) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -33,7 +33,7 @@
       {{- $gpu := or (eq $name $model.worker.gpuResource) (regexMatch "gpu|cuda|^nvidia[.]com/(mig-|grid)|^amd[.]com/[a-z]px" (lower $name)) -}}
       {{- if and $gpu (ne (toString $quantity) "0") -}}
         {{- $of := ternary (printf " of this model (models[%d].worker.gpus)" $index) "" (hasKey (dig "resources" $kind dict $given | default dict) $name) -}}
-        {{- fail (printf "model %s: %s.resources.%s has %s, and worker.gpus is 0: image, executor and tolerations of a GPU follow from worker.gpus alone. Remove it and set worker.gpus%s to 1, with worker.gpuResource %s." $model.name $at $kind $name $of $name) -}}
+        {{- fail (printf "model %s: %s.resources.%s has %s, and worker.gpus is 0: image, executor and tolerations of a GPU follow only from worker.gpus. Remove it and set worker.gpus%s to 1, with worker.gpuResource %s." $model.name $at $kind $name $of $name) -}}
       {{- end -}}
     {{- end -}}
   {{- end -}}

@@ -16,7 +16,7 @@
 {{- range $over.env -}}
   {{- $from := ternary "extraEnv" "pod.env" (has .name $own) -}}
   {{- if and (hasPrefix "ROOTSTOCK_" .name) (or (eq $from "pod.env") (not (dig "valueFrom" "secretKeyRef" false .))) -}}
-    {{- fail (printf "%s: %s sets %s. Settings of the services belong under `settings` (%s), come from a Secret by extraEnv and valueFrom.secretKeyRef, or have a value of their own in values.yaml (drainSeconds, auth, redis, …)." $at $from .name (trimPrefix "ROOTSTOCK_" .name | lower)) -}}
+    {{- fail (printf "%s: %s sets %s. Settings of the services belong under `settings` (%s), come from a Secret by extraEnv and valueFrom.secretKeyRef, or have another value in values.yaml (drainSeconds, auth, redis, …)." $at $from .name (trimPrefix "ROOTSTOCK_" .name | lower)) -}}
   {{- end -}}
   {{- if hasKey $variables .name -}}
     {{- fail (printf "%s: %s sets %s, which the chart points at what its own container needs. Use another variable." $at $from .name) -}}
@@ -27,7 +27,7 @@
 {{- range $name := list "cache" "data" "kv" }}{{ $_ := set $volumes $name true }}{{ end -}}
 {{- range $over.volumes -}}
   {{- if and (hasKey $volumes .name) (ne .name "tmp") -}}
-    {{- fail (printf "%s: pod.volumes has one that is called %s, as one of the chart's own is. Give it another name; only tmp can be replaced." $at .name) -}}
+    {{- fail (printf "%s: pod.volumes has a volume named %s, and the chart has a volume with this name. Choose another name; only tmp can be replaced." $at .name) -}}
   {{- end -}}
 {{- end -}}
 {{- range $over.volumes }}{{ $_ := set $volumes .name true }}{{ end -}}
@@ -49,7 +49,7 @@
 {{- end -}}
 {{- range concat $over.initContainers $over.containers -}}
   {{- if hasKey $names .name -}}
-    {{- fail (printf "%s: pod.containers or pod.initContainers has one that is called %s, as another is. Give it another name." $at .name) -}}
+    {{- fail (printf "%s: pod.containers or pod.initContainers has a container named %s, and another container has this name. Choose another name." $at .name) -}}
   {{- end -}}
   {{- $_ := set $names .name true -}}
   {{- $container := .name -}}
@@ -62,7 +62,7 @@
 {{- if and (dig "autoscaling" "enabled" false $values) (dig "autoscaling" "targetCPUPercent" false $values) -}}
   {{- range $over.containers -}}
     {{- if not (dig "resources" "requests" "cpu" "" .) -}}
-      {{- fail (printf "%s: autoscaling.targetCPUPercent is a share of what all containers of a pod request, and %s says no resources.requests.cpu: it would not scale. Set it." $at .name) -}}
+      {{- fail (printf "%s: autoscaling.targetCPUPercent is a share of the CPU requests of all containers, and container %s has no resources.requests.cpu. Set it." $at .name) -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}
@@ -86,7 +86,7 @@
   {{- $at := printf "%s of model %s" (default "worker" .pool) .model.name -}}
   {{- range .values.resourceClaims -}}
     {{- if ne (len (compact (list .resourceClaimName .resourceClaimTemplateName .deviceClassName))) 1 -}}
-      {{- fail (printf "%s: resourceClaims: %s has to say one of deviceClassName, resourceClaimTemplateName and resourceClaimName: which devices, a template that is there, or a claim that is there." $at .name) -}}
+      {{- fail (printf "%s: resourceClaims: %s needs exactly one of deviceClassName, resourceClaimTemplateName and resourceClaimName. Set the class of its devices, or name an existing template or claim." $at .name) -}}
     {{- end -}}
   {{- end -}}
   {{- if and .values.executor .values.settings.executor (ne .values.executor .values.settings.executor) -}}
@@ -102,7 +102,7 @@
   {{- end -}}
   {{- $surge := ternary "0" (toString $strategy.maxSurge | trimSuffix "%") (eq $kind "StatefulSet") -}}
   {{- if and (eq $surge "0") (eq (toString $strategy.maxUnavailable | trimSuffix "%") "0") -}}
-    {{- fail (printf "%s: strategy.maxSurge and maxUnavailable are both 0: no pod could come before one has gone, and none may go. Raise one of them (a StatefulSet has no maxSurge)." .at) -}}
+    {{- fail (printf "%s: strategy.maxSurge and maxUnavailable are both 0, so no pod could be replaced. Raise maxSurge or maxUnavailable (a StatefulSet has no maxSurge)." .at) -}}
   {{- end -}}
 {{- end -}}
 {{- end }}

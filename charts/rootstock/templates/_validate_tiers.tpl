@@ -10,17 +10,17 @@
   {{- fail (printf "%s keeps KV in files or in a shared store without a tier in memory, by way of which it goes there. Set hostGB to 1 or more." $at) -}}
 {{- end -}}
 {{- if and $tiers.files.sizeGB $tiers.shared.secret -}}
-  {{- fail (printf "%s.files.sizeGB and shared.secret both say what is below the memory. Set sizeGB to 0, or remove secret." $at) -}}
+  {{- fail (printf "%s.files.sizeGB and shared.secret are both set: a worker has one storage. Set sizeGB to 0, or remove secret." $at) -}}
 {{- end -}}
 {{- if and (or $claimed $volume) (not $tiers.files.sizeGB) -}}
   {{- fail (printf "%s.files has a volume, and sizeGB is 0: nothing would be kept there. Set sizeGB, or remove claimSize and volume." $at) -}}
 {{- end -}}
 {{- if and $claimed $volume -}}
-  {{- fail (printf "%s.files.claimSize and volume both say where the files are. Set claimSize to 0, or remove volume." $at) -}}
+  {{- fail (printf "%s.files.claimSize and volume are both set: the files have one volume. Set claimSize to 0, or remove volume." $at) -}}
 {{- end -}}
 {{- $lasts := or $claimed (and $volume (not (or (hasKey $volume "emptyDir") (hasKey $volume "ephemeral")))) -}}
 {{- if and $lasts (ne .values.kind "StatefulSet") -}}
-  {{- fail (printf "%s.files has a volume that outlives its pods, in which each worker has a folder by its pod's name: with worker.kind %s no later pod has that name, and nobody deletes the files. Set kind to StatefulSet, or volume to an emptyDir or an ephemeral one." $at .values.kind) -}}
+  {{- fail (printf "%s.files has a volume that outlives its pods, and each worker has a folder with its pod's name there: with worker.kind %s no later pod has that name, and the files are never deleted. Set kind to StatefulSet, or volume to an emptyDir or an ephemeral one." $at .values.kind) -}}
 {{- end -}}
 {{- $files := include "rootstock.tiers.fileBytes" $pool | int64 -}}
 {{- if and $claimed (lt (include "rootstock.bytes" $tiers.files.claimSize | int64) $files) -}}
@@ -40,11 +40,11 @@
   {{- end -}}
   {{- range $name := list "enable_hierarchical_cache" "hicache_ratio" "hicache_size" "hicache_storage_backend" "hicache_storage_dir" "hicache_storage_size" "hicache_storage_url" "hicache_storage_secret_file" -}}
     {{- if hasKey $values.settings $name -}}
-      {{- fail (printf "%s and worker.settings.%s both say what tiers there are. Remove the setting, or set hostGB to 0." $at $name) -}}
+      {{- fail (printf "%s and worker.settings.%s both configure tiers. Remove the setting, or set hostGB to 0." $at $name) -}}
     {{- end -}}
   {{- end -}}
   {{- if eq (toString .values.settings.enable_radix_cache) "false" -}}
-    {{- fail (printf "%s keeps what is cached, and worker.settings.enable_radix_cache is false. Remove the setting, or set hostGB to 0." $at) -}}
+    {{- fail (printf "%s needs the radix cache, and worker.settings.enable_radix_cache is false. Remove the setting, or set hostGB to 0." $at) -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -123,7 +123,7 @@ def ebnf(value: Any, where: str) -> pb.Grammar:
 def choice(value: Any, where: str) -> pb.Grammar:
     """Returns the grammar of an output that equals one text of a list. Raises ApiError."""
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise bad_request(where, f"'{where}' must be a list of texts, none of them empty.")
+        raise bad_request(where, f"'{where}' must be a list of at least one text, and no text may be empty.")
     if len(value) > limits.MAX_GUIDED_CHOICES:
         raise bad_request(where, f"'{where}' may have at most {limits.MAX_GUIDED_CHOICES} texts.")
     if sum(map(len, value)) > limits.MAX_GRAMMAR_BYTES:

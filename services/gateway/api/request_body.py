@@ -124,7 +124,10 @@ class ConstraintBody(Body):
     guided_json: Source = Field(None, description="A JSON Schema, as an object or as text.")
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(
-        None, min_length=1, max_length=limits.MAX_GUIDED_CHOICES, description="The output is exactly one of these texts."
+        None,
+        min_length=1,
+        max_length=limits.MAX_GUIDED_CHOICES,
+        description="Allowed outputs. The output equals one text of the list.",
     )
     guided_grammar: str | None = Field(None, description="EBNF.")
     json_schema: Source = Field(None, description="The same as guided_json.")

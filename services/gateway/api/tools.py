@@ -138,7 +138,7 @@ def _grammar_of(tag: Tag, field: str) -> OutputGrammar:
     """Returns the grammar of a tag that was made of a client's field. Raises ApiError if it is too large."""
     grammar = structural_tag(str(tag), field)
     if sum(len(pointer) + len(origin.within) + 1 for pointer, origin in tag.origins.items()) > limits.MAX_GRAMMAR_BYTES:
-        raise bad_request(field, f"'{field}' may come to at most {limits.MAX_GRAMMAR_BYTES} bytes. Give fewer tools.")
+        raise bad_request(field, f"'{field}' needs a grammar of more than {limits.MAX_GRAMMAR_BYTES} bytes. Give fewer tools.")
     for pointer, origin in tag.origins.items():
         grammar.parts.add(pointer=pointer, within=origin.within, partial=origin.partial)
     return OutputGrammar(grammar, [origin.field for origin in tag.origins.values()])

@@ -132,10 +132,10 @@ class BackgroundWork:
         except StoreAway:
             raise self._away() from None
         if begun is Begun.TOO_MANY:
-            message = "Too many responses of this API key are in the background: wait for one to be over."
+            message = "This API key has too many background responses. Wait until one has ended."
             raise ApiError(429, message, code="background_full", retry_after_s=self._retry_after_s)
         if begun is Begun.STORE_FULL:
-            raise ApiError(429, "No more can be kept for this API key.", code="store_full")
+            raise ApiError(429, "The store limit of this API key is reached. Delete stored data.", code="store_full")
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
         """Returns the status of a background response. None if the store has at most its record."""
@@ -154,16 +154,18 @@ class BackgroundWork:
         except StoreAway:
             raise self._away() from None
         if page is None:
-            message = "The stream of this response is not kept, or not any more: ask for it without 'stream'."
+            message = "The events of this response were not stored or have expired. Ask for the response without 'stream'."
             raise ApiError(400, message, param="stream", code="stream_expired")
         if after >= page.total:
-            message = f"'starting_after': the last event so far has the number {page.total - 1}."
+            message = f"'starting_after' is {after}; the last event so far has the number {page.total - 1}."
             raise ApiError(400, message, param="starting_after", code="invalid_value")
         if owner != self._nobody and self._streams.num_of(owner) >= self._most_own_streams:
-            message = "Too many responses of this API key are streamed again: wait for a stream to end."
+            message = "This API key follows too many responses. Wait until a stream has ended."
             raise ApiError(429, message, code="streams_full", retry_after_s=self._retry_after_s)
         if self._streams.num_open >= self._most_streams:
-            raise unavailable("Too many responses are streamed again.", self._retry_after_s, "queue_full")
+            raise unavailable(
+                "This gateway streams its largest number of stored responses. Retry later.", self._retry_after_s, "queue_full"
+            )
         return self._streams.stream(owner, response_id, after + 1)
 
     @property
@@ -215,7 +217,7 @@ class BackgroundWork:
             raise self._away() from None
 
     def _away(self) -> ApiError:
-        return unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable")
+        return unavailable("The store cannot be reached. Retry later.", self._retry_after_s, "store_unavailable")
 
 
 def _counted(plan: GenerationRequest) -> GenerationRequest:

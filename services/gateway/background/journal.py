@@ -43,8 +43,11 @@ TURNS, TURN_S = 16, 0.1  # tries to extend a conversation that others extend too
 STORE_AWAY = "store_unavailable"
 
 _REFUSED = {
-    WriteResult.STORE_FULL: ("What may be kept for this API key has no room for the response.", "store_full"),
-    WriteResult.TOO_LARGE: ("The response is larger than what can be kept of one.", "response_too_large"),
+    WriteResult.STORE_FULL: (
+        "The store limit of this API key leaves no space for the response. Delete stored data.",
+        "store_full",
+    ),
+    WriteResult.TOO_LARGE: ("The response is larger than a stored response may be. Ask for fewer tokens.", "response_too_large"),
 }
 
 
@@ -128,7 +131,9 @@ class Journal:
                 await asyncio.sleep(random.uniform(0.0, TURN_S))
                 kept = await held(record)
             else:
-                logger.warning("a conversation is not extended: others write to it", extra=fields(response=self._order.id))
+                logger.warning(
+                    "did not extend a conversation, because other requests write to it", extra=fields(response=self._order.id)
+                )
                 await held(partial(self._finished, status, FinalRecords(kept.record), events))
         except BaseException:
             self.is_finishing = False
@@ -169,7 +174,7 @@ class JournalSink(Sink):
             computed_by: Returns the model version and numerics of a choice's output.
             store: Stores the response before its first event. Raises LeaseLost, ApiError.
         """
-        self.running: RunningRequest | None = None  # None until the service has opened the request
+        self.running: RunningRequest | None = None  # the request of this attempt; None until the service has opened it
         self.failure: ApiError | None = None
         self.is_over = False  # the response is complete and stored
         self.is_lost = False  # another gateway has the lease
@@ -259,7 +264,7 @@ class JournalSink(Sink):
             yield
         except LeaseLost:
             self.is_lost = True
-            raise ApiError(503, "Another gateway goes on with the response.", code="lease_lost") from None
+            raise ApiError(503, "Another gateway continues the response.", code="lease_lost") from None
 
 
 async def held(call: Callable[[], Awaitable[T]]) -> T:
@@ -278,5 +283,5 @@ async def held(call: Callable[[], Awaitable[T]]) -> T:
             if isinstance(error, ApiError) and error.code != STORE_AWAY:
                 raise LeaseLost if error.status == 404 else error from None
             if loop.time() + PAUSE_S > until:
-                raise ApiError(503, "What is kept cannot be reached just now.", code=STORE_AWAY) from None
+                raise ApiError(503, "The store cannot be reached. Retry later.", code=STORE_AWAY) from None
         await asyncio.sleep(PAUSE_S)

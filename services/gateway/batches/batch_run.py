@@ -178,7 +178,7 @@ class BatchRun:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         if given_up:  # a task group does not report cancelled tasks
-            raise RuntimeError(f"line {given_up[0]} was cancelled, and nobody had asked for it")
+            raise RuntimeError(f"line {given_up[0]} was cancelled unexpectedly")
 
     async def _execute_line(self, line: Line) -> None:
         """Computes a line and records its result.
@@ -274,7 +274,7 @@ class BatchRun:
         finish = self._batches.finish
         if await patiently(lambda: finish(self.lease, record, status, there, expires_at, errors)):
             self._metrics.batches.labels(status.value).inc()
-        logger.info("batch is over", extra=fields(batch=self.order.id, status=status.value))
+        logger.info("a batch has ended", extra=fields(batch=self.order.id, status=status.value))
 
     def _file(self, record: BatchRecord, part: str, now: int, expires_at: int) -> StoredFile:
         file_id, size = {

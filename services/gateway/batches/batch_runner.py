@@ -115,13 +115,15 @@ class BatchRunner:
             await self._ended(run, task)
             return
         if not await stores.leases.keep(run.lease):
-            logger.warning("another gateway goes on with a batch", extra=fields(batch=run.order.id))
+            logger.warning("another gateway holds the lease of a batch", extra=fields(batch=run.order.id))
             task.cancel()
             return
         try:
             record = await stores.batches.get(run.order.owner, run.order.id)
         except Unreadable as unreadable:
-            logger.warning("a gateway of another version goes on with a batch: %s", unreadable, extra=fields(batch=run.order.id))
+            logger.warning(
+                "a gateway of another version has written the record of a batch: %s", unreadable, extra=fields(batch=run.order.id)
+            )
             task.cancel()
             return
         if record is None or not record.is_open:
@@ -137,9 +139,9 @@ class BatchRunner:
         if error is None:
             await self._stores.leases.give_back(run.lease)
         elif isinstance(error, LeaseLost):
-            logger.warning("another gateway goes on with a batch", extra=fields(batch=run.order.id))
+            logger.warning("another gateway holds the lease of a batch", extra=fields(batch=run.order.id))
         else:
-            logger.error("a batch has met a fault", extra=fields(batch=run.order.id), exc_info=error)
+            logger.error("a batch stopped on an unexpected error", extra=fields(batch=run.order.id), exc_info=error)
 
     async def _find(self) -> None:
         """Takes waiting batches.

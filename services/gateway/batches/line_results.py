@@ -19,7 +19,7 @@ _WHY = {
     EXPIRED: "This request could not be executed before the completion window expired.",
     CANCELLED: "The batch was cancelled before this request was executed.",
     "result_too_large": f"The answer has more than {MAX_BATCH_RESULT_BYTES} bytes.",
-    "store_full": "There is no room for the answer among what may be kept for this API key.",
+    "store_full": "The store limit of this API key leaves no space for the result. Delete stored data.",
     "server_error": "The request could not be executed.",
 }
 

@@ -182,12 +182,12 @@ class GatewaySettings(ServiceSettings):
     max_concurrent_requests: int = Field(
         2048,
         ge=1,
-        description="Largest number of open generation requests, and of other requests with a body. Further ones get 503.",
+        description="Largest number of open generation requests, and of other requests with a body. Further requests get 503.",
     )
     max_waiting_requests: int = Field(
         1024,
         ge=0,
-        description="Largest number of choices per model that wait for a worker with free slots. Further ones get 503.",
+        description="Largest number of choices per model that wait for a worker with free slots. Further choices get 503.",
     )
     queue_timeout_s: float = Field(
         60.0,

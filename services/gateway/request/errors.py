@@ -68,7 +68,7 @@ CODES: Mapping[str, ErrorCode] = MappingProxyType(
         "invalid_token": ErrorCode((401,), "The admin port did not get its token.", "Send `Authorization: Bearer TOKEN`."),
         "invalid_value": ErrorCode((400,), "A field has a wrong type or value; `param` names it.", _CORRECT),
         "item_not_found": ErrorCode((404,), "No item has this id.", "List the items."),
-        "lease_lost": ErrorCode((503,), "Another gateway goes on with the response in the background.", "None: it goes on."),
+        "lease_lost": ErrorCode((503,), "Another gateway continues the background response.", "None; the response continues."),
         "method_not_allowed": ErrorCode((405,), "The path does not take this method; `Allow` lists the others.", _CORRECT),
         "missing_required_parameter": ErrorCode((400,), "A required field is missing; `param` names it.", _CORRECT),
         "model_not_allowed": ErrorCode((403,), "The API key may not use this model.", "Take a name that `/v1/models` lists."),

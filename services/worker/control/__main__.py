@@ -26,8 +26,8 @@ class ControlSettings(TlsSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
-    operation: str = Field(description=f"One of {', '.join(PARSERS)}.")
-    arguments: list[str] = Field(default=[], description="What the operation takes; see docs/reference/control.md.")
+    operation: str = Field(description=f"Operation: {', '.join(PARSERS)}.")
+    arguments: list[str] = Field(default=[], description="Arguments of the operation; see docs/reference/control.md.")
     address: str = Field("127.0.0.1:9203", description="The worker's control address.")
     timeout_s: float = Field(60.0, gt=0, description="Seconds that the operation may take, waiting included.")
     control_token: str = Field("", repr=False, description="The worker's token; better from the environment or a file.")

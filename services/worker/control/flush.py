@@ -53,7 +53,7 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
     names = [name for name in names if not (selects and name == SELECTED)]
     unknown = [name for name in names if name not in set(Tier) - {Tier.PEER}]
     if unknown:
-        raise ValueError(f"tiers: {unknown[0]} is none of {', '.join(OF_SALT)}")
+        raise ValueError(f"tiers: {unknown[0]} is not one of {', '.join(OF_SALT)}")
     if salt is not None and len(salt) > MAX_CACHE_SALT_CHARS:
         raise ValueError(f"cache_salt: has more than {MAX_CACHE_SALT_CHARS} characters")
     usual = USUAL if salt is None else OF_SALT

@@ -178,7 +178,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         try:
             deleted = await asyncio.wait_for(asyncio.wrap_future(stored), max(left, 0.0))
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the storage is still deleting pages, and goes on with that")
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the storage has not deleted all pages yet; the deletion continues"
+            )
         except Exception as error:
             logger.exception("pages were not deleted")
             await context.abort(grpc.StatusCode.INTERNAL, f"the storage has deleted nothing: {error}")

@@ -518,7 +518,7 @@ class _Assembly:
         """Returns the pages that fit into the share of the memory that is free after loading. Raises PoolTooSmall."""
         pages, size = kv_pool_tokens(free_memory(), mem_fraction_static, per_token) // self._page_size, self._page_size
         if pages < 1:
-            raise PoolTooSmall(f"no room for a page of {size} tokens ({size * per_token} bytes) beside the weights")
+            raise PoolTooSmall(f"no page of {size} tokens ({size * per_token} bytes) fits into the memory that the model leaves")
         return pages
 
     def _graph_bytes(self) -> int:

@@ -200,7 +200,7 @@ class DeviceExecutor:
         try:
             self._streams.synchronize()
         except Exception as failure:  # any exception of the driver: the device cannot be used any longer
-            self._lose(f"the device does not answer any more: {failure}")
+            self._lose(f"the device does not respond: {failure}")
         return not self._lost
 
     def _lose(self, sentence: str) -> None:

@@ -386,7 +386,7 @@ class FakeExecutor:
                 if done.set_running_or_notify_cancel():
                     done.set_result(Deleted(len(gone), tuple(gone)))
             case StartProfile() | StopProfile():
-                raise OperationRefused("the fake executor computes nothing that a profile could show")
+                raise OperationRefused("the fake executor has no computation to profile")
 
     def close(self) -> None:
         self.kv = np.empty((0, self._page_size), dtype=np.int32)

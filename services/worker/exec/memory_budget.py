@@ -61,7 +61,9 @@ def kv_pool_pages(
         return pages
     parts = describe(use, mem_fraction_static, reserve, left)
     if pages == 0:
-        raise PoolTooSmall(f"no page of {page_size} tokens ({_mib(page_bytes)}) fits beside the model: {parts}")
+        raise PoolTooSmall(
+            f"no page of {page_size} tokens ({_mib(page_bytes)}) fits into the memory that the model leaves: {parts}"
+        )
     raise PoolTooSmall(
         f"the KV pool holds {pages * page_size} tokens, fewer than context_len {context_len}: {parts}."
         f" A context_len of {pages * page_size} would fit"

@@ -67,7 +67,7 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
     if algorithm in (DRAFT, EAGLE3) and not path:
         beside = f"{request.folder.name}-{algorithm}"
         raise ValueError(
-            f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path, or {beside} beside the model's folder"
+            f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path, or a folder {beside} next to the model's"
         )
     if path and algorithm in (NONE, NGRAM):
         raise ValueError(f"--speculative-draft-model-path means nothing to --speculative-algorithm {algorithm}")
@@ -85,7 +85,7 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
 
 def _small(folder: Path, loaded: LoadedModel, target: LoadedModel) -> LoadedDraft:
     if not isinstance(loaded.model, Decoder) or not loaded.generates:
-        raise UnsupportedModel(f"{folder} cannot draft: it is none of the decoders that are our own")
+        raise UnsupportedModel(f"{folder} cannot draft: it is not a generating model with this worker's own decoder")
     if loaded.config.vocab_size < target.config.vocab_size:
         raise UnsupportedModel(
             f"{folder} cannot draft: it has {loaded.config.vocab_size} tokens and the model {target.config.vocab_size}"
@@ -180,7 +180,7 @@ class Drafting:
     def loaded_again(self, draft: LoadedDraft) -> None:
         """Takes a draft model that was loaded again. Raises CheckpointError if its shape differs from the first one's."""
         if draft.shape != self._shape:
-            raise CheckpointError("what drafts has another shape than what this worker started with")
+            raise CheckpointError("the draft model that was loaded again has another shape than the first one")
         self._model = draft.model
         if self._drafter is not None:
             self._drafter.model = self._model

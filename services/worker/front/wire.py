@@ -99,7 +99,7 @@ def _hand_over(message: worker_pb2.Submit, room: KvReservation | None) -> KvRese
     if message.HasField("session") or _is_measured(message):
         raise InvalidRequest("hand_over", "neither in a session nor for an embedding or a score")
     if room is None:
-        raise InvalidRequest("hand_over", "this worker keeps no KV for others")
+        raise InvalidRequest("hand_over", "this worker reserves no KV for other workers")
     return room
 
 

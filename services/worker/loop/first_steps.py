@@ -65,7 +65,7 @@ def run_first_steps(
         serve(0, SHORT_TOKENS, lambda plan, seconds: None)
         serve(1, SHORT_TOKENS if clock() - began > SLOW_S else LONG_TOKENS, took)
     except ExecutorError as error:
-        logger.warning("the first steps failed, and nothing is known of what a step takes: %s", error)
+        logger.warning("the first steps failed, so the duration of a step is unknown: %s", error)
 
 
 def _run(core: Scheduler, executor: Executor, took: Took, clock: Callable[[], float]) -> None:

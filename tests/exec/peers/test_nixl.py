@@ -226,7 +226,7 @@ def test_reader_falls_back_to_tcp_when_the_bytes_are_wrong(
 ) -> None:
     with carrier("fake", "wrong") as own, Served(carrier=fakes[0]) as served:
         (said,) = reads_over_tcp(served, own, caplog)
-        assert "what is read is not what was written" in said
+        assert "the nonce that was read is not the announced nonce" in said
 
 
 @pytest.mark.by_day(one_in=2, seed=2)

@@ -47,7 +47,7 @@ def test_options_are_none_by_default() -> None:
     ("values", "sentence"),
     [
         ({"hicache_storage_backend": "file", "hicache_storage_dir": "kv"}, "needs --enable-hierarchical-cache"),
-        ({"enable_hierarchical_cache": True, "enable_radix_cache": False}, "means nothing without the radix cache"),
+        ({"enable_hierarchical_cache": True, "enable_radix_cache": False}, "needs the radix cache"),
         ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "need each other"),
         ({"enable_hierarchical_cache": True, "hicache_storage_dir": "kv"}, "need each other"),
         ({"enable_hierarchical_cache": True, "hicache_storage_salt_quota": 1.0}, "without --hicache-storage-backend"),
@@ -119,7 +119,7 @@ def test_secret_file_outlives_the_worker_and_is_private(tmp_path: Path) -> None:
 def test_secret_is_refused_when_other_users_can_read_the_file(tmp_path: Path) -> None:
     in_files(tmp_path)
     (tmp_path / "w" / "secret").chmod(0o640)
-    with pytest.raises(ValueError, match="not this user's alone"):
+    with pytest.raises(ValueError, match="is not only this user's"):
         in_files(tmp_path)
 
 
@@ -175,9 +175,7 @@ class TestSizeOfTheHostTier:
         assert host_pages(options, 100, PAGE, 1000 * PAGE, pool * PAGE) == pages
 
     def test_set_size_is_refused_when_not_free(self) -> None:
-        with pytest.raises(
-            NoRoomForTiers, match=r"asks for \d+ MiB; \d+ MiB are free beside the KV pool.* Set it to \d+ or less"
-        ):
+        with pytest.raises(NoRoomForTiers, match=r"asks for \d+ MiB; \d+ MiB are free after the KV pool.* Set it to \d+ or less"):
             self.sized(size=900 * PAGE)
 
     def test_memory_of_the_slab_is_allocated_at_once(self) -> None:

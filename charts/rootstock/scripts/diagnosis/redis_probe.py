@@ -43,7 +43,7 @@ def probe(url: str) -> RedisState:
 
 def _connect(parts: urllib.parse.SplitResult) -> socket.socket:
     if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-        raise ValueError("its URL is none of redis:// or rediss://")
+        raise ValueError("its URL does not begin with redis:// or rediss://")
     plain = socket.create_connection((parts.hostname, parts.port or 6379), TIMEOUT_S)
     if parts.scheme == "redis":
         return plain

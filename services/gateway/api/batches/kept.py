@@ -57,13 +57,13 @@ class BatchRecords:
         try:
             yield self._stores
         except StoreAway:
-            raise unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable") from None
+            raise unavailable("The store cannot be reached. Retry later.", self._retry_after_s, "store_unavailable") from None
 
     async def file(self, owner: str, file_id: str, param: str = "file_id") -> StoredFile:
         async with self.reached() as stores:
             found = await stores.files.get(owner, file_id) if len(file_id) <= limits.MAX_STORED_ID_CHARS else None
         if found is None:
-            raise ApiError(404, "There is no such file, or not any more.", param=param, code="file_not_found")
+            raise ApiError(404, "No file has this id, or the file has expired.", param=param, code="file_not_found")
         return found
 
     async def files(self, owner: str, after: str, limit: int, rising: bool, purpose: str) -> tuple[list[StoredFile], bool]:
@@ -115,7 +115,7 @@ class BatchRecords:
         async with self.reached() as stores:
             found = await stores.batches.get(owner, batch_id) if len(batch_id) <= limits.MAX_STORED_ID_CHARS else None
         if found is None:
-            raise ApiError(404, "There is no such batch, or not any more.", param="batch_id", code="batch_not_found")
+            raise ApiError(404, "No batch has this id, or the batch has expired.", param="batch_id", code="batch_not_found")
         return found
 
     async def batches(self, owner: str, after: str, limit: int) -> tuple[list[BatchRecord], bool]:
@@ -138,4 +138,4 @@ class BatchRecords:
 
 
 def _no_such_place() -> ApiError:
-    return bad_request("after", "'after': there is nothing of this id, or not any more.")
+    return bad_request("after", "'after': the list has no object with this id. The object may have expired.")

@@ -105,7 +105,7 @@ def _candidates(request: CompletionRequest) -> int:
 def vector_generation(request: EmbeddingRequest, embedding_size: int) -> GenerationParams:
     """Returns the generation of each input's vector."""
     if (request.dimensions or 0) > embedding_size:
-        raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, which is what this model gives.")
+        raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, the size of this model's vectors.")
     embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
     salt = joined_salt(request.cache_salt, request.extra_key)
     vector = embedding_generation(request, salt, embedding, field_names.EMBEDDING)

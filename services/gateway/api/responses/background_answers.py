@@ -91,7 +91,9 @@ class BackgroundAnswers:
             chat = replace(chat_request(_asked(order), _INPUT, streams=True), model=order.model)
             plan = await self._preparer.plan(chat, origin, prepared)
             if order.formats is not None and plan.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:
-                raise ApiError(503, "The model that it was asked of is not served any more.", code="weights_not_served")
+                raise ApiError(
+                    503, "The model of this response has been replaced. Create the response again.", code="weights_not_served"
+                )
             return plan
 
         return prepare
@@ -110,7 +112,9 @@ class BackgroundAnswers:
         """
         kept = await self._records.over(order.owner, response, order.context_bytes)
         if response["output"] and len(kept.record) > MAX_RECORD_BYTES:
-            raise ApiError(400, "The response is larger than what can be kept of one.", code="response_too_large")
+            raise ApiError(
+                400, "The response is larger than a stored response may be. Ask for fewer tokens.", code="response_too_large"
+            )
         return kept
 
     async def given_up(self, owner: str, response_id: str) -> bytes:
@@ -119,7 +123,7 @@ class BackgroundAnswers:
         Raises:
             ValueError, TypeError, LookupError: The record cannot be read either.
         """
-        error = internal("None of the gateways that have taken it could go on with it, or end it.")
+        error = internal("No gateway could continue or end this response.")
         return await self._records.ended(owner, response_id, failure(error))
 
     async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
@@ -133,7 +137,7 @@ class BackgroundAnswers:
         try:
             response, events = await self._ended(stored)
         except (ValueError, TypeError, LookupError):
-            logger.exception("what is stored of a response cannot be told", extra=fields(response=order.id))
+            logger.exception("could not render the stored output of a response", extra=fields(response=order.id))
             response = await self._records.response(order.owner, order.id)
         response["status"] = status.value
         if error is not None:

@@ -78,7 +78,9 @@ class ResponsesCall:
             try:
                 record = record_of(response, self._items, self._before.chain, self._before.num_bytes)
             except (orjson.JSONEncodeError, RecursionError):
-                raise bad_request("background", "What is asked for in the background is nested too deeply.") from None
+                raise bad_request(
+                    "background", "A background response cannot be stored if its request is nested this deeply."
+                ) from None
             return DetachedCall(self._background, self._origin, self._asked, self._streams, record, self._before.num_bytes)
         return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep, self._records.keeps)
 

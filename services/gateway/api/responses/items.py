@@ -228,7 +228,7 @@ def _reasoning_item(item: Json, where: str) -> Json:
     if sealed is not None:
         if not isinstance(sealed, str) or opened(sealed) is None:
             name = f"{where}.encrypted_content"
-            raise bad_request(name, f"'{name}' is not what this server has given.", "invalid_encrypted_content")
+            raise bad_request(name, f"'{name}' is not from this server. Leave the field out.", "invalid_encrypted_content")
         found["encrypted_content"] = sealed
     return found
 

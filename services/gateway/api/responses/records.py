@@ -56,11 +56,14 @@ class Records:
         """
         last = await self._response(owner, response_id, "previous_response_id")
         if last["response"]["status"] in OPEN:
-            message = "The response that this one follows is not over yet: wait until it is, or cancel it."
+            message = "The previous response has not ended yet. Wait until it ends, or cancel it."
             raise bad_request("previous_response_id", message, NOT_FINISHED)
         names = (*last["chain"], response_id)
         if len(names) > limits.MAX_RESPONSE_CHAIN or last["bytes"] > limits.MAX_CHAIN_BYTES:
-            message = "The responses before this one are too many, or too long. Begin anew with what is to be kept of them."
+            message = (
+                f"The response would follow {len(names)} responses of {last['bytes']} bytes; at most {limits.MAX_RESPONSE_CHAIN} "
+                f"responses and {limits.MAX_CHAIN_BYTES} bytes are allowed. Send the needed history without this field."
+            )
             raise bad_request("previous_response_id", message, "context_length_exceeded")
         await hold(last["bytes"])
         earlier = [None if found is None else orjson.loads(found.content) for found in await self._get(owner, last["chain"])]
@@ -209,7 +212,7 @@ class Records:
         (found,) = await self._get(owner, [response_id]) if response_id.startswith(RESPONSE_PREFIX) else [None]
         if found is None:
             code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
-            raise _not_found(param, "There is no such response, or not any more.", code)
+            raise _not_found(param, "No response has this id, or the response has expired.", code)
         record: Json = orjson.loads(found.content)
         return record
 
@@ -219,7 +222,7 @@ class Records:
         output = orjson.loads(found.content)["response"]["output"] if found is not None else ()
         match = [item for item in output if item["id"] == item_id]
         if not match:
-            raise _not_found(param, "There is no such item, or not any more.", "item_not_found")
+            raise _not_found(param, "No item has this id, or the item has expired.", "item_not_found")
         item: Json = match[0]
         return item
 
@@ -244,7 +247,7 @@ class Records:
         try:
             yield self._store
         except StoreAway:
-            raise unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable") from None
+            raise unavailable("The store cannot be reached. Retry later.", self._retry_after_s, "store_unavailable") from None
 
 
 def _extend(conversation: Json, items: Sequence[Json]) -> None:
@@ -274,4 +277,6 @@ def gone(param: str) -> ApiError:
 
 
 def _full() -> ApiError:
-    return ApiError(429, "No more can be kept for this API key, or in this conversation.", code="store_full")
+    return ApiError(
+        429, "The store limit of this API key or of this conversation is reached. Delete stored data.", code="store_full"
+    )

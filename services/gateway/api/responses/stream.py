@@ -37,7 +37,7 @@ class FollowedStream(Response):
                     try:
                         await self._follow(write)
                     except StoreAway:
-                        error = ApiError(503, "What is kept cannot be reached just now.", code="store_unavailable")
+                        error = ApiError(503, "The store cannot be reached. Retry later.", code="store_unavailable")
                         await write(OPENAI.event_of(error, scope["state"]["request_id"]))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:

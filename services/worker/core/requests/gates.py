@@ -42,7 +42,7 @@ Gate = Callable[[Request], GateDecision]
 
 def too_small(config: SchedulerConfig) -> FinishDecision:
     """Returns the ending of a request that does not fit into the whole pool."""
-    message = f"the KV pool of {config.num_pages * config.page_size} tokens cannot hold this request, even alone"
+    message = f"this request needs more KV than the whole pool of {config.num_pages * config.page_size} tokens has"
     return FinishDecision(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
 
 

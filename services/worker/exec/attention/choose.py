@@ -40,7 +40,7 @@ def choose_attention(
         ValueError: the name is unknown or the back end is not available; the message has the reason.
     """
     if name not in NAMES:
-        raise ValueError(f"attention back end {name!r} is none of {', '.join(NAMES)}")
+        raise ValueError(f"attention back end {name!r} is unknown; the back ends are {', '.join(NAMES)}")
     if deterministic:
         return _deterministic(name, shape, device, kernels, log)
     if name == AUTO:

@@ -159,12 +159,20 @@ def build(library: Any, specs: Sequence[Any], folder: Path, log: Callable[[str],
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashinfer_prebuild", description="Compiles FlashInfer's modules without a GPU.")
-    parser.add_argument("--archs", required=True, help="of GPUs, as in 8.0,9.0a,10.0f; a GPU of any other cannot use them")
+    parser.add_argument(
+        "--archs",
+        required=True,
+        help="GPU architectures, as in 8.0,9.0a,10.0f; GPUs of other architectures cannot use the modules",
+    )
     parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)))
     parser.add_argument("--dtypes", default=",".join(DTYPES_BY_NAME))
     parser.add_argument("--out", type=Path, help="default: where the library looks for compiled modules")
     parser.add_argument("--list", action="store_true", help="name the modules that are missing, and end")
-    parser.add_argument("--check", action="store_true", help="name those that installed wheels lack, and end: 1 if there are any")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="name the modules that installed wheels lack, and end; exit status 1 if any is missing",
+    )
     return parser
 
 

@@ -124,7 +124,7 @@ def parse_hello(frame: bytes | bytearray) -> Hello:
     if magic != _MAGIC:
         raise Malformed("this is a port for pages of KV")
     if layout_bytes > MOST_LAYOUT_BYTES:
-        raise Malformed(f"a layout of {layout_bytes} bytes is told; {MOST_LAYOUT_BYTES} are the most")
+        raise Malformed(f"the hello announces a layout of {layout_bytes} bytes; the limit is {MOST_LAYOUT_BYTES} bytes")
     return Hello(version, layout_bytes, digest)
 
 
@@ -170,7 +170,7 @@ def parse_request(frame: bytes | bytearray) -> PageRequest:
     try:
         return PageRequest(RequestKind(kind), KvReservation(number, epoch, secret), first, count, proof)
     except ValueError as error:
-        raise Malformed(f"nothing is asked by {kind}") from error
+        raise Malformed(f"unknown kind of request: {kind}") from error
 
 
 def pack_answer(answer: Answer) -> bytes:

@@ -93,7 +93,7 @@ class CarriedMemory:
 
     def _read(self, order: Order) -> None:
         if self._other is None or self._unended is not None or not 0 < order.size <= self._size:
-            raise AgentFailed("there is nothing to read, or no room for it")
+            raise AgentFailed("no remote memory is loaded, a read is still pending, or the size is outside the area")
         deadline = time.monotonic() + order.seconds
         reading = self._unended = self._agent.read(self._other, order.address, self.address, order.size)
         while not reading.is_done():
@@ -151,7 +151,7 @@ def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line
     try:
         _serve(agent, mappings.of(memory_fd, size), line)
     except (OSError, ValueError) as error:
-        logger.info("memory is not carried any more: %s", error)
+        logger.info("the carrier stops serving a memory area: %s", error)
     finally:
         os.close(memory_fd)
         line.close()

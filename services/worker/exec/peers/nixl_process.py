@@ -201,7 +201,7 @@ class Carrier:
         """
         with self._lock:
             if self._is_closed:
-                raise OSError("nothing goes through NIXL any more")
+                raise OSError("the NIXL carrier is closed")
             if self._free:
                 memory = self._free.pop()
             elif self._made < limits.MAX_STAGING_AREAS:

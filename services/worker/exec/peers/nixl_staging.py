@@ -82,7 +82,7 @@ class StagingSender:
     def _empty(self, piece: int, deadline: float) -> None:
         """Waits for the reader's mark and wipes the slot. Raises OSError, TimeoutError or Malformed."""
         if receive_mark(self._connection, deadline) != FREE:
-            raise Malformed("a slot is given back by a mark that is none")
+            raise Malformed("the reader returned a slot with an unknown mark")
         self._slots[piece % self._shape.slots] = 0
 
     def _tell(self) -> pb.StagingArea:
@@ -123,7 +123,7 @@ class StagingReceiver:
             self._area.load(area.metadata, deadline)
             self._read(0, len(area.nonce), deadline)
             if self._area.data[: len(area.nonce)].tobytes() != area.nonce:
-                raise Unstaged("what is read is not what was written")
+                raise Unstaged("the nonce that was read is not the announced nonce")
         except OSError as error:
             self._area.close()
             raise Unstaged(str(error)) from error
@@ -137,7 +137,7 @@ class StagingReceiver:
                 if mark == BROKEN:
                     return False
                 if mark != FILLED:
-                    raise Malformed("it hands pieces over by a mark that is none")
+                    raise Malformed("the remote worker passed a piece with an unknown mark")
                 part = room[begin : begin + self._slot_bytes]
                 self._read(piece % len(self._addresses), len(part), min(deadline, time.monotonic() + PIECE_TIMEOUT_S))
                 np.copyto(part, self._area.data[: len(part)])
@@ -163,11 +163,11 @@ def parse_area(told: bytes, page_bytes: int, most_slot_bytes: int) -> pb.Staging
     try:
         area.ParseFromString(told)
     except DecodeError as error:
-        raise Unstaged("what it says of its memory is not understood") from error
+        raise Unstaged("the description of its staging area is not a StagingArea") from error
     if not 0 < len(area.metadata) <= limits.MAX_NIXL_METADATA_BYTES or not 0 < len(area.addresses) <= limits.MAX_STAGING_SLOTS:
-        raise Unstaged(f"its memory has {len(area.addresses)} slots, and {len(area.metadata)} bytes that describe it")
+        raise Unstaged(f"its staging area has {len(area.addresses)} slots and {len(area.metadata)} bytes of metadata")
     if not 0 < area.slot_bytes <= most_slot_bytes or area.slot_bytes % page_bytes:
         raise Unstaged(f"pages of {page_bytes} bytes do not fill slots of {area.slot_bytes}; {most_slot_bytes} are the most")
     if not 0 < len(area.nonce) <= min(NONCE_BYTES, area.slot_bytes) or max(area.addresses) > _ADDRESSES - area.slot_bytes:
-        raise Unstaged("its memory is not where any can be")
+        raise Unstaged("its staging area has a nonce of invalid size or an invalid address")
     return area

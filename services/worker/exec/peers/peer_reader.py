@@ -333,7 +333,7 @@ class TcpPeerReader:
         """Registers a connection, which close() then ends. Raises OSError if close() was called before."""
         with self._lock:
             if self._is_closed:
-                raise OSError("nothing is read any more")
+                raise OSError("the reader is closed")
             peer.connection = connection
 
     def _has_answered(self, peer: _Peer, status: Status, sentence: str) -> bool:
@@ -423,7 +423,7 @@ def _receive_answer(
     answer = _receive_head(connection, deadline)
     if answer.status is Status.OK:
         if answer.payload_bytes != out.nbytes:
-            raise Malformed(f"it has answered with {answer.payload_bytes} bytes to who asked for {out.nbytes}")
+            raise Malformed(f"the response has {answer.payload_bytes} bytes; {out.nbytes} were requested")
         if receiver is not None and out.nbytes:
             return (Status.OK if receiver.receive_into(connection, out, deadline) else Status.NO_ROOM), ""
         payload = out

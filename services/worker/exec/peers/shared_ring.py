@@ -147,7 +147,7 @@ class RingReader:
             if mark == BROKEN:
                 return False
             if mark != FILLED:
-                raise Malformed("it hands pieces over by a mark that is none")
+                raise Malformed("the remote worker passed a piece with an unknown mark")
             part = room[piece * shape.slot_bytes : (piece + 1) * shape.slot_bytes]
             # Unlike an assignment to a slice, copyto() releases the interpreter lock.
             np.copyto(part, self._slots[piece % shape.slots, : len(part)])

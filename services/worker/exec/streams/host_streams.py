@@ -144,7 +144,7 @@ class HostStreams:
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
         assert threading.current_thread() is not self._thread, "work does not wait for work behind it"
         if self._closed:
-            raise RuntimeError("the streams are closed: nobody would do the work that is waited for")
+            raise RuntimeError("the streams are closed, so the work would never run")
         collected = _Collected(work)
         self._queue.put(collected.run)
         return collected.value

@@ -49,8 +49,8 @@ def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_byte
         most = int(beside * MOST_FREE)
         if options.host_bytes > most:
             raise NoRoomForTiers(
-                f"hicache_size asks for {options.host_bytes >> 20} MiB; {beside >> 20} MiB are free beside the KV pool, of which"
-                f" the host tier takes {most >> 20} MiB at most. Set it to {most // 10**9} or less"
+                f"hicache_size asks for {options.host_bytes >> 20} MiB; {beside >> 20} MiB are free after the KV pool, and the"
+                f" host tier may use {most >> 20} MiB of them. Set it to {most // 10**9} or less"
             )
         pages = options.host_bytes // page_bytes
     else:

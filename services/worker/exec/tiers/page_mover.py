@@ -356,7 +356,7 @@ class PageMover:
         try:
             self._synchronize()
         except Exception as error:  # errors of the driver
-            logger.error("the device does not answer any more", extra=fields(error=repr(error)))
+            logger.error("the device does not respond", extra=fields(error=repr(error)))
 
     def _move(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         """Moves pages. Returns their number, and the keys that the storage has gained and lost."""

@@ -150,7 +150,7 @@ class XgrammarMatcher:
                 masks[filled, -1] &= self._setup.last_word
                 filled += 1
         except Exception:
-            logger.exception("looking ahead in a grammar has failed: what is guessed there is not verified")
+            logger.exception("looking ahead in a grammar has failed; later draft tokens are not verified")
         self._take_back(taken)
         return filled
 
@@ -233,7 +233,7 @@ class XgrammarMatcher:
 
     def _drop_cursor(self) -> None:
         """Drops the cursor after its failure, in an exception handler. The request continues without jumps."""
-        logger.exception("the grammar over bytes has failed: this request goes on without jumps")
+        logger.exception("the grammar over bytes has failed; the request continues without jumps")
         self._cursor = None
         self._unseen.clear()
 

@@ -195,7 +195,7 @@ def _pattern_pair(builder: Builder, schema: Schema, path: str, properties: Mappi
     patterns = mapping(schema, "patternProperties", path)
     where = child(path, "patternProperties")
     if additional not in (None, False):
-        raise refuse(child(path, "additionalProperties"), "must be false, or absent, beside patternProperties")
+        raise refuse(child(path, "additionalProperties"), "must be false or absent if patternProperties is set")
     if len(patterns) > 1:
         raise refuse(where, "supported with a single pattern only")
     for pattern, member in patterns.items():

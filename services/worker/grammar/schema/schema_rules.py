@@ -229,7 +229,7 @@ class RuleBuilder:
         encoding = text(schema, "contentEncoding", path)
         if encoding is not None and pattern is None and format_name is None:
             if encoding not in ("base64", "base64url"):
-                raise refuse(child(path, "contentEncoding"), "supported are base64 and base64url, and any beside a pattern")
+                raise refuse(child(path, "contentEncoding"), "supported are base64 and base64url; with a pattern, any encoding")
             format_name = encoding
         if pattern is None and format_name is not None and format_name not in (*PATTERNS, *ANY_TEXT):
             known = ", ".join(BESIDE_PATTERN)

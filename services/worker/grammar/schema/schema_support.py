@@ -67,7 +67,7 @@ def check_keywords(schema: Any, path: str) -> Schema:
         allowed = {combiners[0], "type"} if combiners[0] in ("enum", "const") else {combiners[0]}
         for key in beside:
             if key not in allowed:
-                raise refuse(child(path, key), f"not supported beside '{combiners[0]}'")
+                raise refuse(child(path, key), f"not supported together with '{combiners[0]}'")
     return schema
 
 

@@ -392,7 +392,7 @@ def test_unreadable_response_is_failed_for_every_reader(system: System, both: li
     record = json.loads(store.client.hget(f"state:of:{owner}:{response.id}", "c") or "")
     assert record["response"]["status"] == "failed" and record["input"] and record["response"]["id"] == response.id
     assert last.error is not None and (last.status, last.error.code, last.output) == ("failed", "server_error", [])
-    assert last.to_dict()["error"] == record["response"]["error"] and "None of the gateways" in last.error.message
+    assert last.to_dict()["error"] == record["response"]["error"] and "No gateway could continue" in last.error.message
     assert both[0].responses.cancel(response.id) == last
     assert code_of(lambda: list(both[0].responses.retrieve(response.id, stream=True))) == (400, "stream_expired")
     assert not list(store.client.scan_iter(f"state:background:*{response.id}"))
@@ -412,7 +412,7 @@ def test_reader_gets_the_end_of_a_response_that_is_ending(
     response = begun_and_unreadable(system, both, store)
     monkeypatch.setattr(background_work.BackgroundWork, "status", late)
     last = both[1].responses.retrieve(response.id)
-    assert last.error is not None and "None of the gateways" in last.error.message
+    assert last.error is not None and "No gateway could continue" in last.error.message
 
 
 def test_gateway_hands_its_responses_over_when_it_stops() -> None:
@@ -493,7 +493,7 @@ def test_response_fails_when_its_tokenizer_has_changed() -> None:
             wait_until(lambda: bool(first.worker.submits), "a worker to have it")
         with System(state_redis_url=own.url, configure=other) as second:
             last = over(second.openai(), response)
-            assert last.status == "failed" and last.error is not None and "not served any more" in last.error.message
+            assert last.status == "failed" and last.error is not None and "has been replaced" in last.error.message
             assert not second.worker.submits
 
 

@@ -347,7 +347,7 @@ def test_flush_is_refused_when_a_tier_is_unknown() -> None:
             return loop, await status_of(stub.FlushCache(pb.FlushCacheRequest(tiers=["device", "tape"])))
 
     loop, (code, details) = asyncio.run(run())
-    assert code is grpc.StatusCode.INVALID_ARGUMENT and "tape is none of device, host, storage" in details
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and "tape is not one of device, host, storage" in details
     assert loop.core.calls == []
 
 
