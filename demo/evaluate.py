@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--show-wrong", action="store_true", help="also print one wrong answer per task")
+    parser.add_argument("--show-wrong", action="store_true", help="print one wrong answer per task, too")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)

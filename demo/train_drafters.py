@@ -366,7 +366,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=MODEL.parent, help="the folder of their folders")
     parser.add_argument("--start", type=Path, help="such a folder, with weights to begin with")
-    parser.add_argument("--only", nargs="+", choices=list(FOLDERS), default=list(FOLDERS), help="who learns (all)")
+    parser.add_argument("--only", nargs="+", choices=list(FOLDERS), default=list(FOLDERS), help="models to train (all)")
     parser.add_argument("--tasks", type=task_shares, default={}, help="shares of three rows in four: copy=4,json=1")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--minutes", type=float, default=30.0)

@@ -59,7 +59,7 @@ def split(pins: list[str], machine: str) -> tuple[list[str], list[str]]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="wheels", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--machine", default="aarch64", help="as uname -m prints it; %(default)s")
+    parser.add_argument("--machine", default="aarch64", help="output of uname -m on the target; default %(default)s")
     parser.add_argument(
         "lists", nargs="*", default=LISTS, help="names in docker/requirements, or whole paths; all but cuda-kernels.txt"
     )

@@ -142,8 +142,8 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "a GPU by resources": (
         worker(resources={"limits": {"nvidia.com/gpu": 1}}),
-        "worker.resources.limits has nvidia.com/gpu, and worker.gpus is 0: image, executor and tolerations of a GPU follow from"
-        " worker.gpus alone. Remove it and set worker.gpus to 1, with worker.gpuResource nvidia.com/gpu.",
+        "worker.resources.limits has nvidia.com/gpu, and worker.gpus is 0: image, executor and tolerations of a GPU follow"
+        " only from worker.gpus. Remove it and set worker.gpus to 1, with worker.gpuResource nvidia.com/gpu.",
     ),
     "weights beyond the GPU": (
         sized(24, "Qwen/Qwen3-32B"),

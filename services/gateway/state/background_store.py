@@ -181,7 +181,10 @@ class BackgroundStore:
             keys.append(f"state:of:{order.owner}:{talk.name}")
         found = await self._leases.write(lease, scripts.FINISH, keys, *about, *said, limits.record_bytes, *events, frees=True)
         if found == _WITHOUT_TALK:
-            logger.warning("a conversation is not extended: the quota of its API key is full", extra=fields(response=order.id))
+            logger.warning(
+                "did not extend a conversation, because the store limit of its API key is reached",
+                extra=fields(response=order.id),
+            )
         return bool(found)
 
     async def take(self, owner: str, response_id: str) -> Lease | None:

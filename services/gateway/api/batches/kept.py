@@ -108,7 +108,7 @@ class BatchRecords:
             if not await stores.files.prolong(owner, file, order.expires_at + 3600):
                 raise ApiError(404, "The file has just expired.", param="input_file_id", code="file_not_found")
             if not await stores.batches.begin(order):
-                raise ApiError(429, "No more batches can be kept for this API key.", code="store_full")
+                raise ApiError(429, "The store limit of this API key is reached. Delete stored data.", code="store_full")
         return await self.batch(owner, order.id)
 
     async def batch(self, owner: str, batch_id: str) -> BatchRecord:

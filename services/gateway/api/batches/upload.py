@@ -212,4 +212,4 @@ def _too_large(most: int) -> ApiError:
 
 
 def _full() -> ApiError:
-    return ApiError(429, "No more files can be kept for this API key.", param=_FILE, code="store_full")
+    return ApiError(429, "The store limit of this API key is reached. Delete stored data.", param=_FILE, code="store_full")

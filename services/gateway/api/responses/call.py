@@ -131,7 +131,7 @@ class ResponsesCall:
                 raise
             if await self._background.status(self._owner, response_id) is not None:
                 raise
-        message = "The response that this one follows has failed: it was not made in time."
+        message = "The previous response has failed, because it was not complete within its time limit."
         raise bad_request("previous_response_id", message, "previous_response_failed")
 
     @staticmethod
@@ -159,7 +159,7 @@ class ResponsesCall:
             try:
                 await self._records.extend(self._owner, conversation, [*self._items, *response["output"]])
             except ApiError as error:
-                logger.warning("a conversation is not extended: %s", error.message)
+                logger.warning("did not extend a conversation: %s", error.message)
                 kept = False
         if not response["store"]:
             return False

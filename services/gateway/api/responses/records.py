@@ -68,7 +68,11 @@ class Records:
         await hold(last["bytes"])
         earlier = [None if found is None else orjson.loads(found.content) for found in await self._get(owner, last["chain"])]
         if None in earlier:
-            raise _not_found("previous_response_id", "A response that this one builds on is gone.", "previous_response_not_found")
+            raise _not_found(
+                "previous_response_id",
+                "An earlier response of this chain has expired or was deleted.",
+                "previous_response_not_found",
+            )
         turns = [*earlier, last]
         items = [item for turn in turns if turn for item in (*turn["input"], *turn["response"]["output"])]
         return Context(items, names, last["bytes"])
@@ -122,12 +126,12 @@ class Records:
         except ApiError as error:
             if error.status == 503:
                 raise
-            logger.warning("a conversation is not extended: %s", error.message)
+            logger.warning("did not extend a conversation: %s", error.message)
             return None
         _extend(conversation, items)
         content = orjson.dumps(conversation)
         if len(content) > limits.MAX_RECORD_BYTES:
-            logger.warning("a conversation is not extended: it is as large as one may be")
+            logger.warning("did not extend a conversation, because it has its largest size")
             return None
         return Talk(conversation_id, version, content)
 
@@ -273,7 +277,7 @@ def _not_found(param: str, message: str, code: str) -> ApiError:
 
 
 def gone(param: str) -> ApiError:
-    return _not_found(param, "There is nothing of this id, or not any more.", "not_found")
+    return _not_found(param, "No object has this id, or the object has expired.", "not_found")
 
 
 def _full() -> ApiError:

@@ -137,7 +137,7 @@ class ResponsesApi:
             return {**found, "status": status}
         found = await self._records.response(owner, response_id)  # the response may have ended since the first read
         if status is None and found["status"] in OPEN:  # the background record has expired
-            return found | failure(timed_out("The response was not made in time."))
+            return found | failure(timed_out("The response was not complete within its time limit."))
         return found
 
     async def _begin_conversation(self, request: Request) -> Response:
