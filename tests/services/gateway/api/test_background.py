@@ -577,7 +577,7 @@ def test_background_response_fails_when_its_time_is_over() -> None:
         system.worker.answer = lambda submit: LONG
         system.allow(3)
         last = over(system.openai(), begin(system.openai()))
-        assert last.status == "failed" and last.error is not None and "in time" in last.error.message
+        assert last.status == "failed" and last.error is not None and "time limit" in last.error.message
         assert last.output_text == LONG[:3]
         wait_until(lambda: system.running() == [0], "its worker to be told")
 

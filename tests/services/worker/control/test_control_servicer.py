@@ -326,7 +326,7 @@ def test_flush_is_refused_when_fields_contradict_each_other(request_: pb.FlushCa
     [
         (Deleted(3, (), "the storage does not answer"), grpc.StatusCode.UNAVAILABLE, "tried again: the storage does not answer"),
         (RuntimeError("a fault"), grpc.StatusCode.INTERNAL, "a fault"),
-        (None, grpc.StatusCode.DEADLINE_EXCEEDED, "goes on"),
+        (None, grpc.StatusCode.DEADLINE_EXCEEDED, "continues"),
     ],
 )
 def test_flush_fails_when_the_storage_deletion_does_not_complete(
