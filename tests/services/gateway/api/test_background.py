@@ -614,7 +614,7 @@ def test_response_fails_when_its_model_version_is_gone() -> None:
 
         with System(state_redis_url=own.url, configure=others) as second:
             last = over(second.openai(), response)
-            assert last.status == "failed" and last.error is not None and "weights" in last.error.message
+            assert last.status == "failed" and last.error is not None and "model version" in last.error.message
             assert (
                 last.output_text in ("Hell", "Hello") and not second.worker.submits
             )  # the text of a token is stored after the token
