@@ -68,7 +68,8 @@ def _check_ports(started: list[Part]) -> None:
         if given is None:
             continue
         if fault := why_not_listen(given.host, given.port):
-            raise ValueError(f"port {given.port} {fault}; choose another one: make run PORT={max(1024, given.port) + 1}")
+            free = max(1024, given.port) + 1
+            raise ValueError(f"port {given.port} {fault}; choose another one: --port {free} (make run PORT={free})")
         if given.admin_port and (fault := why_not_listen(given.admin_host, given.admin_port)):
             raise ValueError(f"admin port {given.admin_port} {fault}; choose another one with --admin-port")
 

@@ -1,4 +1,4 @@
-"""Settings of the local launcher, which `make run` passes on."""
+"""Settings of the local launcher, which `rootstock serve` and `make run` pass on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.shared.settings import CONFIG_HELP
 
 
 class LocalSettings(BaseSettings):
-    """Settings from which the launcher makes the flags of each service."""
+    """Settings from which the launcher makes the flags of each service. `rootstock serve MODEL` sets --model."""
 
     model_config = SettingsConfigDict(
         env_prefix="ROOTSTOCK_LOCAL_", frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True

@@ -123,7 +123,7 @@ class WorkerSettings(ServiceSettings):
         60.0, gt=0, description="Seconds without use after which compiled grammars are dropped, except for 16 MiB."
     )
     grammar_workers: int = Field(2, ge=0, le=16, description="Grammars that are compiled at once. 0: no structured output.")
-    grammar_step_ms: float = Field(5.0, gt=0, description="Average CPU time of a grammar per token in ms.")
+    grammar_step_ms: float = Field(5.0, gt=0, description="Allowed average CPU time of a grammar per token in ms.")
     grammar_burst_ms: float = Field(
         50.0,
         gt=0,
@@ -180,8 +180,8 @@ class WorkerSettings(ServiceSettings):
     )
     hicache_storage_backend: Literal["none", "file", "redis"] = Field(
         "none",
-        description="Tier below host memory. file: segment files in a folder, which outlive the worker; redis: a Redis or Valkey"
-        " that workers of one model share.",
+        description="Tier below host memory. none: no such tier; file: segment files in a folder, which outlive the worker;"
+        " redis: a Redis or Valkey that workers of one model share.",
     )
     hicache_storage_dir: str = Field(
         "", description="Folder of the file tier. Each worker has a subfolder with its worker_id as the name."

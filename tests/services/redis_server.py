@@ -63,8 +63,7 @@ class RedisServer:
         """Waits until all acknowledged writes are on disk.
 
         A server that syncs once per second may hold acknowledged writes in memory for up to two seconds if the disk is slow. A
-        kill loses
-        these writes.
+        kill loses these writes.
         """
         deadline = time.monotonic() + 20
         while int(self.client.info("persistence").get("aof_buffer_length", 0)):

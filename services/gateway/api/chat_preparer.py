@@ -51,8 +51,8 @@ class ChatPreparer:
         self._dropped = dropped
         self.omits_hosted_tools = omits_hosted_tools
 
-    async def plan(self, chat: ChatRequest, origin: Origin, prepared: PreparedChat | None = None) -> GenerationRequest:
-        """Returns the plan of a chat.
+    async def prepare(self, chat: ChatRequest, origin: Origin, prepared: PreparedChat | None = None) -> GenerationRequest:
+        """Returns the prepared request of a chat.
 
         Args:
             prepared: The stored part of a chat that was prepared earlier. The messages of `chat` are then not used.

@@ -1,8 +1,7 @@
 """Fields that the bodies of several APIs share, for validation and documentation.
 
 Every optional field accepts null as "not given". Ranges of sampling parameters come from their table. sampling_fields.py makes
-the
-checks that a type cannot make.
+the checks that a type cannot make.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class First:
     """The client's request, from which the first attempt is computed."""
 
     stored: Stored  # the state that `open` stores
-    plan: GenerationRequest
+    request: GenerationRequest
     caller: Caller
     admission: KeyAdmission | None  # the request's share of its API key's limits; None if the key has no limits
     open: Callable[[], Awaitable[None]]  # stores the response; raises ApiError
@@ -139,7 +139,7 @@ class BackgroundRun:
 
     async def _begin(self) -> None:
         assert self._first is not None
-        stored, plan = self._first.stored, self._first.plan
+        stored, request = self._first.stored, self._first.request
         caller, admission = self._first.caller, self._first.admission
 
         async def opened() -> None:
@@ -155,7 +155,7 @@ class BackgroundRun:
             self.opened.set_result(None)
 
         async def prepared(_body: Any, _origin: Any) -> GenerationRequest:
-            return plan
+            return request
 
         failure = await self._try(stored, prepared, caller, admission, opened)
         if failure is not None and self.is_kept:

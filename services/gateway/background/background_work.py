@@ -103,7 +103,7 @@ class BackgroundWork:
         self,
         order: BackgroundOrder,
         record: bytes,
-        plan: GenerationRequest,
+        request: GenerationRequest,
         caller: Caller,
         admission: KeyAdmission | None,
         events: Sequence[bytes],
@@ -121,9 +121,9 @@ class BackgroundWork:
             if admission is not None:
                 admission.end(0)
             raise
-        stored = self._store.asked(order, array("I", plan.prompts[0].ids).tobytes(), len(events))
+        stored = self._store.asked(order, array("I", request.prompts[0].ids).tobytes(), len(events))
         lease = new_lease(order.owner, order.id)
-        first = First(stored, _counted(plan), caller, admission, partial(self._keep, lease, stored, record, events))
+        first = First(stored, _counted(request), caller, admission, partial(self._keep, lease, stored, record, events))
         await self._runner.begin(BackgroundRun(self._ports, lease, order, first))
 
     async def _keep(self, lease: Lease, stored: Stored, record: bytes, events: Sequence[bytes]) -> None:
@@ -220,6 +220,6 @@ class BackgroundWork:
         return unavailable("The store cannot be reached. Retry later.", self._retry_after_s, "store_unavailable")
 
 
-def _counted(plan: GenerationRequest) -> GenerationRequest:
+def _counted(request: GenerationRequest) -> GenerationRequest:
     """Returns the request without numbers of truncated tokens, because the gateway has already reported them."""
-    return replace(plan, prompts=tuple(replace(prompt, num_cut=0) for prompt in plan.prompts))
+    return replace(request, prompts=tuple(replace(prompt, num_cut=0) for prompt in request.prompts))

@@ -85,9 +85,8 @@ class Ending:
     accepted_tokens: int = 0
     accepted_prediction_tokens: int = 0  # at all workers of the choice, up to the tokens that this gateway has
     rejected_prediction_tokens: int = 0
-    cached_by_tier: Mapping[str, int] | None = (
-        None  # cached_tokens by tier, or None without cached tokens, or if the worker has one tier
-    )
+    # cached_tokens by tier, or None without cached tokens, or if the worker has one tier
+    cached_by_tier: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

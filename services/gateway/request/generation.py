@@ -85,9 +85,8 @@ class PromptInput:
     text: str | None  # for `echo`, or None if only decoding the ids would give it
     block_hashes: bytes = b""  # joined hashes of the full blocks; empty until they are computed
     num_cut: int = 0  # tokens behind `ids` that exceeded the context
-    at_least: int = (
-        0  # if the tokenizer stopped early: a lower bound of the prompt's tokens, of which `ids` has the first; else 0
-    )
+    # If the tokenizer stopped early, a lower bound of the prompt's tokens, of which `ids` has the first; else 0.
+    at_least: int = 0
     rendered_end: str = ""  # last characters of a rendered chat template
     prefix: str = ""  # text with which the output begins (`echo`)
     request_id: str = ""  # the client's name for this prompt, as workers receive it; "" for one made of the request's id

@@ -50,9 +50,8 @@ class GenerationCall:
 
     context: CallContext
     prepare: Prepare  # parses the body, tokenizes the prompts and checks them against the model
-    read_body: Callable[[HeldBytes], Awaitable[ReceivedBody]] = (
-        no_body  # holds the bytes that it reads; raises ApiError, ClientGone
-    )
+    # Holds the bytes that it reads. Raises ApiError, ClientGone.
+    read_body: Callable[[HeldBytes], Awaitable[ReceivedBody]] = no_body
     gone: Gone = never  # returns when the client has closed its connection
     admission: KeyAdmission | None = None  # the key's admission if the call has one already; if None, the service asks for one
     report: WorkerReport | None = None  # notes the workers of the request for a client that asked for a report

@@ -120,7 +120,7 @@ def build_device_executor(
     loaded = load_model(request)
     drafting = Drafting(draft := load_draft(request, loaded, options, load_model), options.draft_corpus)
     if draft.model is not None and draft.model.max_context < loaded.context_len:
-        progress(f"what drafts has a context of {draft.model.max_context} tokens, and guesses nothing beyond it")
+        progress(f"the drafter has a context of {draft.model.max_context} tokens and drafts nothing beyond it")
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, parts, drafting)
     pages = made.finish(num_pages, mem_fraction_static, context_len)
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)

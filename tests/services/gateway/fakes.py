@@ -335,8 +335,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """A worker whose step makes one token for every request.
 
     It reports its load when a test calls tell(), and additionally every `beat_s` seconds if set. It refuses a submit for another
-    model
-    version, after a new hello.
+    model version, after a new hello.
     """
 
     def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:

@@ -13,12 +13,12 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 class ContentBlock(ResponseModel):
     type: Literal["text", "thinking", "tool_use"]
-    text: str = absent("Of text.")
-    thinking: str = absent("Of thinking.")
-    signature: str = absent("Of thinking; not checked when it comes back.")
-    id: str = absent("Of tool_use.")
-    name: str = absent("Of tool_use.")
-    input: dict[str, Any] = absent("Of tool_use.")
+    text: str = absent("Present in text blocks.")
+    thinking: str = absent("Present in thinking blocks.")
+    signature: str = absent("Present in thinking blocks. Not checked when a client returns it.")
+    id: str = absent("Present in tool_use blocks.")
+    name: str = absent("Present in tool_use blocks.")
+    input: dict[str, Any] = absent("Present in tool_use blocks.")
 
 
 class MessageUsage(ResponseModel):
@@ -43,10 +43,10 @@ class Message(ResponseModel):
 
 class BlockDelta(ResponseModel):
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
-    text: str = absent("Of text_delta.")
-    thinking: str = absent("Of thinking_delta.")
-    signature: str = absent("Of signature_delta.")
-    partial_json: str = absent("Of input_json_delta.")
+    text: str = absent("Present in text_delta.")
+    thinking: str = absent("Present in thinking_delta.")
+    signature: str = absent("Present in signature_delta.")
+    partial_json: str = absent("Present in input_json_delta.")
 
 
 class MessageEnd(ResponseModel):
@@ -81,11 +81,11 @@ class MessageEvent(ResponseModel):
     type: Literal[
         "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop"
     ]
-    message: Message = absent("Of message_start.")
-    index: Count = absent("Of a content block's.")
-    content_block: ContentBlock = absent("Of content_block_start.")
-    delta: BlockDelta | MessageEnd = absent("Of content_block_delta and message_delta.")
-    usage: MessageUsage = absent("Of message_delta.")
+    message: Message = absent("Present in message_start.")
+    index: Count = absent("Index of the content block. Present in its events.")
+    content_block: ContentBlock = absent("Present in content_block_start.")
+    delta: BlockDelta | MessageEnd = absent("Present in content_block_delta and message_delta.")
+    usage: MessageUsage = absent("Present in message_delta.")
 
 
 class Ping(ResponseModel):

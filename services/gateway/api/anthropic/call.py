@@ -23,7 +23,7 @@ class MessagesCall:
         self._max_tokens = 0
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
-        """Returns the plan of the request. Raises ApiError."""
+        """Returns the prepared request. Raises ApiError."""
         omits = self._preparer.omits_hosted_tools
         request = parse(MessagesRequest, parse_json(body.take()), origin.omit if omits else None)
         if thinks(request):
@@ -31,7 +31,7 @@ class MessagesCall:
         self._max_tokens = request.max_tokens
         if request.stream:
             origin.stream()
-        return await self._preparer.plan(chat_request(request, omits), origin)
+        return await self._preparer.prepare(chat_request(request, omits), origin)
 
     async def count(self, body: ReceivedBody, origin: Origin) -> int:
         """Returns the number of tokens of the prompt. Raises ApiError."""

@@ -19,22 +19,28 @@ from services.gateway.api.document.answer import (
 Finish = Literal["stop", "length", "abort"]
 ChatFinish = Literal["stop", "length", "abort", "tool_calls"]
 Byte = Annotated[int, Field(ge=0, le=255)]
-_STOP_REASON = "The matched stop string, pattern or token id; null at the end of sequence, and at other ends."
-_REASONING = "Where the model thinks before it answers, what it thought."
-_IDS = "With return_token_ids."
-_COURSE = "With the header x-rootstock-report: 1, where the playground is served"
-_REQUESTED = "With logprob_token_ids."
+_STOP_REASON = "The matched stop string, pattern or token id; null if the output ended for another reason."
+_REASONING = "Reasoning before the text. Present if the model reasons."
+_IDS = "Present with return_token_ids."
+_COURSE = "Present with the header x-rootstock-report: 1, if the gateway serves the playground"
+_REQUESTED = "Present with logprob_token_ids."
 
 
 class PromptTokensDetails(ResponseModel):
     cached_tokens: Count
-    cached_tokens_details: CachedByTier = absent("Of workers with tiers of KV, where these were.")
+    cached_tokens_details: CachedByTier = absent(
+        "cached_tokens by tier. Present if a worker with tiers of KV computed the request."
+    )
 
 
 class CompletionTokensDetails(ResponseModel):
-    reasoning_tokens: Count = absent("Of a model that reasons between marks.")
-    accepted_prediction_tokens: Count = absent("With prediction: guesses by it that were right, over all choices.")
-    rejected_prediction_tokens: Count = absent("With prediction: guesses by it that a step had and that were not accepted in it.")
+    reasoning_tokens: Count = absent("Tokens of the reasoning. Present if the model marks its reasoning.")
+    accepted_prediction_tokens: Count = absent(
+        "Accepted draft tokens of the prediction, over all choices. Present with prediction."
+    )
+    rejected_prediction_tokens: Count = absent(
+        "Verified draft tokens of the prediction that were not accepted. Present with prediction."
+    )
 
 
 class CompletionUsage(ResponseModel):
@@ -42,7 +48,7 @@ class CompletionUsage(ResponseModel):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails = absent("With a model that reasons between marks, or prediction.")
+    completion_tokens_details: CompletionTokensDetails = absent("Present if the model marks its reasoning, and with prediction.")
 
 
 class RequestTimeline(ResponseModel):
@@ -96,7 +102,7 @@ class ChatMessage(ResponseModel):
     refusal: None
     reasoning_content: str = absent(_REASONING)
     reasoning: str = absent("The same as reasoning_content.")
-    tool_calls: list[ToolCall] = absent("Where the model calls tools.")
+    tool_calls: list[ToolCall] = absent("Present if the model calls tools.")
 
 
 class ChatChoice(ResponseModel):
@@ -120,31 +126,31 @@ class ChatCompletion(ResponseModel):
 
 
 class FunctionDelta(ResponseModel):
-    name: str = absent("In a call's first event.")
+    name: str = absent("Present in the first event of a call.")
     arguments: str = Field(description="New part of the call's arguments. The whole arguments are JSON.")
 
 
 class ToolCallDelta(ResponseModel):
     index: Count = Field(description="Index of the call in its choice.")
-    id: str = absent("In a call's first event.")
-    type: Literal["function"] = absent("In a call's first event.")
+    id: str = absent("Present in the first event of a call.")
+    type: Literal["function"] = absent("Present in the first event of a call.")
     function: FunctionDelta
 
 
 class ChatDelta(ResponseModel):
-    role: Literal["assistant"] = absent("In a choice's first event.")
+    role: Literal["assistant"] = absent("Present in the first event of a choice.")
     content: str = absent("New part of the text.")
     reasoning_content: str = absent(_REASONING)
     reasoning: str = absent("The same as reasoning_content.")
-    tool_calls: list[ToolCallDelta] = absent("Where the model calls tools.")
+    tool_calls: list[ToolCallDelta] = absent("Present if the model calls tools.")
 
 
 class ChatChunkChoice(ResponseModel):
     index: Count
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish | None = Field(description="Null until a choice's last event.")
-    stop_reason: str | int | None = absent(f"In a choice's last event. {_STOP_REASON}")
+    finish_reason: ChatFinish | None = Field(description="Null until the last event of a choice.")
+    stop_reason: str | int | None = absent(f"Present in the last event of a choice. {_STOP_REASON}")
     token_ids: list[Count] = absent(_IDS)
 
 
@@ -156,9 +162,11 @@ class ChatCompletionChunk(ResponseModel):
     created: Count
     model: str
     choices: list[ChatChunkChoice] = Field(max_length=1, description="Empty in the event with the usage.")
-    usage: CompletionUsage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
-    rootstock: RequestTimeline = absent(f"{_COURSE}, in the event that has the usage.")
-    prompt_token_ids: list[Count] = absent("In the first event, with return_token_ids.")
+    usage: CompletionUsage | None = absent(
+        "Present with stream_options.include_usage. Null in all events but the one before [DONE]."
+    )
+    rootstock: RequestTimeline = absent(f"{_COURSE}, in the event with the usage.")
+    prompt_token_ids: list[Count] = absent("Present in the first event, with return_token_ids.")
 
 
 class CompletionLogprobs(ResponseModel):
@@ -189,17 +197,17 @@ class Completion(ResponseModel):
     choices: list[CompletionChoice] = Field(min_length=1)
     usage: CompletionUsage
     rootstock: RequestTimeline = absent(f"{_COURSE}.")
-    prompt_token_ids: list[Count] = absent("Where there is one prompt, with return_token_ids.")
+    prompt_token_ids: list[Count] = absent("Present for a single prompt, with return_token_ids.")
 
 
 class CompletionChunkChoice(ResponseModel):
     index: Count
     text: str = Field(description="New part of the text.")
     logprobs: CompletionLogprobs | None
-    finish_reason: Finish | None = Field(description="Null until a choice's last event.")
-    stop_reason: str | int | None = absent(f"In a choice's last event. {_STOP_REASON}")
+    finish_reason: Finish | None = Field(description="Null until the last event of a choice.")
+    stop_reason: str | int | None = absent(f"Present in the last event of a choice. {_STOP_REASON}")
     token_ids: list[Count] = absent(_IDS)
-    prompt_token_ids: list[Count] = absent("In a choice's first event, with return_token_ids.")
+    prompt_token_ids: list[Count] = absent("Present in the first event of a choice, with return_token_ids.")
 
 
 class CompletionChunk(ResponseModel):
@@ -210,14 +218,18 @@ class CompletionChunk(ResponseModel):
     created: Count
     model: str
     choices: list[CompletionChunkChoice] = Field(max_length=1, description="Empty in the event with the usage.")
-    usage: CompletionUsage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
-    rootstock: RequestTimeline = absent(f"{_COURSE}, in the event that has the usage.")
+    usage: CompletionUsage | None = absent(
+        "Present with stream_options.include_usage. Null in all events but the one before [DONE]."
+    )
+    rootstock: RequestTimeline = absent(f"{_COURSE}, in the event with the usage.")
 
 
 class Embedding(ResponseModel):
     object: Literal["embedding"]
     index: Count
-    embedding: list[float] | str = Field(description="Numbers, or with encoding_format base64, little-endian float32.")
+    embedding: list[float] | str = Field(
+        description="List of numbers; with encoding_format base64, little-endian float32 as base64."
+    )
 
 
 class EmbeddingUsage(ResponseModel):
@@ -235,13 +247,15 @@ class EmbeddingList(ResponseModel):
 class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
-    created: Count = Field(description="When the gateway began, in Unix seconds.")
+    created: Count = Field(description="Start of the gateway in Unix seconds.")
     owned_by: Literal["rootstock"]
-    max_model_len: Count | None = Field(description="Tokens of prompt and answer together; null while no worker has said it.")
+    max_model_len: Count | None = Field(
+        description="Largest number of tokens of prompt and output; null until a worker reports it."
+    )
     sampling_defaults: SamplingDefaultValues
-    type: Literal["model"] = Field(description="For Anthropic's clients, as are the next two fields.")
+    type: Literal["model"] = Field(description="For Anthropic's clients, like the next two fields.")
     display_name: str
-    created_at: str = Field(description="The same as created, as RFC 3339 has it.")
+    created_at: str = Field(description="created in the format of RFC 3339.")
 
 
 class ModelList(ResponseModel):

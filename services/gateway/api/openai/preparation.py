@@ -46,7 +46,7 @@ class Preparer(ChatPreparer):
         self._detoks = detoks
 
     async def chat(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
-        return await self.plan(chat_request(parse_json(body.take()), origin, self.omits_hosted_tools), origin)
+        return await self.prepare(chat_request(parse_json(body.take()), origin, self.omits_hosted_tools), origin)
 
     async def completion(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
         request = parse(CompletionRequest, parse_json(body.take()), known_fields.COMPLETION, origin)

@@ -26,10 +26,10 @@ class ContentPart(ResponseModel):
     """A part of a message or of reasoning."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
-    text: str = absent("Of all but refusals.")
-    refusal: str = absent("Of refusals.")
-    annotations: list[Any] = absent("Of output_text: none.")
-    logprobs: list[OutputLogprob] = absent("Of output_text, with include.")
+    text: str = absent("Text of all parts except refusals.")
+    refusal: str = absent("Text of a refusal.")
+    annotations: list[Any] = absent("Empty list of an output_text.")
+    logprobs: list[OutputLogprob] = absent("Log probabilities of an output_text. Present with include.")
 
 
 class Item(ResponseModel):
@@ -37,15 +37,15 @@ class Item(ResponseModel):
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
-    status: ItemStatus = absent("Of all but reasoning that a client has sent.")
-    role: Literal["user", "system", "developer", "assistant"] = absent("Of messages.")
-    content: list[ContentPart] = absent("Of messages, and of reasoning that the model has just made.")
-    summary: list[ContentPart] = absent("Of reasoning.")
-    encrypted_content: str = absent("Of reasoning, with include: what a client sends back without reading it.")
-    call_id: str = absent("Of calls and their results.")
-    name: str = absent("Of calls.")
-    arguments: str = absent("Of calls: JSON.")
-    output: str | list[ContentPart] = absent("Of results.")
+    status: ItemStatus = absent("Present except for reasoning that a client has sent.")
+    role: Literal["user", "system", "developer", "assistant"] = absent("Role of a message.")
+    content: list[ContentPart] = absent("Parts of a message or of new reasoning.")
+    summary: list[ContentPart] = absent("Summary of reasoning.")
+    encrypted_content: str = absent("Reasoning in a form that clients return unread. Present with include.")
+    call_id: str = absent("Id of a call; a result has the same.")
+    name: str = absent("Name of the called function.")
+    arguments: str = absent("Arguments of a call as JSON.")
+    output: str | list[ContentPart] = absent("Result of a call.")
 
 
 class IncompleteDetails(ResponseModel):
@@ -110,7 +110,7 @@ class ResponseAnswer(ResponseModel):
     previous_response_id: str | None
     reasoning: ReasoningUsed
     service_tier: Literal["default"]
-    store: bool = Field(description="Whether it is kept: true only once it is.")
+    store: bool = Field(description="Whether the response is stored. False until it is.")
     temperature: float | None
     text: TextUsed
     tool_choice: str | dict[str, Any]
@@ -126,17 +126,17 @@ class ResponseEvent(ResponseModel):
 
     type: str = Field(pattern=r"^response\.[a-z_.]+$")
     sequence_number: Count
-    response: ResponseAnswer = absent("Of created, queued, in_progress, completed, incomplete and failed.")
-    output_index: Count = absent("Of what is told of an item.")
-    item: Item = absent("Of an item's begin and end.")
-    item_id: str = absent("Of what is told of an item's parts.")
-    content_index: Literal[0] = absent("Of what is told of a text.")
-    part: ContentPart = absent("Of a part's begin and end.")
-    delta: str = absent("What is new.")
-    text: str = absent("All of it.")
-    name: str = absent("Of a call.")
-    arguments: str = absent("All of them.")
-    logprobs: list[OutputLogprob] = absent("Of a text, with include.")
+    response: ResponseAnswer = absent("Present in the events created, queued, in_progress, completed, incomplete and failed.")
+    output_index: Count = absent("Index of the event's item.")
+    item: Item = absent("Present in the first and last event of an item.")
+    item_id: str = absent("Id of the item that the event's part belongs to.")
+    content_index: Literal[0] = absent("Index of the event's text.")
+    part: ContentPart = absent("Present in the first and last event of a part.")
+    delta: str = absent("New text or arguments.")
+    text: str = absent("Complete text.")
+    name: str = absent("Name of the called function.")
+    arguments: str = absent("Complete arguments.")
+    logprobs: list[OutputLogprob] = absent("Log probabilities of a text. Present with include.")
 
 
 class ItemList(ResponseModel):

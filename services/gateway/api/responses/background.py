@@ -38,7 +38,7 @@ class Background(Protocol):
         self,
         order: BackgroundOrder,
         record: bytes,
-        plan: GenerationRequest,
+        prepared: GenerationRequest,
         caller: Caller,
         admission: KeyAdmission | None,
         events: Sequence[bytes],
@@ -91,11 +91,11 @@ class DetachedCall(Detached):
         self._record = record
         self._context_bytes = context_bytes
 
-    async def detach(self, plan: GenerationRequest, admission: KeyAdmission | None) -> Respond:
+    async def detach(self, prepared: GenerationRequest, admission: KeyAdmission | None) -> Respond:
         response, owner = self._record["response"], owner_of(self._origin.caller.key)
         try:
             events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)
-            record, order = orjson.dumps(self._record), self._order(plan)
+            record, order = orjson.dumps(self._record), self._order(prepared)
             if max(len(record), len(order.dumped())) > _MOST_ASKED_BYTES:
                 message = f"A response in the background may be asked for with {_MOST_ASKED_BYTES} bytes."
                 raise ApiError(413, message, param="background", code="request_too_large")
@@ -103,14 +103,14 @@ class DetachedCall(Detached):
             if admission is not None:
                 admission.end(0)
             raise
-        await self._background.begin(order, record, plan, self._origin.caller, admission, events)
+        await self._background.begin(order, record, prepared, self._origin.caller, admission, events)
         if self._streams:
             return FollowedStream(self._background.own_stream(owner, response["id"]))
         return Response(orjson.dumps(response), media_type="application/json")
 
-    def _order(self, plan: GenerationRequest) -> BackgroundOrder:
+    def _order(self, prepared: GenerationRequest) -> BackgroundOrder:
         response, caller = self._record["response"], self._origin.caller
-        (prompt,), (params,) = plan.prompts, plan.params
+        (prompt,), (params,) = prepared.prompts, prepared.params
         parsing = params.parsing
         formats = OutputFormats() if parsing is None else parsing.formats
         return BackgroundOrder(
@@ -121,13 +121,13 @@ class DetachedCall(Detached):
             routing_key=params.routing_key,
             created_at=response["created_at"],
             ends_at=response["created_at"] + self._background.timeout_s,
-            model=plan.model.name,
+            model=prepared.model.name,
             asked=self._asked.model_dump(mode="json", exclude_unset=True),
             rendered_end=prompt.rendered_end,
             context_bytes=self._context_bytes,
-            tokenizer=plan.model.tokenizer,
+            tokenizer=prepared.model.tokenizer,
             formats=[formats.tools, formats.reasoning],
             reasoning_marks=[] if parsing is None else list(parsing.reasoning_marks),
-            context_len=plan.model.context_len,
-            defaults=plan.model.defaults.as_dict(),
+            context_len=prepared.model.context_len,
+            defaults=prepared.model.defaults.as_dict(),
         )

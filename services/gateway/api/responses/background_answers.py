@@ -89,12 +89,12 @@ class BackgroundAnswers:
 
         async def prepare(_body: ReceivedBody, origin: Origin) -> GenerationRequest:
             chat = replace(chat_request(_asked(order), _INPUT, streams=True), model=order.model)
-            plan = await self._preparer.plan(chat, origin, prepared)
-            if order.formats is not None and plan.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:
+            request = await self._preparer.prepare(chat, origin, prepared)
+            if order.formats is not None and request.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:
                 raise ApiError(
                     503, "The model of this response has been replaced. Create the response again.", code="weights_not_served"
                 )
-            return plan
+            return request
 
         return prepare
 

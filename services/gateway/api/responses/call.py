@@ -51,17 +51,15 @@ class ResponsesCall:
         self._background = background
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
-        """Returns the plan of the request. Raises ApiError."""
+        """Returns the prepared request. Raises ApiError."""
         await self._read(body, origin)
         if self._asked.background:
             self._check_background()
-        before, self._before = (
-            self._before.items,
-            replace(self._before, items=[]),
-        )  # items may have 16 MiB, and are stored already
-        plan = await self._fitted([*before, *self._items], origin)
+        before = self._before.items
+        self._before = replace(self._before, items=[])  # items may have 16 MiB, and are stored already
+        request = await self._fitted([*before, *self._items], origin)
         self._asked = as_served(self._asked)
-        return plan
+        return request
 
     async def count(self, body: ReceivedBody, origin: Origin) -> int:
         """Returns the number of tokens of the prompt. Raises ApiError."""
@@ -140,11 +138,11 @@ class ResponsesCall:
         return given if isinstance(given, str | None) else given.id
 
     async def _fitted(self, items: Sequence[Json], origin: Origin) -> GenerationRequest:
-        """Returns the plan. With truncation `auto`, it leaves out the oldest quarter of the items until the rest fits."""
+        """Returns the prepared request. With truncation `auto`, it drops the oldest quarter of the items until the rest fits."""
         streams = bool(self._asked.stream or self._asked.background)
         while True:
             try:
-                return await self._preparer.plan(chat_request(self._asked, items, streams), origin)
+                return await self._preparer.prepare(chat_request(self._asked, items, streams), origin)
             except ApiError as error:
                 fewer = _without_oldest(items)
                 if error.code != "context_length_exceeded" or self._asked.truncation != "auto" or len(fewer) == len(items):
@@ -170,9 +168,8 @@ class ResponsesCall:
 def _without_oldest(items: Sequence[Json]) -> list[Json]:
     """Returns the items without the oldest quarter of those that may go.
 
-    System and developer messages stay. The last item stays; if it is a tool result, its call stays, too. A result loses its
-    place
-    together with its call.
+    System and developer messages stay. The last item stays; if it is a tool result, its call stays, too. A tool result
+    goes together with its call.
     """
     if not items:
         return []

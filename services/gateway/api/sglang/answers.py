@@ -1,4 +1,4 @@
-"""What SGLang's endpoints answer. For documentation: the bytes are written in render.py and routes.py."""
+"""Types of the responses of SGLang's endpoints, for the OpenAPI document. render.py and routes.py write the bytes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Entry = tuple[Logprob | None, Count, str | None]  # value, token id, text
 Entries = list[Entry]
 Lists = list[Entries | None]
 Seconds = Annotated[float, Field(ge=0)]
-_GUESSED = "Where the worker guesses tokens."
-_TOPS, _CHOSEN = "With top_logprobs_num.", "With token_ids_logprob."
+_DRAFTED = "Present if the worker drafts tokens."
+_TOPS, _CHOSEN = "Present with top_logprobs_num.", "Present with token_ids_logprob."
 
 
 class Stopped(ResponseModel):
@@ -51,8 +51,8 @@ class _Meta(ResponseModel):
 
 class _Logprobs(_Meta):
     completion_tokens: Count
-    input_token_logprobs: Entries = absent("With return_logprob.")
-    output_token_logprobs: Entries = absent("With return_logprob.")
+    input_token_logprobs: Entries = absent("Present with return_logprob.")
+    output_token_logprobs: Entries = absent("Present with return_logprob.")
     input_top_logprobs: Lists = absent(_TOPS)
     output_top_logprobs: Lists = absent(_TOPS)
     input_token_ids_logprobs: Lists = absent(_CHOSEN)
@@ -61,15 +61,15 @@ class _Logprobs(_Meta):
 
 class _Ended(_Meta):
     cached_tokens: Count
-    cached_tokens_details: CachedByTier = absent("Of a worker with tiers of KV, where these were.")
+    cached_tokens_details: CachedByTier = absent("cached_tokens by tier. Present if the worker has tiers of KV.")
     e2e_latency: Seconds = Field(description="Seconds.")
     queue_time: Seconds = Field(description="Seconds.")
     num_retractions: Count
-    spec_verify_ct: Count = absent(f"Decode rows that verified guesses. {_GUESSED}")
-    spec_draft_token_num: Count = absent(f"Guesses in them. {_GUESSED}")
-    spec_accept_token_num: Count = absent(f"Guesses that were right. {_GUESSED}")
-    spec_accept_length: float = absent(f"Tokens of such a row, on average. {_GUESSED}")
-    spec_accept_rate: float = absent(f"Share of guesses that were right. {_GUESSED}")
+    spec_verify_ct: Count = absent(f"Decode rows that verified draft tokens. {_DRAFTED}")
+    spec_draft_token_num: Count = absent(f"Verified draft tokens. {_DRAFTED}")
+    spec_accept_token_num: Count = absent(f"Accepted draft tokens. {_DRAFTED}")
+    spec_accept_length: float = absent(f"Mean output tokens of a row that verified draft tokens. {_DRAFTED}")
+    spec_accept_rate: float = absent(f"Accepted share of the draft tokens. {_DRAFTED}")
 
 
 class MetaInfo(_Ended, _Logprobs):
@@ -92,12 +92,12 @@ class GenerateAnswer(ResponseModel):
 
 
 class GenerateChunk(ResponseModel):
-    """The data of one event: the answer so far."""
+    """The data of one event: the output so far."""
 
     text: str
     output_ids: list[Count]
     meta_info: MetaInfo | MetaInfoSoFar
-    index: Count = absent("Of a batch, and with n above 1.")
+    index: Count = absent("Index of the output. Present for several prompts and with n above 1.")
 
 
 class EncodeMetaInfo(_Ended):
@@ -110,7 +110,7 @@ class EncodeAnswer(ResponseModel):
 
 
 class AbortResult(ResponseModel):
-    aborted: Count = Field(description="Answers that were ended.")
+    aborted: Count = Field(description="Aborted choices and requests.")
     gateways: Annotated[int, Field(ge=1)]
     unreached: Count
 
@@ -127,12 +127,12 @@ class ModelDescription(ResponseModel):
     has_audio_understanding: Literal[False]
     max_model_len: Count
     vocab_size: Count
-    embedding_size: Count = Field(description="Numbers of a vector; 0 if it gives none.")
+    embedding_size: Count = Field(description="Numbers of an embedding; 0 if the model makes none.")
 
 
 class ScoringTokensDetails(ResponseModel):
     cached_tokens: Count
-    cached_tokens_details: CachedByTier = absent("Of workers with tiers of KV, where these were.")
+    cached_tokens_details: CachedByTier = absent("cached_tokens by tier. Present if a worker with tiers of KV computed a prompt.")
 
 
 class ScoringUsage(ResponseModel):
@@ -146,7 +146,7 @@ class ScoringUsage(ResponseModel):
 
 class Scoring(ResponseModel):
     object: Literal["scoring"]
-    scores: list[list[Annotated[float, Field(ge=0, le=1)]]] = Field(description="A list for each item: a score for each label.")
+    scores: list[list[Annotated[float, Field(ge=0, le=1)]]] = Field(description="For each item, the score of each label.")
     model: str
     usage: ScoringUsage
 

@@ -70,7 +70,7 @@ class GenerateCall:
         self._forms: list[Form] = []
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
-        """Returns the plan of the request. Raises ApiError."""
+        """Returns the prepared request. Raises ApiError."""
         request = parse(NativeGenerateRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
@@ -106,7 +106,7 @@ class EncodeCall:
         self._many = False
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
-        """Returns the plan of the request. Raises ApiError."""
+        """Returns the prepared request. Raises ApiError."""
         request = parse(NativeEncodeRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)

@@ -1,8 +1,7 @@
 """Renders choices as SGLang's responses.
 
 Text, ids and log probabilities of an event are those of the output so far, as SGLang sends them. Each is rendered once and
-kept as
-bytes, so an event costs a join.
+stored as bytes, so an event costs a join.
 """
 
 from __future__ import annotations

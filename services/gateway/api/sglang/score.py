@@ -80,7 +80,7 @@ class ScoreCall:
         self._softmax = False
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
-        """Returns the plan of the request. Raises ApiError."""
+        """Returns the prepared request. Raises ApiError."""
         request = parse(ScoreRequest, parse_json(body.take()), known=known_fields.SCORE)
         scored = scored_of(request)
         rids = _named(request.rid, len(scored.items), origin)

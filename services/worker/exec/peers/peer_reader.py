@@ -57,9 +57,7 @@ class _Peer:
 
     address: str
     connection: Connection | None = None  # open, or being made
-    receiver: PageReceiver | None = (
-        None  # receives pages that do not come through the connection, None if they come through the connection
-    )
+    receiver: PageReceiver | None = None  # receives pages outside of the connection, None if the connection carries them
     has_asked: bool = False  # the connection's use of NIXL is decided
     is_busy: bool = False  # a thread uses the connection
     complaint: str = ""  # last reason why the worker could not be read; empty if it can be read
