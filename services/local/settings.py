@@ -11,7 +11,10 @@ from services.shared.settings import CONFIG_HELP
 
 
 class LocalSettings(BaseSettings):
-    """Settings from which the launcher makes the flags of each service. `rootstock serve MODEL` sets --model."""
+    """Settings from which the launcher makes the flags of each service.
+
+    `rootstock serve MODEL` sets --model.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="ROOTSTOCK_LOCAL_", frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
