@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gateway.routing.columns import Ask, WorkerColumns
+from services.gateway.routing.columns import RoutingQuery, WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.gateway.routing.policies import Policy, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
@@ -143,7 +143,7 @@ def decide(fleet: Fleet, policy: Policy, prompt: Prompt, now: float, clock: Cloc
     depths = index.match(prompt)
     matched = np.where(workers.owner >= 0, depths[workers.owner], 0) * BLOCK_TOKENS
     after_match = clock()
-    pick = policy.pick(Ask(len(prompt) * BLOCK_TOKENS, matched), workers)
+    pick = policy.pick(RoutingQuery(len(prompt) * BLOCK_TOKENS, matched), workers)
     assert pick is not None
     after_pick = clock()
     index.speculate(int(workers.owner[pick.row]), prompt, now + SPECULATION_S)

@@ -88,7 +88,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/core/test_rules_chunks.py",
         "tests/services/gateway/dispatch/test_dispatch_prefill.py",
         "tests/services/gateway/dispatch/test_dispatch_ahead.py",
-        "tests/services/gateway/routing/test_prefill.py",
+        "tests/services/gateway/routing/test_pick_prefill.py",
         "tests/exec/test_page_mover.py",
         "tests/exec/peers/test_room_server.py",
         "tests/exec/peers/test_peer_reader.py",

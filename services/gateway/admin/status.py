@@ -96,7 +96,7 @@ def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float
         "model": pool.model.name if pool is not None else info and info.model,
         "role": info and (info.role or "both"),
         "state": _state(link, usable, now),
-        "told_s_ago": round(now - link.told_at, 3) if load is not None else None,
+        "told_s_ago": round(now - link.load_at, 3) if load is not None else None,
         "num_running": load and load.num_running,
         "num_waiting": load and load.num_waiting,
         "max_running": info and info.max_running_requests,
@@ -117,7 +117,7 @@ def _state(link: AnyLink, usable: bool, now: float) -> str:
     states = {
         "draining": link.draining,
         "hung": link.hangs,
-        "silent": link.load is not None and now - link.told_at > QUIET_S,
+        "silent": link.load is not None and now - link.load_at > QUIET_S,
         "paused": link.paused,
         "ready": usable,
     }

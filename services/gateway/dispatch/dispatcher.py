@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CRASHES = 3  # workers that a choice may lose within SHORT_LIFE_S each, so that a harmful request does not end all of them
 SHORT_LIFE_S = 10.0
-CROWDED_S = 1.0  # interval of load reports
+FULL_S = 1.0  # interval of load reports
 SESSION, RETRY, HEDGE, READER, HOME = "session", "retry", "hedge", "reader", "home"  # labels of routing decisions
 
 
@@ -154,7 +154,7 @@ class Dispatcher:
     def _withdraw(self, placement: Placement) -> None:
         self._waiting.leave(placement)
         for link in placement.withdraw():
-            self._has_room(placement.pool, link)
+            self._fill_free_slot(placement.pool, link)
         if placement.placed_at:  # a choice that had no worker has cost nothing
             self._waiting.charge(placement)
 
@@ -282,9 +282,9 @@ class Dispatcher:
         """Keeps the copy on this link, whose worker has sent output, and frees the slot of the second copy."""
         loser = placement.settle(link)
         if loser is not None:
-            self._has_room(placement.pool, loser)
+            self._fill_free_slot(placement.pool, loser)
 
-    def _has_room(self, pool: Pool, link: Link) -> None:
+    def _fill_free_slot(self, pool: Pool, link: Link) -> None:
         """Gives a slot that has become free on the link to a waiting choice."""
         self.fleet.refresh(link)
         self._waiting.pump(pool)
@@ -322,7 +322,7 @@ class Dispatcher:
             pool.refresh_all(asyncio.get_running_loop().time())
             self._changed()
             self._waiting.wake_parked(pool)
-        link.crowded_until = 0.0
+        link.full_until = 0.0
         self.fleet.refresh(link)
         if link.refuses_new:
             self._waiting.give_up(pool, self.fleet.may_serve)
@@ -391,13 +391,13 @@ class Dispatcher:
         if finish.reason != pb.FINISH_REASON_ABORT:
             self._settle(placement, link)
         elif placement.survives(link):
-            self._has_room(placement.pool, link)
+            self._fill_free_slot(placement.pool, link)
             return
         prefetched = placement.take_prefetched(finish.handle)
         placement.leave()
         if finish.reason == pb.FINISH_REASON_HANDED_OVER:
             self._handed_over(link, placement, finish, prefetched)
-            self._has_room(placement.pool, link)
+            self._fill_free_slot(placement.pool, link)
             return
         if prefetched is not None:
             prefetched.release()
@@ -415,7 +415,7 @@ class Dispatcher:
             choice.finish(finish)
             if choice.ending is None:
                 self._detoks.touch(choice.decoding)
-        self._has_room(placement.pool, link)
+        self._fill_free_slot(placement.pool, link)
 
     def _handed_over(
         self, link: Link, placement: Placement, finish: worker_pb2.Finish, prefetched: PrefetchedPages | None
@@ -445,7 +445,7 @@ class Dispatcher:
     def _aborted(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
         choice, code = placement.choice, finish.error
         if code == pb.ERROR_CODE_QUEUE_FULL:
-            link.crowded_until = placement.request.clock() + CROWDED_S
+            link.full_until = placement.request.clock() + FULL_S
         self.fleet.refresh(link)
         if code == pb.ERROR_CODE_UNAVAILABLE and placement.in_session:
             placement.request.fail(sessions.session_worker_away(self._settings.retry_after_s))

@@ -10,15 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.v1 import worker_pb2
-from services.gateway.peers.worker_link import Occupant, WorkerLink
+from services.gateway.peers.worker_link import OpenChoice, WorkerLink
 from services.gateway.request.generation import ModelInfo, ModelVersion
-from services.gateway.routing.columns import HOST_SAVES, STORAGE_SAVES, Ask, Pick, WorkerColumns
+from services.gateway.routing.columns import (
+    HOST_SAVES,
+    STORAGE_SAVES,
+    Hits,
+    Pick,
+    RoutingQuery,
+    SharingMeter,
+    WorkerColumns,
+    hits_of,
+)
 from services.gateway.routing.fair_queue import FairQueue
-from services.gateway.routing.policies import Policy, has_room
-from services.gateway.routing.prefill import pick_prefill
+from services.gateway.routing.policies import Policy, has_free_slot, pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
-from services.gateway.routing.sharing import SharingMeter
-from services.gateway.routing.tier_hits import Hits, hits_of
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
 TRIES_ONE_IN = 16  # requests of which one reads KV from a source that has reported that reading does not pay
@@ -38,7 +44,7 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-class Candidate(Occupant, Protocol):
+class Candidate(OpenChoice, Protocol):
     """A choice for which a pool picks a worker."""
 
     @property
@@ -223,8 +229,8 @@ class ModelPool(Generic[C]):
         else:
             self._refusing.discard(row)
         columns.owner[row] = self._owner_of(link)
-        if link.crowded_until <= now:
-            link.crowded_until = 0.0
+        if link.full_until <= now:
+            link.full_until = 0.0
         self._count(link)
 
     def _share_out(self) -> None:
@@ -241,15 +247,15 @@ class ModelPool(Generic[C]):
 
         A choice whose pages the worker prefetches counts as a request, so no other choice takes the slot.
         """
-        load, requests, tokens = link.load, len(link.open), link.open_tokens + link.ahead_tokens
+        load, requests, tokens = link.load, len(link.open), link.open_tokens + link.prefetch_tokens
         if load is not None and load.num_open > load.num_open_here:
             others = load.num_open - load.num_open_here
             requests += others
             tokens += load.used_tokens * others // load.num_open
         columns, row = self.columns, self._rows[link]
-        least = int(columns.limit[row]) if link.crowded_until else 0
-        columns.requests[row] = max(requests + link.num_ahead, least)
-        columns.ahead[row] = columns.requests[row] - max(requests, least)
+        least = int(columns.limit[row]) if link.full_until else 0
+        columns.requests[row] = max(requests + link.num_prefetches, least)
+        columns.prefetches[row] = columns.requests[row] - max(requests, least)
         columns.tokens[row] = tokens
 
     def recount(self, link: AnyLink) -> None:
@@ -257,9 +263,9 @@ class ModelPool(Generic[C]):
         if link in self._rows:
             self._count(link)
 
-    def has_room(self, begun: bool = False) -> bool:
+    def has_free_slot(self, begun: bool = False) -> bool:
         """Whether a worker has a free slot for a new request, or for one with output if `begun`."""
-        return has_room(Ask(0, allowed=None if begun else self._takes_new()), self.columns)
+        return has_free_slot(RoutingQuery(0, allowed=None if begun else self._takes_new()), self.columns)
 
     def _takes_new(self) -> NDArray[np.bool_] | None:
         """bool[capacity], False for workers that refuse new requests. None if no worker does."""
@@ -271,19 +277,19 @@ class ModelPool(Generic[C]):
 
     def pick(self, one: C, now: float, without: AnyLink | None = None) -> Pick | None:
         """Picks a worker. Returns None if no worker that may get the request has a free slot. `without` may not get it."""
-        if not self.has_room(one.has_begun):
+        if not self.has_free_slot(one.has_begun):
             return None
-        return self._policy.pick(self._ask(one, now, self._allowed(one, without), decides=True), self.columns)
+        return self._policy.pick(self._query(one, now, self._allowed(one, without), decides=True), self.columns)
 
     def pick_at(self, link: AnyLink, one: C, now: float) -> Pick | None:
         """Picks this worker. Returns None if it has no free slot, or may not get the request."""
         row = self._rows.get(link)
-        if row is None or not self.has_room(one.has_begun):
+        if row is None or not self.has_free_slot(one.has_begun):
             return None
         allowed = self._allowed(one, None)
         here = np.zeros(self.columns.capacity, np.bool_)
         here[row] = allowed is None or allowed[row]
-        return self._policy.pick(self._ask(one, now, here), self.columns)
+        return self._policy.pick(self._query(one, now, here), self.columns)
 
     def pick_reader(self, one: C, now: float, prefill: AnyLink) -> Pick | None:
         """Picks the decode worker for a prompt that the `prefill` worker computes.
@@ -297,7 +303,7 @@ class ModelPool(Generic[C]):
         allowed = self._same_numerics(one)
         for row, link in self.links.items():
             allowed[row] &= reads(link, info.kv_layout)
-        return self._policy.pick(self._ask(one, now, allowed), self.columns)
+        return self._policy.pick(self._query(one, now, allowed), self.columns)
 
     def takes(self, link: WorkerLink[C], one: C) -> bool:
         """Whether the worker that has prefetched the pages of a begun request may continue it, and still has the slot for it."""
@@ -307,7 +313,7 @@ class ModelPool(Generic[C]):
         return bool(self.columns.requests[row] <= self.columns.limit[row])
 
     def pick_prefill(self, one: C, now: float, decode: Pick, min_tokens: int, without: AnyLink | None = None) -> Pick | None:
-        """Picks the prefill worker for a request (routing/prefill.py).
+        """Picks the prefill worker for a request (routing/policies.py).
 
         Args:
             decode: The worker that was picked for the request.
@@ -323,8 +329,8 @@ class ModelPool(Generic[C]):
         allowed = self._exchanging(link, link.info, one)
         if without is not None and without in self._rows:
             allowed[self._rows[without]] = False
-        ask = self._ask(one, now, allowed)
-        pick = pick_prefill(self._policy, self.columns, ask, decode, min_tokens)
+        query = self._query(one, now, allowed)
+        pick = pick_prefill(self._policy, self.columns, query, decode, min_tokens)
         return pick if pick is not None and self._reads_well(link) else None
 
     def _reads_well(self, decode: WorkerLink[C]) -> bool:
@@ -343,7 +349,7 @@ class ModelPool(Generic[C]):
                 allowed[row] = link.model_version == decode.model_version and info.kv_layout == mine.kv_layout
         return allowed
 
-    def _ask(self, one: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> Ask:
+    def _query(self, one: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> RoutingQuery:
         """Returns the query to the policy. `decides` is False for a second look for the same request."""
         matched, saved, first_block = None, None, b""
         if self._index is not None and self.wants_hashes:
@@ -356,7 +362,7 @@ class ModelPool(Generic[C]):
                 first_block = blocks[0] if self._sharing.seen else b""
             hits = self._hits(reach, decides)
             matched, saved = hits.matched, hits.saved
-        return Ask(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block, saved=saved)
+        return RoutingQuery(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block, saved=saved)
 
     def _hits(self, reach: NDArray[np.int64], decides: bool) -> Hits:
         """Returns the cached tokens per worker.

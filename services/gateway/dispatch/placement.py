@@ -47,7 +47,7 @@ class KvReservation:
 
     def release(self) -> None:
         """Tells the worker that no other worker will read the pages."""
-        self.link.leave_room(self.handle)
+        self.link.release_reservation(self.handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class PrefetchedPages:
     @property
     def is_valid(self) -> bool:
         """Whether the decode worker is still connected and reads them."""
-        return self.link.reads_ahead(self.handle)
+        return self.link.is_prefetching(self.handle)
 
     def release(self) -> None:
         """Tells the decode worker that it does not get the choice. No effect after its submit."""
-        self.link.leave_prefetch(self.handle)
+        self.link.cancel_prefetch(self.handle)
         self.pool.recount(self.link)
 
 
@@ -95,10 +95,10 @@ def reservation_of(link: Link, finish: worker_pb2.Finish, now: float) -> KvReser
     return KvReservation(link, finish.handle, _source(link, info, finish.room), info.kv_layout)
 
 
-def _source(link: Link, info: worker_pb2.WorkerInfo, room: worker_pb2.KvRoom) -> worker_pb2.KvSource:
+def _source(link: Link, info: worker_pb2.WorkerInfo, reserved: worker_pb2.KvRoom) -> worker_pb2.KvSource:
     """Returns the source at the host that discovery has named."""
     host = link.address.rpartition(":")[0]
-    return worker_pb2.KvSource(address=f"{host}:{info.kv_port}", room=room)
+    return worker_pb2.KvSource(address=f"{host}:{info.kv_port}", room=reserved)
 
 
 class Placement:
@@ -261,16 +261,16 @@ class Placement:
         if self.choice.trace is not None:
             self.choice.trace.aborted(handle)
 
-    def lost(self, handle: int, heard: bool) -> None:
+    def lost(self, handle: int, was_sent: bool) -> None:
         """Handles the loss of the worker.
 
         Args:
-            heard: The worker had received the submit and may have read reserved pages, so the reservation is released. Otherwise
-                the next worker gets the reservation.
+            was_sent: The submit had been sent. The worker may then have read reserved pages, so the reservation is released.
+                Otherwise the next worker gets the reservation.
         """
         if self._named is not None and self._named[0] == handle:
             reservation, self._named = self._named[1], None
-            if heard:
+            if was_sent:
                 reservation.release()
             else:
                 self._reservation, self.prefilled = reservation, True
@@ -455,14 +455,14 @@ class Placement:
         return reservation.source
 
     def prefetch(
-        self, handle: int, prefill: Link, decode: Link, decode_handle: int, room: worker_pb2.KvRoom, predicted_tokens: int
+        self, handle: int, prefill: Link, decode: Link, decode_handle: int, reserved: worker_pb2.KvRoom, predicted_tokens: int
     ) -> None:
         """Lets a decode worker read the pages that the prefill worker has computed so far.
 
         Args:
             handle: Of the choice at the prefill worker.
             decode_handle: Of the submit to the decode worker that is to follow.
-            room: The pages.
+            reserved: The pages.
             predicted_tokens: Prompt tokens that the decode worker probably has cached.
         """
         info, version, choice = prefill.info, decode.model_version, self.choice
@@ -471,7 +471,7 @@ class Placement:
             handle=decode_handle,
             cache_salt=choice.cache_salt,
             revision="" if version is None else version.revision,
-            source=_source(prefill, info, room),
+            source=_source(prefill, info, reserved),
             priority=choice.priority,
         )
         decode.prefetch(self, message)

@@ -201,7 +201,7 @@ class Waiting:
         pool.pumping = False
         full = False
         for placement in list(pool.moved):
-            full = full or not pool.has_room(begun=True)
+            full = full or not pool.has_free_slot(begun=True)
             if full and placement.reader is None:
                 continue  # only a choice with prefetched pages has a reserved slot
             if placement in pool.moved and self._place(placement):
@@ -214,7 +214,7 @@ class Waiting:
         if self._place(placement):
             self._end(placement)
             return Placed.PLACED
-        return Placed.SKIP if placement.pool.has_room(placement.has_begun) else Placed.STOP
+        return Placed.SKIP if placement.pool.has_free_slot(placement.has_begun) else Placed.STOP
 
     def charge(self, placement: Placement) -> None:
         """Charges the tokens of a choice since the last charge to its API key."""

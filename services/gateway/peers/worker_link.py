@@ -34,7 +34,7 @@ ID_BYTES = 3  # approximate size of a token id in a message; an exact count woul
 Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
-class Occupant(Protocol):
+class OpenChoice(Protocol):
     """A choice that is open on workers, under a handle on each. Its tokens are read when its submit is sent."""
 
     @property
@@ -62,15 +62,15 @@ class Occupant(Protocol):
     def aborted(self, handle: int) -> None:
         """Notes that the gateway has aborted the choice."""
 
-    def lost(self, handle: int, heard: bool) -> None:
+    def lost(self, handle: int, was_sent: bool) -> None:
         """Notes that the worker is lost.
 
         Args:
-            heard: The submit had been sent to the worker.
+            was_sent: The submit had been sent to the worker.
         """
 
 
-Open = TypeVar("Open", bound=Occupant)
+Open = TypeVar("Open", bound=OpenChoice)
 
 
 class LinkEvents(Protocol[Open]):
@@ -106,26 +106,26 @@ class WorkerLink(Generic[Open]):
         self.model_version: ModelVersion | None = None  # by the last hello, also after the stream's end; None: never connected
         self.last_info: worker_pb2.WorkerInfo | None = None  # first hello of the last stream; None: never connected
         self.load: worker_pb2.WorkerLoad | None = None  # None: no load has arrived on this stream
-        self.told_at = 0.0  # time of the last load, on the event loop's clock
+        self.load_at = 0.0  # time of the last load, on the event loop's clock
         self.draining = False  # the worker has announced its end; reset by the next hello
         self.paused = False  # an operator has paused the steps; by the last load, which may be of an earlier stream
         self.ready = True  # discovery allows new requests
         self.retiring = False  # discovery has dropped the address
-        self.crowded_until = 0.0  # the worker's queue was full; valid until its next load, at the latest until this time
+        self.full_until = 0.0  # the worker's queue was full; valid until its next load, at the latest until this time
         self.kept_until = 0.0  # time until which the worker may have KV reservations of this stream
         self.met = False  # the link has been connected
         self.open: dict[int, Open] = {}  # by handle
         self.open_tokens = 0  # prompt and output tokens of the open choices
-        self.ahead_tokens = 0  # tokens of the choices of _ahead at their prefetch
+        self.prefetch_tokens = 0  # tokens of the choices of _prefetched, counted at their prefetch
         self._patience = patience
-        self._heard = 0  # messages received after the hello
+        self._num_received = 0  # messages received after the hello
         self._events = events
-        self._submits: dict[int, worker_pb2.Submit] = {}  # to be sent; Occupant adds tokens and sampling parameters
+        self._submits: dict[int, worker_pb2.Submit] = {}  # to be sent; OpenChoice adds tokens and sampling parameters
         self._aborts: list[int] = []  # handles, to be sent
-        self._ahead: dict[int, int] = {}  # tokens by handle of the choices whose pages the worker prefetches
-        self._heard_ahead: set[int] = set()  # handles of _submits whose prefetch was sent
-        self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}  # to be sent; Occupant adds the tokens
-        self._ready: dict[int, worker_pb2.PagesReady] = {}  # to be sent
+        self._prefetched: dict[int, int] = {}  # tokens by handle of the choices whose pages the worker prefetches
+        self._sent_prefetches: set[int] = set()  # handles of _submits whose prefetch was sent
+        self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}  # to be sent; OpenChoice adds the tokens
+        self._pages_ready: dict[int, worker_pb2.PagesReady] = {}  # to be sent
         self._wake = asyncio.Event()
 
     @property
@@ -144,29 +144,29 @@ class WorkerLink(Generic[Open]):
         return self.load is not None and self.load.refuses_new
 
     @property
-    def num_ahead(self) -> int:
+    def num_prefetches(self) -> int:
         """Number of choices whose pages the worker prefetches before their submit."""
-        return len(self._ahead)
+        return len(self._prefetched)
 
-    def submit(self, occupant: Open, submit: worker_pb2.Submit) -> None:
+    def submit(self, choice: Open, submit: worker_pb2.Submit) -> None:
         """Queues a submit.
 
         Args:
             submit: The message without prompt, prediction and sampling parameters, which are copied once, when it is sent.
         """
-        if submit.handle in self._ahead and self._forget_ahead(submit.handle):
-            self._heard_ahead.add(submit.handle)
-        self.open[submit.handle] = occupant
-        self.open_tokens += occupant.num_tokens
+        if submit.handle in self._prefetched and self._forget_prefetch(submit.handle):
+            self._sent_prefetches.add(submit.handle)
+        self.open[submit.handle] = choice
+        self.open_tokens += choice.num_tokens
         self._submits[submit.handle] = submit
         self._wake.set()
 
     def close(self, handle: int) -> Open | None:
         """Removes a choice that the worker has ended."""
-        occupant = self.open.pop(handle, None)
-        if occupant is not None:
-            self.open_tokens -= occupant.num_tokens
-        return occupant
+        choice = self.open.pop(handle, None)
+        if choice is not None:
+            self.open_tokens -= choice.num_tokens
+        return choice
 
     def abort(self, handle: int) -> bool:
         """Removes a choice and queues its abort. Later messages of the worker about it are ignored.
@@ -174,53 +174,53 @@ class WorkerLink(Generic[Open]):
         Returns:
             True if the submit was never sent. If its prefetch was sent, the worker drops the prefetched pages.
         """
-        occupant = self.close(handle)
-        if occupant is None:
+        choice = self.close(handle)
+        if choice is None:
             return False
-        occupant.aborted(handle)
+        choice.aborted(handle)
         unsent = self._submits.pop(handle, None) is not None
-        if not unsent or handle in self._heard_ahead:
-            self._heard_ahead.discard(handle)
+        if not unsent or handle in self._sent_prefetches:
+            self._sent_prefetches.discard(handle)
             self._aborts.append(handle)
             self._wake.set()
         return unsent
 
-    def prefetch(self, occupant: Open, prefetch: worker_pb2.Prefetch) -> None:
-        """Queues a prefetch of pages for a choice, which lasts until submit() or leave_prefetch().
+    def prefetch(self, choice: Open, prefetch: worker_pb2.Prefetch) -> None:
+        """Queues a prefetch of pages for a choice, which lasts until submit() or cancel_prefetch().
 
         Args:
             prefetch: The message without the tokens.
         """
-        self._ahead[prefetch.handle] = occupant.num_tokens
-        self.ahead_tokens += occupant.num_tokens
-        self._prefetches[prefetch.handle] = occupant, prefetch
+        self._prefetched[prefetch.handle] = choice.num_tokens
+        self.prefetch_tokens += choice.num_tokens
+        self._prefetches[prefetch.handle] = choice, prefetch
         self._wake.set()
 
-    def reads_ahead(self, handle: int) -> bool:
+    def is_prefetching(self, handle: int) -> bool:
         """Returns whether a prefetch for this handle is queued or sent on the present stream."""
-        return handle in self._ahead
+        return handle in self._prefetched
 
-    def more_ready(self, handle: int, room: worker_pb2.KvRoom) -> None:
+    def more_ready(self, handle: int, reservation: worker_pb2.KvRoom) -> None:
         """Reports that a KV reservation, whose pages the worker prefetches, has more pages."""
         if handle in self._prefetches:
-            self._prefetches[handle][1].source.room.CopyFrom(room)
+            self._prefetches[handle][1].source.room.CopyFrom(reservation)
         else:
-            self._ready[handle] = worker_pb2.PagesReady(handle=handle, room=room)
+            self._pages_ready[handle] = worker_pb2.PagesReady(handle=handle, room=reservation)
             self._wake.set()
 
-    def leave_prefetch(self, handle: int) -> None:
+    def cancel_prefetch(self, handle: int) -> None:
         """Ends a prefetch whose submit will not follow."""
-        if handle in self._ahead and self._forget_ahead(handle):
+        if handle in self._prefetched and self._forget_prefetch(handle):
             self._aborts.append(handle)
             self._wake.set()
 
-    def _forget_ahead(self, handle: int) -> bool:
+    def _forget_prefetch(self, handle: int) -> bool:
         """Removes a prefetch. Returns whether it is no longer queued, because it was sent."""
-        self.ahead_tokens -= self._ahead.pop(handle, 0)
-        self._ready.pop(handle, None)
+        self.prefetch_tokens -= self._prefetched.pop(handle, 0)
+        self._pages_ready.pop(handle, None)
         return self._prefetches.pop(handle, None) is None
 
-    def leave_room(self, handle: int) -> None:
+    def release_reservation(self, handle: int) -> None:
         """Releases the KV reservation of a choice that the worker has handed over, because no worker will read it."""
         if self.info is not None:
             self._aborts.append(handle)
@@ -253,9 +253,9 @@ class WorkerLink(Generic[Open]):
             self._events.on_hello(self)
             while True:
                 message = await self._read(call)
-                self._heard += 1
+                self._num_received += 1
                 if message.HasField("load"):
-                    self.load, self.told_at = message.load, asyncio.get_running_loop().time()
+                    self.load, self.load_at = message.load, asyncio.get_running_loop().time()
                     self._events.on_load(self)
                 elif message.HasField("hello"):
                     self._renew(self.info, message.hello)
@@ -285,25 +285,25 @@ class WorkerLink(Generic[Open]):
 
     def _reset(self) -> None:
         orphans = list(self.open.values())
-        for handle, occupant in self.open.items():
-            occupant.lost(handle, heard=handle not in self._submits)
+        for handle, choice in self.open.items():
+            choice.lost(handle, was_sent=handle not in self._submits)
         self.info = self.load = None
         self.open.clear()
-        self.open_tokens, self.ahead_tokens, self.kept_until = 0, 0, 0.0
-        for unsent in (self._submits, self._aborts, self._ahead, self._heard_ahead, self._prefetches, self._ready):
+        self.open_tokens, self.prefetch_tokens, self.kept_until = 0, 0, 0.0
+        for unsent in (self._submits, self._aborts, self._prefetched, self._sent_prefetches, self._prefetches, self._pages_ready):
             unsent.clear()
         self._events.on_down(self, orphans)
 
-    def _words_due(self) -> int | None:
+    def _messages_due(self) -> int | None:
         """Returns the number of messages so far, or None before the first load, after which a message is due every second."""
-        return self._heard if self.load is not None else None
+        return self._num_received if self.load is not None else None
 
     def _steps_due(self) -> int | None:
         """Returns the number of messages so far, or None if no choice is open."""
-        return self._words_due() if self.open else None
+        return self._messages_due() if self.open else None
 
     async def _end_when_silent(self, call: Call) -> None:
-        why = await until_lost(self.address, self._patience, self._words_due, self._steps_due)
+        why = await until_lost(self.address, self._patience, self._messages_due, self._steps_due)
         logger.warning("worker is lost: %s", why, extra=fields(address=self.address))
         call.cancel()
 
@@ -316,21 +316,21 @@ class WorkerLink(Generic[Open]):
 
     def _next_message(self) -> worker_pb2.GenerateRequest:
         """Returns a message with all aborts and with prefetches and submits up to about MESSAGE_BYTES, but at least one."""
-        message = worker_pb2.GenerateRequest(aborts=self._aborts, ready=self._ready.values())
+        message = worker_pb2.GenerateRequest(aborts=self._aborts, ready=self._pages_ready.values())
         self._aborts.clear()
-        self._ready.clear()
+        self._pages_ready.clear()
         size, predicts = 0, self.info is not None and self.info.reads_predictions
         while self._prefetches and size < MESSAGE_BYTES:
-            occupant, prefetch = self._prefetches.pop(next(iter(self._prefetches)))
+            choice, prefetch = self._prefetches.pop(next(iter(self._prefetches)))
             added = message.prefetches.add()
             added.CopyFrom(prefetch)
-            added.prompt_ids.extend(occupant.token_ids)
+            added.prompt_ids.extend(choice.token_ids)
             size += ID_BYTES * len(added.prompt_ids)
         while self._submits and size < MESSAGE_BYTES:
             handle = next(iter(self._submits))
             submit = message.submits.add()
             submit.CopyFrom(self._submits.pop(handle))
-            self._heard_ahead.discard(handle)
+            self._sent_prefetches.discard(handle)
             self.open[handle].write_sampling(submit.sampling, self.info is not None and self.info.ends_with_prompt)
             submit.prompt_ids.extend(self.open[handle].prompt_ids)
             if predicts:
@@ -344,7 +344,7 @@ class WorkerLink(Generic[Open]):
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._submits or self._aborts or self._prefetches or self._ready:
+                while self._submits or self._aborts or self._prefetches or self._pages_ready:
                     await call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reading task gets the reason

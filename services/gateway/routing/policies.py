@@ -1,26 +1,40 @@
-"""The routing policies, which choose a worker for a request from arrays, without I/O.
+"""The routing policies, which choose a worker for a request from the worker columns. The code is pure.
 
-The filters (filters.py) leave the rows of workers that are ready and have free slots, and preferably the adapter. A policy
-chooses one of these rows and gives the reason.
+A choice has three steps:
+
+1. The filters leave the rows of ready workers with free slots. They prefer workers that have loaded the request's adapter.
+2. The policy chooses one of these rows and gives the reason.
+3. If workers have roles, pick_prefill() decides whether a prefill worker computes the prompt for the chosen worker, and which
+   one (docs/design/prefill-and-decode.md).
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.columns import (
+    Pick,
+    RoutingQuery,
+    Rows,
+    WorkerColumns,
+    least,
+    load_over_mean,
+    near_idlest,
+    over_gate,
+    relative_load,
+    running_slots,
+)
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.filters import has_room, ready_rows, rows_with_room, with_adapter, with_room
-from services.gateway.routing.load import least, load_over_mean, near_idlest, over_gate, relative_load, running_slots
-from services.gateway.routing.rendezvous import rendezvous_weights
 
-__all__ = ["REASONS", "Policy", "RoutingConfig", "RoutingPolicy", "has_room", "make_policy", "rows_with_room"]
+__all__ = ["REASONS", "Policy", "RoutingConfig", "RoutingPolicy", "has_free_slot", "make_policy", "rows_with_free_slots"]
 
+MOST_QUEUED_TOKENS = 1 << 15  # prompt tokens at a prefill worker beyond which another prompt would wait longer than it gains
 REASONS = (
     "round_robin",
     "random",
@@ -36,40 +50,141 @@ REASONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Routable:
-    """The input of a policy."""
-
-    ask: Ask
-    workers: WorkerColumns
-    rows: NDArray[np.int64]  # rows to choose from, never empty
-    ready: NDArray[np.int64]  # rows of all ready workers, full ones included
-    config: RoutingConfig
-    rng: random.Random
+def ready_rows(query: RoutingQuery, workers: WorkerColumns) -> Rows:
+    """Returns the rows of workers that take new requests and are allowed for this one."""
+    ready = workers.used & workers.usable & ~workers.serves if query.prefill else workers.takes
+    if query.allowed is not None:
+        ready &= query.allowed
+    return np.flatnonzero(ready)
 
 
-Chooser = Callable[[Routable], tuple[int, str]]
+def with_free_slots(rows: Rows, workers: WorkerColumns) -> Rows:
+    """Returns the rows of workers with free slots."""
+    return rows[workers.requests[rows] < workers.limit[rows]]
+
+
+def rows_with_free_slots(query: RoutingQuery, workers: WorkerColumns) -> Rows:
+    """Returns the rows of allowed workers with free slots. Empty if all are full; the request then queues."""
+    return with_free_slots(ready_rows(query, workers), workers)
+
+
+def has_free_slot(query: RoutingQuery, workers: WorkerColumns) -> bool:
+    return len(rows_with_free_slots(query, workers)) > 0
+
+
+def with_adapter(rows: Rows, ready: Rows, query: RoutingQuery, workers: WorkerColumns, config: RoutingConfig) -> Rows:
+    """Returns the rows of workers that have loaded the request's adapter.
+
+    Returns all rows if the request has no adapter. Also returns all rows if no worker has loaded the adapter, or only workers
+    whose load is above the gate: then one more worker has to load it.
+    """
+    if not query.lora:
+        return rows
+    resident = rows[[query.lora in workers.loras[row] for row in rows.tolist()]]
+    if len(resident):
+        resident = resident[~over_gate(resident, ready, workers, config)]
+    return resident if len(resident) else rows
 
 
 class Policy:
-    """A routing policy, made by make_policy()."""
+    """A routing policy, made by make_policy().
+
+    The method of each policy has the same arguments and returns a row with the reason.
+
+    Args:
+        rows: Rows to choose from, never empty.
+        ready: Rows of all ready workers, full ones included.
+    """
 
     def __init__(self, choose: Chooser, config: RoutingConfig, rng: random.Random) -> None:
         self._choose, self._config, self._rng = choose, config, rng
 
-    def pick(self, ask: Ask, workers: WorkerColumns) -> Pick | None:
+    def pick(self, query: RoutingQuery, workers: WorkerColumns) -> Pick | None:
         """Chooses a worker. Changes nothing; the caller counts the pick in the columns.
 
         Returns:
             None if no ready worker has free slots.
         """
-        ready = ready_rows(ask, workers)
-        rows = with_room(ready, workers)
+        ready = ready_rows(query, workers)
+        rows = with_free_slots(ready, workers)
         if not len(rows):
             return None
-        rows = with_adapter(rows, ready, ask, workers, self._config)
-        row, reason = self._choose(Routable(ask, workers, rows, ready, self._config, self._rng))
-        return Pick(row, reason, 0 if ask.matched is None else int(ask.matched[row]))
+        rows = with_adapter(rows, ready, query, workers, self._config)
+        row, reason = self._choose(self, query, workers, rows, ready)
+        return Pick(row, reason, 0 if query.matched is None else int(query.matched[row]))
+
+    def _round_robin(self, _query: RoutingQuery, workers: WorkerColumns, rows: Rows, _ready: Rows) -> tuple[int, str]:
+        return int(rows[workers.last_pick[rows].argmin()]), "round_robin"
+
+    def _random(self, _query: RoutingQuery, _workers: WorkerColumns, rows: Rows, _ready: Rows) -> tuple[int, str]:
+        return int(rows[self._rng.randrange(len(rows))]), "random"
+
+    def _least_requests(self, _query: RoutingQuery, workers: WorkerColumns, rows: Rows, _ready: Rows) -> tuple[int, str]:
+        return _least_loaded(workers, rows), "least_requests"
+
+    def _least_tokens(self, _query: RoutingQuery, workers: WorkerColumns, rows: Rows, _ready: Rows) -> tuple[int, str]:
+        return least(rows, workers.tokens[rows] / running_slots(rows, workers), workers), "least_tokens"
+
+    def _power_of_two(self, _query: RoutingQuery, workers: WorkerColumns, rows: Rows, _ready: Rows) -> tuple[int, str]:
+        """Chooses the less loaded of two random workers (Mitzenmacher 2001)."""
+        two = np.array(self._rng.sample(range(len(rows)), min(2, len(rows))))
+        return _least_loaded(workers, rows[two]), "power_of_two"
+
+    def _affinity(self, query: RoutingQuery, workers: WorkerColumns, rows: Rows, ready: Rows) -> tuple[int, str]:
+        if not query.key:
+            return self._least_requests(query, workers, rows, ready)
+        return _by_routing_key(query.key, workers, rows, ready, over_gate(ready, ready, workers, self._config))
+
+    def _prefix_aware(self, query: RoutingQuery, workers: WorkerColumns, rows: Rows, ready: Rows) -> tuple[int, str]:
+        """Chooses the worker with the highest score = saved / prompt tokens - load_weight x load in units of the mean load.
+
+        A match counts nothing at a worker whose load would be above load_bound x the mean load. So a match of the whole prompt
+        wins while the load of its worker is at most 1 / load_weight mean loads higher, and no prefix brings a worker above the
+        bound. Further requests with the prefix go to a less loaded worker, which then caches the prefix too. If no worker has a
+        match, _without_match() chooses. If the load is out of balance, the least loaded worker is chosen.
+        """
+        config = self._config
+        if len(ready) > 1 and over_gate(ready, ready, workers, config).any():
+            return _least_loaded(workers, rows), "load_gate"
+        matched = np.zeros(len(rows), np.int64) if query.matched is None else query.matched[rows]
+        matched = np.where(matched >= config.min_match_tokens, matched, 0)
+        if not matched.any():
+            return self._without_match(query, workers, rows, ready)
+        load = load_over_mean(rows, ready, workers, config)
+        matched[load > config.load_bound] = 0
+        saved = matched if query.saved is None else np.where(matched > 0, query.saved[rows], 0.0)
+        score = saved / max(query.prompt_tokens, 1) - config.load_weight * load
+        best = least(rows, -score, workers)
+        return best, "prefix" if matched[rows == best].any() else "prefix_overflow"
+
+    def _without_match(self, query: RoutingQuery, workers: WorkerColumns, rows: Rows, ready: Rows) -> tuple[int, str]:
+        """Chooses a worker for a prompt that no worker has cached.
+
+        A request with a routing key goes to the key's worker within load_bound, so that prompts of one user meet there.
+        Otherwise, the first block of the prompt chooses among the least loaded workers. So gateways that get the same new prefix
+        at the same time choose the same worker without communication.
+        """
+        config = self._config
+        if query.key:
+            too_busy = load_over_mean(ready, ready, workers, config) > config.load_bound
+            return _by_routing_key(query.key, workers, rows, ready, too_busy)
+        if not query.first_block:
+            return _least_loaded(workers, rows), "no_match"
+        near = rows[near_idlest(rows, workers, config)]
+        weights = rendezvous_weights(query.first_block.hex(), workers.key[near])
+        return int(near[weights.argmax()]), "no_match"
+
+
+Chooser = Callable[[Policy, RoutingQuery, WorkerColumns, Rows, Rows], tuple[int, str]]
+_CHOOSERS: dict[RoutingPolicy, Chooser] = {
+    RoutingPolicy.ROUND_ROBIN: Policy._round_robin,
+    RoutingPolicy.RANDOM: Policy._random,
+    RoutingPolicy.LEAST_REQUESTS: Policy._least_requests,
+    RoutingPolicy.LEAST_TOKENS: Policy._least_tokens,
+    RoutingPolicy.POWER_OF_TWO: Policy._power_of_two,
+    RoutingPolicy.AFFINITY: Policy._affinity,
+    RoutingPolicy.PREFIX_AWARE: Policy._prefix_aware,
+}
 
 
 def make_policy(name: str, config: RoutingConfig, rng: random.Random) -> Policy:
@@ -77,99 +192,66 @@ def make_policy(name: str, config: RoutingConfig, rng: random.Random) -> Policy:
     return Policy(_CHOOSERS[RoutingPolicy(name)], config, rng)
 
 
-def _round_robin(c: Routable) -> tuple[int, str]:
-    return int(c.rows[c.workers.last_pick[c.rows].argmin()]), "round_robin"
+def _least_loaded(workers: WorkerColumns, rows: Rows) -> int:
+    return least(rows, relative_load(rows, workers), workers)
 
 
-def _random(c: Routable) -> tuple[int, str]:
-    return int(c.rows[c.rng.randrange(len(c.rows))]), "random"
-
-
-def _least_loaded(c: Routable) -> int:
-    return least(c.rows, relative_load(c.rows, c.workers), c.workers)
-
-
-def _least_requests(c: Routable) -> tuple[int, str]:
-    return _least_loaded(c), "least_requests"
-
-
-def _least_tokens(c: Routable) -> tuple[int, str]:
-    return least(c.rows, c.workers.tokens[c.rows] / running_slots(c.rows, c.workers), c.workers), "least_tokens"
-
-
-def _power_of_two(c: Routable) -> tuple[int, str]:
-    """Chooses the less loaded of two random workers (Mitzenmacher 2001)."""
-    two = np.array(c.rng.sample(range(len(c.rows)), min(2, len(c.rows))))
-    rows = c.rows[two]
-    return least(rows, relative_load(rows, c.workers), c.workers), "power_of_two"
-
-
-def _affinity(c: Routable) -> tuple[int, str]:
-    if not c.ask.key:
-        return _least_requests(c)
-    return _by_key(c, over_gate(c.ready, c.ready, c.workers, c.config))
-
-
-def _by_key(c: Routable, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
+def _by_routing_key(key: str, workers: WorkerColumns, rows: Rows, ready: Rows, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
     """Chooses the first allowed worker in the order of the routing key (bounded loads: Mirrokni et al. 2018).
 
     Args:
         too_busy: bool[ready], workers to avoid.
     """
-    weights = rendezvous_weights(c.ask.key, c.workers.key[c.ready])
-    first = int(c.ready[weights.argmax()])
-    rows = c.ready[~too_busy & np.isin(c.ready, c.rows, assume_unique=True)]
-    if not len(rows):
-        return _least_loaded(c), "affinity_overflow"
-    weights = rendezvous_weights(c.ask.key, c.workers.key[rows])
-    row = int(rows[weights.argmax()])
+    first = int(ready[rendezvous_weights(key, workers.key[ready]).argmax()])
+    allowed = ready[~too_busy & np.isin(ready, rows, assume_unique=True)]
+    if not len(allowed):
+        return _least_loaded(workers, rows), "affinity_overflow"
+    row = int(allowed[rendezvous_weights(key, workers.key[allowed]).argmax()])
     return row, "affinity" if row == first else "affinity_overflow"
 
 
-def _prefix_aware(c: Routable) -> tuple[int, str]:
-    """Chooses the worker with the highest score = saved / prompt tokens - load_weight x load in units of the mean load.
+def rendezvous_weights(key: str, worker_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns a uint64 weight per worker (rendezvous hashing, Thaler and Ravishankar 1998).
 
-    A match counts nothing at a worker whose load would be above load_bound x the mean load. So a match of the whole prompt wins
-    while the load of its worker is at most 1 / load_weight mean loads higher, and no prefix brings a worker above the bound.
-    Further requests with the prefix go to a less loaded worker, which then caches the prefix too. If no worker has a match,
-    _without_match() chooses. If the load is out of balance, the least loaded worker is chosen.
+    The worker with the greatest weight wins the routing key. Each routing key has its own order of all workers. If a worker is
+    added or removed, only the routing keys that it wins move. The weight is the finalizer of splitmix64 over the hash of the
+    routing key and the worker's bits.
     """
-    if len(c.ready) > 1 and over_gate(c.ready, c.ready, c.workers, c.config).any():
-        return _least_loaded(c), "load_gate"
-    matched = np.zeros(len(c.rows), np.int64) if c.ask.matched is None else c.ask.matched[c.rows]
-    matched = np.where(matched >= c.config.min_match_tokens, matched, 0)
-    if not matched.any():
-        return _without_match(c)
-    load = load_over_mean(c.rows, c.ready, c.workers, c.config)
-    matched[load > c.config.load_bound] = 0
-    saved = matched if c.ask.saved is None else np.where(matched > 0, c.ask.saved[c.rows], 0.0)
-    score = saved / max(c.ask.prompt_tokens, 1) - c.config.load_weight * load
-    best = least(c.rows, -score, c.workers)
-    return best, "prefix" if matched[c.rows == best].any() else "prefix_overflow"
+    seed = np.uint64(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
+    mixed = worker_keys ^ seed
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
-def _without_match(c: Routable) -> tuple[int, str]:
-    """Chooses a worker for a prompt that no worker has cached.
+def pick_prefill(policy: Policy, columns: WorkerColumns, query: RoutingQuery, decode: Pick, min_tokens: int) -> Pick | None:
+    """Chooses the prefill worker that computes a prompt for the chosen decode worker. Changes nothing.
 
-    A request with a routing key goes to the key's worker within load_bound, so that prompts of one user meet there. Otherwise,
-    the first block of the prompt chooses among the least loaded workers. So gateways that get the same new prefix at the same
-    time choose the same worker without communication.
+    Args:
+        query: The request. `allowed` has the workers that can exchange pages with the decode worker.
+        decode: The chosen decode worker.
+        min_tokens: If fewer prompt tokens are uncached at the decode worker, it computes them itself.
+
+    Returns:
+        None if the decode worker computes the prompt itself.
     """
-    if c.ask.key:
-        return _by_key(c, load_over_mean(c.ready, c.ready, c.workers, c.config) > c.config.load_bound)
-    if not c.ask.first_block:
-        return _least_loaded(c), "no_match"
-    rows = c.rows[near_idlest(c.rows, c.workers, c.config)]
-    weights = rendezvous_weights(c.ask.first_block.hex(), c.workers.key[rows])
-    return int(rows[weights.argmax()]), "no_match"
+    if query.prompt_tokens - decode.predicted_tokens < min_tokens or not _have_decode_slots(columns):
+        return None
+    short = columns.tokens <= MOST_QUEUED_TOKENS
+    allowed = short if query.allowed is None else short & query.allowed
+    pick = policy.pick(replace(query, allowed=allowed, prefill=True), columns)
+    if pick is None:
+        return None
+    waits, is_idle = columns.tokens[pick.row] > 0, columns.requests[decode.row] == 0
+    return None if waits and is_idle else pick
 
 
-_CHOOSERS: dict[RoutingPolicy, Chooser] = {
-    RoutingPolicy.ROUND_ROBIN: _round_robin,
-    RoutingPolicy.RANDOM: _random,
-    RoutingPolicy.LEAST_REQUESTS: _least_requests,
-    RoutingPolicy.LEAST_TOKENS: _least_tokens,
-    RoutingPolicy.POWER_OF_TWO: _power_of_two,
-    RoutingPolicy.AFFINITY: _affinity,
-    RoutingPolicy.PREFIX_AWARE: _prefix_aware,
-}
+def _have_decode_slots(columns: WorkerColumns) -> bool:
+    """Returns whether the decode workers have free slots for all prompts at prefill workers and for one more.
+
+    A prompt without a free slot would occupy pages of the prefill worker for nothing. A prompt whose pages a decode worker
+    prefetches is counted once, at its prefill worker.
+    """
+    takes = columns.takes
+    free_slots = int((columns.limit + columns.prefetches - columns.requests)[takes].sum())
+    return int(columns.requests[columns.used & ~columns.serves].sum()) < free_slots

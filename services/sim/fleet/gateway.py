@@ -13,13 +13,10 @@ from hashlib import blake2b
 
 import numpy as np
 
-from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.columns import Pick, RoutingQuery, SharingMeter, WorkerColumns, hits_of
 from services.gateway.routing.fair_queue import FairQueue, Placed
-from services.gateway.routing.policies import make_policy
-from services.gateway.routing.prefill import pick_prefill
+from services.gateway.routing.policies import make_policy, pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
-from services.gateway.routing.sharing import SharingMeter
-from services.gateway.routing.tier_hits import hits_of
 from services.shared.index.block_hash import block_hashes
 from services.shared.index.block_tier import BlockTier
 from services.shared.index.cache_namespace import cache_namespace
@@ -39,7 +36,7 @@ from services.worker.loop.inbox import Abort, PrefetchMore
 class LoadView:
     """The load of the workers as one gateway sees it: its own requests exactly, and other gateways' requests as last reported.
 
-    It writes the columns `requests`, `tokens` and `ahead`. `peer` is the gateway's number at the workers.
+    It writes the columns `requests`, `tokens` and `prefetches`. `peer` is the gateway's number at the workers.
     """
 
     def __init__(self, columns: WorkerColumns, peer: int) -> None:
@@ -64,12 +61,12 @@ class LoadView:
     def ahead(self, row: int, tokens: int) -> None:
         """Counts a request whose pages the worker prefetches now."""
         self.opened(row, tokens)
-        self._columns.ahead[row] += 1
+        self._columns.prefetches[row] += 1
 
     def not_ahead(self, row: int, tokens: int) -> None:
         """Ends the count of ahead(), with the same number of tokens."""
         self.ended(row, tokens)
-        self._columns.ahead[row] -= 1
+        self._columns.prefetches[row] -= 1
 
     def reported(self, loads: Sequence[WorkerLoad]) -> None:
         """Takes one load per row.
@@ -240,7 +237,7 @@ class FleetGateway:
         if request.reader is not None:
             self._send_prefetch(request.reader.row, PrefetchMore(self.number, ready))
             return
-        pick = self._policy.pick(self._ask(request, decides=False), self.columns)
+        pick = self._policy.pick(self._query(request, decides=False), self.columns)
         if pick is not None:
             request.reader, request.ahead_tokens = replace(pick, reason=READER), request.tokens
             self._view.ahead(pick.row, request.ahead_tokens)
@@ -289,23 +286,25 @@ class FleetGateway:
         if reader is not None and columns.takes[reader.row] and columns.requests[reader.row] <= columns.limit[reader.row]:
             self._submit(request, reader, hands_over=False)
             return True
-        ask = self._ask(request)
-        pick = self._policy.pick(ask, self.columns)
+        query = self._query(request)
+        pick = self._policy.pick(query, self.columns)
         if pick is None:
             return False
         prefill = None
         if self._config.roles is not None and not request.prefilled:
-            prefill = pick_prefill(self._policy, self.columns, ask, pick, self._config.roles.min_tokens)
+            prefill = pick_prefill(self._policy, self.columns, query, pick, self._config.roles.min_tokens)
         self._submit(request, prefill or pick, hands_over=prefill is not None)
         return True
 
-    def _ask(self, request: OpenRequest, decides: bool = True) -> Ask:
+    def _query(self, request: OpenRequest, decides: bool = True) -> RoutingQuery:
         hits = hits_of(self.index.reach(request.hashes), self.columns)
         if request.hashes and decides:
             self._sharing.decided(bool(hits.matched.any()))
         first_block = request.hashes[0] if request.hashes and self._sharing.seen else b""
         message = request.message
-        return Ask(request.tokens, hits.matched, message.routing_key, message.lora, first_block=first_block, saved=hits.saved)
+        return RoutingQuery(
+            request.tokens, hits.matched, message.routing_key, message.lora, first_block=first_block, saved=hits.saved
+        )
 
     def _submit(self, request: OpenRequest, pick: Pick, hands_over: bool) -> None:
         message = request.message

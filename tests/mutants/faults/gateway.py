@@ -62,8 +62,8 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/routing/filters.py",
-        ("if not ask.lora:", "if True:"),
+        "services/gateway/routing/policies.py",
+        ("if not query.lora:", "if True:"),
         only="test_routing_policies",
     ),
     *of(

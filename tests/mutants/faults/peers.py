@@ -77,8 +77,8 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/gateway/routing/prefill.py",
-        ("(columns.limit + columns.ahead - columns.requests)", "(columns.limit - columns.requests)"),
+        "services/gateway/routing/policies.py",
+        ("(columns.limit + columns.prefetches - columns.requests)", "(columns.limit - columns.requests)"),
         only="test_dispatch_ahead",
     ),
     *of(
@@ -212,15 +212,15 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/gateway/routing/prefill.py",
-        ("ask.prompt_tokens - decode.predicted_tokens < min_tokens", "ask.prompt_tokens < min_tokens"),
-        ("short if ask.allowed is None else short & ask.allowed", "ask.allowed"),
+        "services/gateway/routing/policies.py",
+        ("query.prompt_tokens - decode.predicted_tokens < min_tokens", "query.prompt_tokens < min_tokens"),
+        ("short if query.allowed is None else short & query.allowed", "query.allowed"),
         ("None if waits and is_idle else pick", "None if waits else pick"),
         ("None if waits and is_idle else pick", "pick"),
         ("columns.requests[columns.used & ~columns.serves]", "columns.requests[columns.used]"),
-        ("columns.ahead - columns.requests)", "columns.ahead)"),
+        ("columns.prefetches - columns.requests)", "columns.prefetches)"),
         ("columns.tokens <= MOST_QUEUED_TOKENS", "columns.tokens < MOST_QUEUED_TOKENS"),
-        only="test_prefill",
+        only="test_pick_prefill",
     ),
     *of(
         "peers",

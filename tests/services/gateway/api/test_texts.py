@@ -124,13 +124,13 @@ def test_lost_worker_has_no_figures() -> None:
 def test_server_info_has_the_states_of_workers(system: System) -> None:
     (link,) = system.links
     told = []
-    system.do(lambda: told.append(_state(link, True, link.told_at)))
+    system.do(lambda: told.append(_state(link, True, link.load_at)))
     for changed in ({"draining": True}, {"paused": True}):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in changed.items():
                 patch.setattr(link, name, value)
-            told.append(_state(link, False, link.told_at))
+            told.append(_state(link, False, link.load_at))
     system.do(lambda: system.worker.tell(num_open=1))
     wait_until(lambda: link.load is not None, "a worker's load")
-    told += [_state(link, True, link.told_at + 10 * QUIET_S), _state(link, False, link.told_at)]
+    told += [_state(link, True, link.load_at + 10 * QUIET_S), _state(link, False, link.load_at)]
     assert told == ["ready", "draining", "paused", "silent", "unused"]

@@ -109,7 +109,7 @@ def counted(system: System, worker: int) -> tuple[int, int]:
     """(requests, of these to come) as routing sees that worker."""
     (pool,) = system.gateway.dispatcher.fleet.pools.values()
     row = pool.row_of(system.links[worker])
-    return int(pool.columns.requests[row]), int(pool.columns.ahead[row])
+    return int(pool.columns.requests[row]), int(pool.columns.prefetches[row])
 
 
 def test_prefetches_count_as_requests_and_spread_over_decode_workers() -> None:

@@ -84,7 +84,7 @@ def test_request_returns_to_a_refusing_worker_when_no_other_is_left() -> None:
         assert system.submits() == [0, LIMIT]
         system.do(lambda: first.servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))
         system.do(first.servicer.tell)
-        wait_until(lambda: system.gateway.dispatcher.fleet.pools[MODEL].has_room(), "room")
+        wait_until(lambda: system.gateway.dispatcher.fleet.pools[MODEL].has_free_slot(), "a free slot")
         clients.append(send(system, "refused"))
         wait_until(lambda: system.submits() == [1, LIMIT] and system.num_waiting == 1, "the refusal")
         system.call(second.stop())

@@ -26,7 +26,7 @@ class Link:
         self.aborted.append(handle)
         return not self.knows
 
-    def leave_room(self, handle: int) -> None:
+    def release_reservation(self, handle: int) -> None:
         self.left.append(handle)
 
 
@@ -51,7 +51,7 @@ def test_placement_releases_reservation_without_a_reader(knows: bool, left: list
     again.choice.trace = None
     again.hand_over(KvReservation(prefill, 8, source, b"pages"))  # type: ignore[arg-type]
     again.take_source(decode, 14)  # type: ignore[arg-type]
-    again.lost(14, heard=knows)
+    again.lost(14, was_sent=knows)
     assert again.prefilled is not knows and again.source_layout == (b"" if knows else b"pages")
     placement.withdraw()
     assert decode.aborted == [12] and prefill.left == left

@@ -29,15 +29,15 @@ class Asked:
 
     def aborted(self, handle: int) -> None: ...
 
-    def lost(self, handle: int, heard: bool) -> None: ...
+    def lost(self, handle: int, was_sent: bool) -> None: ...
 
 
 def test_worker_link_splits_a_burst_of_long_prompts_into_messages() -> None:
     async def run() -> list[worker_pb2.GenerateRequest]:
-        occupant: Any = Asked()
-        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", occupant, Patience(5.0, 0.0), CircuitBreaker())
+        choice: Any = Asked()
+        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", choice, Patience(5.0, 0.0), CircuitBreaker())
         for handle in range(BURST):
-            link.submit(occupant, worker_pb2.Submit(handle=handle))
+            link.submit(choice, worker_pb2.Submit(handle=handle))
         link.abort(3)
         messages = []
         while link._submits or link._aborts:
@@ -54,14 +54,14 @@ def test_worker_link_splits_a_burst_of_long_prompts_into_messages() -> None:
 @pytest.mark.parametrize("heard", ["prefetch", "submit", "nothing"])
 def test_abort_ends_the_prefetch_of_a_submit(heard: str) -> None:
     async def run() -> None:
-        occupant: Any = Asked()
-        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", occupant, Patience(5.0, 0.0), CircuitBreaker())
-        link.prefetch(occupant, worker_pb2.Prefetch(handle=7))
-        assert (link.num_ahead, link.ahead_tokens) == (1, len(PROMPT))
+        choice: Any = Asked()
+        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", choice, Patience(5.0, 0.0), CircuitBreaker())
+        link.prefetch(choice, worker_pb2.Prefetch(handle=7))
+        assert (link.num_prefetches, link.prefetch_tokens) == (1, len(PROMPT))
         if heard != "nothing":
             assert [each.handle for each in link._next_message().prefetches] == [7]
-        link.submit(occupant, worker_pb2.Submit(handle=7))
-        assert (link.num_ahead, link.ahead_tokens) == (0, 0)
+        link.submit(choice, worker_pb2.Submit(handle=7))
+        assert (link.num_prefetches, link.prefetch_tokens) == (0, 0)
         if heard == "submit":
             assert [each.handle for each in link._next_message().submits] == [7]
         assert link.abort(7) is (heard != "submit"), "whether the submit was never sent"

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.columns import TRIED_SAVES, Pick, RoutingQuery, WorkerColumns, hits_of
 from services.gateway.routing.policies import (
     REASONS,
     RoutingConfig,
     RoutingPolicy,
-    has_room,
+    has_free_slot,
     make_policy,
-    rows_with_room,
+    rows_with_free_slots,
 )
-from services.gateway.routing.tier_hits import TRIED_SAVES, hits_of
 from tests.all_pairs import each_value
 
 
@@ -32,15 +31,17 @@ def fleet(requests: Sequence[int], running: int | Sequence[int] = 100, limit: in
     return workers
 
 
-def ask(workers: WorkerColumns, matched: Sequence[int] | None = None, prompt: int = 1000, key: str = "", lora: str = "") -> Ask:
+def query(
+    workers: WorkerColumns, matched: Sequence[int] | None = None, prompt: int = 1000, key: str = "", lora: str = ""
+) -> RoutingQuery:
     if matched is None:
-        return Ask(prompt, None, key, lora)
+        return RoutingQuery(prompt, None, key, lora)
     padded = np.zeros(workers.capacity, np.int64)
     padded[: len(matched)] = matched
-    return Ask(prompt, padded, key, lora)
+    return RoutingQuery(prompt, padded, key, lora)
 
 
-def pick(policy: str, workers: WorkerColumns, request: Ask, config: RoutingConfig | None = None) -> Pick:
+def pick(policy: str, workers: WorkerColumns, request: RoutingQuery, config: RoutingConfig | None = None) -> Pick:
     chosen = make_policy(policy, config or RoutingConfig(), random.Random(5)).pick(request, workers)
     assert chosen is not None and chosen.reason in REASONS
     return chosen
@@ -64,18 +65,18 @@ def set_last(workers: WorkerColumns, last: Sequence[int]) -> WorkerColumns:
 )
 def test_least_requests(requests: list[int], running: list[int], last: list[int], row: int) -> None:
     workers = set_last(fleet(requests, running), last)
-    assert pick("least_requests", workers, ask(workers)) == Pick(row, "least_requests", 0)
+    assert pick("least_requests", workers, query(workers)) == Pick(row, "least_requests", 0)
 
 
 def test_least_tokens_is_relative_to_size() -> None:
     workers = fleet([1, 9, 9], [100, 50, 100])
     workers.tokens[:3] = [5000, 1500, 2000]
-    assert pick("least_tokens", workers, ask(workers)).row == 2
+    assert pick("least_tokens", workers, query(workers)).row == 2
 
 
 def test_round_robin_picks_the_worker_with_the_oldest_pick() -> None:
     workers = set_last(fleet([9, 0, 0]), [1, 3, 2])
-    assert pick("round_robin", workers, ask(workers)) == Pick(0, "round_robin", 0)
+    assert pick("round_robin", workers, query(workers)) == Pick(0, "round_robin", 0)
 
 
 def test_random_reaches_all_workers_and_follows_the_seed() -> None:
@@ -83,16 +84,16 @@ def test_random_reaches_all_workers_and_follows_the_seed() -> None:
     runs = []
     for _ in range(2):
         policy = make_policy("random", RoutingConfig(), random.Random(1))
-        runs.append([chosen.row for _ in range(200) if (chosen := policy.pick(ask(workers), workers))])
+        runs.append([chosen.row for _ in range(200) if (chosen := policy.pick(query(workers), workers))])
     assert runs[0] == runs[1] and min(Counter(runs[0])[row] for row in range(5)) > 20
 
 
 def test_power_of_two_picks_the_less_loaded_of_two() -> None:
     workers = fleet([0, 1, 2, 3])
     policy = make_policy("power_of_two", RoutingConfig(), random.Random(1))
-    rows = Counter(chosen.row for _ in range(600) if (chosen := policy.pick(ask(workers), workers)))
+    rows = Counter(chosen.row for _ in range(600) if (chosen := policy.pick(query(workers), workers)))
     assert rows[3] == 0 and rows[0] > rows[1] > rows[2] > 0
-    assert pick("power_of_two", fleet([4]), Ask(10)).row == 0
+    assert pick("power_of_two", fleet([4]), RoutingQuery(10)).row == 0
 
 
 @pytest.mark.by_day(one_in=3, seed=39)
@@ -107,18 +108,20 @@ def test_policy_picks_only_usable_allowed_workers_with_free_slots(policy: str) -
     workers.limit[4] = 6
     matched = np.full(workers.capacity, 900)
     for key in ("", "a", "b", "c"):
-        request = Ask(1000, matched, key, allowed=allowed)
-        assert rows_with_room(request, workers).tolist() == [4, 5]
+        request = RoutingQuery(1000, matched, key, allowed=allowed)
+        assert rows_with_free_slots(request, workers).tolist() == [4, 5]
         assert pick(policy, workers, request).row in (4, 5)
     workers.requests[4], workers.limit[5] = 6, 0
-    assert not has_room(request, workers)
+    assert not has_free_slot(request, workers)
     assert make_policy(policy, RoutingConfig(), random.Random(1)).pick(request, workers) is None
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("policy", [RoutingPolicy.RANDOM, RoutingPolicy.PREFIX_AWARE])
 def test_policy_returns_none_without_workers(policy: str) -> None:
-    assert make_policy(policy, RoutingConfig(), random.Random(1)).pick(Ask(10, key="k", lora="x"), WorkerColumns()) is None
+    assert (
+        make_policy(policy, RoutingConfig(), random.Random(1)).pick(RoutingQuery(10, key="k", lora="x"), WorkerColumns()) is None
+    )
 
 
 def test_make_policy_refuses_an_unknown_name() -> None:
@@ -141,17 +144,17 @@ def test_policy_prefers_workers_with_the_adapter(policy: str, case: tuple[list[i
     for row in loras:
         workers.loras[row] = frozenset({"x", "y"})
     for key in ("", "a", "b", "c", "d"):
-        assert pick(policy, workers, ask(workers, key=key, lora="x")).row in rows
+        assert pick(policy, workers, query(workers, key=key, lora="x")).row in rows
 
 
 def test_policy_picks_another_worker_when_the_one_with_the_adapter_is_full() -> None:
     workers = fleet([0, 9, 9])
     workers.loras[1], workers.limit[1] = frozenset({"x"}), 9
-    assert pick("least_requests", workers, ask(workers, lora="x")).row == 0
+    assert pick("least_requests", workers, query(workers, lora="x")).row == 0
 
 
 def by_key(workers: WorkerColumns, policy: str = "affinity", count: int = 300) -> dict[str, Pick]:
-    return {f"user-{n}": pick(policy, workers, ask(workers, key=f"user-{n}")) for n in range(count)}
+    return {f"user-{n}": pick(policy, workers, query(workers, key=f"user-{n}")) for n in range(count)}
 
 
 @pytest.mark.parametrize("policy", ["affinity", "prefix_aware"])
@@ -167,7 +170,7 @@ def test_routing_keys_stay_when_another_worker_is_removed(policy: str) -> None:
 
 
 def test_affinity_uses_least_requests_without_a_routing_key() -> None:
-    assert pick("affinity", fleet([5, 1, 4]), Ask(10)) == Pick(1, "least_requests", 0)
+    assert pick("affinity", fleet([5, 1, 4]), RoutingQuery(10)) == Pick(1, "least_requests", 0)
 
 
 def test_affinity_overflows_to_the_keys_next_worker() -> None:
@@ -211,7 +214,7 @@ def test_affinity_overflows_when_the_worker_is_full() -> None:
 )  # fmt: skip
 def test_prefix_aware(requests: list[int], matched: list[int], row: int, reason: str) -> None:
     workers = fleet(requests)
-    assert pick("prefix_aware", workers, ask(workers, matched)) == Pick(row, reason, matched[row])
+    assert pick("prefix_aware", workers, query(workers, matched)) == Pick(row, reason, matched[row])
 
 
 TIER_CASES: dict[str, tuple[list[int], list[tuple[int, int, int]], list[tuple[float, float]], int, int]] = {
@@ -236,7 +239,7 @@ def test_prefix_aware_weights_hits_by_the_saving_of_the_tier() -> None:
         workers.owner[: len(requests)] = range(len(requests))
         workers.host_saves[: len(requests)], workers.storage_saves[: len(requests)] = zip(*saves, strict=True)
         hits = hits_of(np.cumsum(np.array(blocks), axis=1).T, workers)
-        chosen = pick("prefix_aware", workers, Ask(1000, hits.matched, saved=hits.saved))
+        chosen = pick("prefix_aware", workers, RoutingQuery(1000, hits.matched, saved=hits.saved))
         assert (chosen.row, chosen.predicted_tokens) == (row, predicted), name
 
 
@@ -266,35 +269,35 @@ def test_hits_of_returns_device_matches_when_the_index_has_no_lower_tiers() -> N
 )
 def test_load_gate_has_the_thresholds_of_sglang(requests: list[int], trips: bool) -> None:
     workers = fleet(requests)
-    assert (pick("prefix_aware", workers, ask(workers)).reason == "load_gate") is trips
+    assert (pick("prefix_aware", workers, query(workers)).reason == "load_gate") is trips
 
 
 def test_load_gate_is_relative_to_the_size_of_workers() -> None:
     workers = fleet([160, 20], [400, 50])
-    assert pick("prefix_aware", workers, ask(workers)).reason == "no_match"
+    assert pick("prefix_aware", workers, query(workers)).reason == "no_match"
 
 
 def test_prefix_aware_prefers_a_match_to_the_routing_key() -> None:
     workers = fleet([10] * 4)
-    home = pick("prefix_aware", workers, ask(workers, key="u")).row
+    home = pick("prefix_aware", workers, query(workers, key="u")).row
     other = (home + 1) % 4
     matched = [0] * 4
     matched[other] = 640
-    assert pick("prefix_aware", workers, ask(workers, matched, key="u")) == Pick(other, "prefix", 640)
+    assert pick("prefix_aware", workers, query(workers, matched, key="u")) == Pick(other, "prefix", 640)
 
 
 def test_prefix_aware_overflows_a_busy_routing_key_before_the_gate() -> None:
     workers = fleet([10] * 4)
-    home = pick("prefix_aware", workers, ask(workers, key="u")).row
+    home = pick("prefix_aware", workers, query(workers, key="u")).row
     workers.requests[home] = 17
-    chosen = pick("prefix_aware", workers, ask(workers, key="u"))
+    chosen = pick("prefix_aware", workers, query(workers, key="u"))
     assert chosen.row != home and chosen.reason == "affinity_overflow"
 
 
 def test_prefix_aware_sends_a_new_prefix_to_the_same_worker_at_all_gateways() -> None:
     """The last picks of the gateways differ."""
     for number in range(20):
-        request = Ask(1000, first_block=number.to_bytes(8, "big"))
+        request = RoutingQuery(1000, first_block=number.to_bytes(8, "big"))
         one = pick("prefix_aware", set_last(fleet([5, 5, 6, 5]), [9, 1, 4, 3]), request)
         other = pick("prefix_aware", set_last(fleet([5, 6, 5, 5]), [2, 8, 1, 5]), request)
         assert one == other and one.reason == "no_match"
@@ -302,8 +305,8 @@ def test_prefix_aware_sends_a_new_prefix_to_the_same_worker_at_all_gateways() ->
 
 def test_prefix_aware_sends_a_new_prefix_to_a_least_loaded_worker() -> None:
     workers = fleet([100, 104, 107, 130])
-    rows = Counter(pick("prefix_aware", workers, Ask(1000, first_block=bytes([number]))).row for number in range(200))
+    rows = Counter(pick("prefix_aware", workers, RoutingQuery(1000, first_block=bytes([number]))).row for number in range(200))
     assert set(rows) == {0, 1} or set(rows) == {0, 1, 2}
     assert all(count > 40 for count in rows.values())
     sizes = fleet([5, 50], running=[10, 100])
-    assert {pick("prefix_aware", sizes, Ask(1000, first_block=bytes([number]))).row for number in range(50)} == {0, 1}
+    assert {pick("prefix_aware", sizes, RoutingQuery(1000, first_block=bytes([number]))).row for number in range(50)} == {0, 1}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from services.gateway.routing.columns import Ask, WorkerColumns
+from services.gateway.routing.columns import RoutingQuery, WorkerColumns
 from services.gateway.routing.policies import RoutingConfig, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.index.block_hash import BLOCK_TOKENS
@@ -69,7 +69,7 @@ class Simulation:
         self.index.expire(now)
         matched = self.index.match(prompt)[self.columns.owner] * BLOCK_TOKENS
         matched[~self.columns.used] = 0
-        pick = self.policy.pick(Ask(len(prompt) * BLOCK_TOKENS, matched), self.columns)
+        pick = self.policy.pick(RoutingQuery(len(prompt) * BLOCK_TOKENS, matched), self.columns)
         assert pick is not None
         self.columns.requests[pick.row] += 1
         self.columns.last_pick[pick.row] = number + 1

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.columns import Pick, RoutingQuery, WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.policies import make_policy
-from services.gateway.routing.prefill import MOST_QUEUED_TOKENS, pick_prefill
+from services.gateway.routing.policies import MOST_QUEUED_TOKENS, make_policy, pick_prefill
 
 # Tokens of the prompt; tokens of it that the decode worker has cached; tokens queued at the prefill worker; whether the decode
 # worker is busy; whether the prefill worker is full; whether the prefill worker computes the prompt.
@@ -31,7 +30,7 @@ def test_pick_prefill_chooses_the_prompts_that_gain() -> None:
         columns.serves[prefill] = False
         columns.tokens[prefill], columns.requests[prefill], columns.requests[decode] = queued, 4 * full, decode_busy
         policy = make_policy(str(RoutingPolicy.LEAST_REQUESTS), RoutingConfig(), random.Random(0))
-        pick = pick_prefill(policy, columns, Ask(tokens), Pick(decode, "any", cached), 512)
+        pick = pick_prefill(policy, columns, RoutingQuery(tokens), Pick(decode, "any", cached), 512)
         assert (pick is not None and pick.row == prefill) == goes, name
 
 
@@ -48,7 +47,7 @@ def fleet(prefill: int, decode: int, limit: int = 4) -> WorkerColumns:
 
 def picked(columns: WorkerColumns, decode: int) -> int | None:
     policy = make_policy(str(RoutingPolicy.LEAST_REQUESTS), RoutingConfig(), random.Random(0))
-    pick = pick_prefill(policy, columns, Ask(600), Pick(decode, "any", 0), 512)
+    pick = pick_prefill(policy, columns, RoutingQuery(600), Pick(decode, "any", 0), 512)
     return None if pick is None else pick.row
 
 
