@@ -13,8 +13,7 @@ import torch
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu.build import BuildFailed, built_library
-from kernels.cpu.library import CpuCopies, CpuKernels
-from kernels.cpu.sampling import CpuSampling
+from kernels.cpu.library import CpuCopies, CpuKernels, CpuSampling
 from kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
-"""Implements Kernels and StepKernels with the C++ library, for float32 and bfloat16 tensors.
+"""Implements Kernels, StepKernels and SampleKernels with the C++ library, and copies of pages.
 
-Each method checks shapes and passes addresses. Linear layers of bfloat16 use the CPU's dot products if it has them; all others
-are plain sums in order. torch's own products are not used, because their sums depend on the number of rows.
+Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses. Linear layers of bfloat16 use the CPU's
+dot products if it has them; all others are plain sums in order. torch's own products are not used, because their sums depend on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -17,55 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.contracts.ops import PackedLinear, RaggedRows, misfit, require_contiguous
+from kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
 from kernels.contracts.step_ops import DevicePageTableUpdates
 from kernels.reference import layers
 
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-
-def bound(path: Path, signatures: Mapping[str, Sequence[type]]) -> dict[str, Any]:
-    """Returns each function rootstock_NAME, which returns nothing and releases the interpreter lock.
-
-    Args:
-        path: the shared library.
-        signatures: argument types by NAME.
-
-    Raises:
-        OSError: the library cannot be loaded.
-        AttributeError: the library lacks a function.
-    """
-    library = ctypes.CDLL(str(path))
-    functions = {name: getattr(library, f"rootstock_{name}") for name in signatures}
-    for name, function in functions.items():
-        function.argtypes, function.restype = signatures[name], None
-    return functions
-
-
-class CpuCopies:
-    """Copies many pieces of memory in one call without the interpreter lock. Raises OSError if the library cannot be loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self._copy = bound(path, {"copy_pieces": [POINTER] * 3 + [INT64, INT]})["copy_pieces"]
-
-    def copy_pieces(self, to: NDArray[np.int64], source: NDArray[np.int64], sizes: NDArray[np.int64], streamed: bool) -> None:
-        """Copies piece i from source[i] to to[i]. No address is checked.
-
-        Args:
-            to: int64[n], addresses.
-            source: int64[n], addresses.
-            sizes: int64[n], bytes.
-            streamed: whether writes bypass the caches, so that their contents stay.
-
-        Raises:
-            ValueError: the arrays have different lengths.
-        """
-        if not to.shape == source.shape == sizes.shape or to.ndim != 1:
-            raise ValueError(f"shapes do not fit: {to.shape}, {source.shape}, {sizes.shape}")
-        columns = [np.ascontiguousarray(each, dtype=np.int64) for each in (to, source, sizes)]
-        self._copy(*(each.ctypes.data for each in columns), len(to), streamed)
-
-
-SIGNATURES: dict[str, list[type]] = {
+LAYER_SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
     "silu_and_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "rope_write_kv": [POINTER] * 8 + [INT64] * 5 + [FLOAT, INT, INT],
@@ -79,13 +37,13 @@ SIGNATURES: dict[str, list[type]] = {
     "prefer_huge_pages": [POINTER, INT64],
     "has_packed_linear": [POINTER],
 }
+SAMPLING_SIGNATURES: dict[str, list[type]] = {
+    "edit_logits": [POINTER] * 15 + [INT64] * 4 + [INT],
+    "select_tokens": [POINTER] * 11 + [INT64] * 2 + [INT],
+    "measure_logprobs": [POINTER] * 7 + [INT64] * 3 + [INT],
+    "uniforms": [POINTER] * 3 + [INT64, INT],
+}
 BLOCK = 64  # columns per packed block
-
-
-def _is_bfloat16(tensor: Tensor) -> bool:
-    if tensor.dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"the C++ kernels take float32 and bfloat16, not {tensor.dtype}")
-    return tensor.dtype == torch.bfloat16
 
 
 class CpuKernels:
@@ -106,7 +64,7 @@ class CpuKernels:
         Raises:
             OSError: the library cannot be loaded.
         """
-        self._functions = bound(path, SIGNATURES)
+        self._functions = bound(path, LAYER_SIGNATURES)
         self._threads, self._deterministic = threads, deterministic
         packs = torch.zeros(1, dtype=torch.int32)
         self._functions["has_packed_linear"](packs.data_ptr())
@@ -279,3 +237,127 @@ def _packed_columns(rows: int, gated: bool) -> Tensor:
     pairs = torch.arange(-(-half // 32) * 32).view(-1, 1, 32)
     both = torch.cat((pairs, pairs + half), dim=1)
     return torch.where(pairs < half, both, rows).flatten()
+
+
+def _is_bfloat16(tensor: Tensor) -> bool:
+    if tensor.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"the C++ kernels take float32 and bfloat16, not {tensor.dtype}")
+    return tensor.dtype == torch.bfloat16
+
+
+class CpuSampling:
+    """The C++ sampling kernels."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        """Loads the library.
+
+        Args:
+            path: the shared library.
+            threads: size of the OpenMP team of each call.
+
+        Raises:
+            OSError: the library cannot be loaded.
+        """
+        functions = bound(path, SAMPLING_SIGNATURES)
+        self._threads = threads
+        self._edit, self._select = functions["edit_logits"], functions["select_tokens"]
+        self._measure, self._uniforms = functions["measure_logprobs"], functions["uniforms"]
+
+    def edit_logits(self, edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
+        """Implements SampleKernels.edit_logits(). Raises ValueError if the shapes do not fit."""
+        _fits(edited, logits, rows, table)
+        columns = (rows.slots, rows.positions, rows.mask_rows, rows.loss_offsets, rows.loss_ids, rows.losses, rows.masks)
+        tables = (table.params, table.counts, table.words, table.bias_ids, table.biases, table.stop_ids)
+        require_contiguous(rows.masks, *tables)
+        places = [tensor.data_ptr() for tensor in (edited, logits, *columns, *tables)]
+        self._edit(*places, *logits.shape, table.bias_ids.shape[1], table.stop_ids.shape[1], self._threads)
+
+    def select_tokens(
+        self,
+        tokens: Tensor,
+        faults: Tensor,
+        logits: Tensor,
+        edited: Tensor,
+        rows: SampleRows,
+        table: SlotTable,
+        relay: Tensor,
+    ) -> None:
+        """Implements SampleKernels.select_tokens(). Raises ValueError if the shapes do not fit."""
+        _fits(edited, logits, rows, table)
+        if len(tokens) != len(logits) or relay.dtype != torch.int64:
+            raise misfit(tokens, logits, relay)
+        columns = (rows.slots, rows.positions, rows.mask_rows, rows.loss_offsets, table.params, table.counts, relay)
+        places = [tensor.data_ptr() for tensor in (tokens, faults, logits, edited, *columns)]
+        self._select(*places, *logits.shape, self._threads)
+
+    def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
+        """Implements SampleKernels.measure_logprobs(). Raises ValueError if the shapes do not fit."""
+        count, num_top = out.top_ids.shape
+        if num_top > MAX_TOP or not len(tokens) == len(rows) == count or logits.dtype != torch.float32:
+            raise misfit(out.top_ids, logits, tokens, rows)
+        require_contiguous(logits, tokens, rows, out.top_ids, out.top)
+        places = [tensor.data_ptr() for tensor in (out.own, out.top_ids, out.top, out.mass, logits, tokens, rows)]
+        self._measure(*places, count, num_top, logits.shape[1], self._threads)
+
+    def uniforms(self, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Returns float64[n] in [0, 1), the numbers that draws with int64[n] seeds at int32[n] positions use."""
+        require_contiguous(seeds, positions)
+        out = torch.empty(len(seeds), dtype=torch.float64)
+        self._uniforms(out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), len(seeds), self._threads)
+        return out
+
+
+def _fits(edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
+    count, vocab_size = logits.shape
+    if (
+        logits.dtype != torch.float32
+        or edited.shape != logits.shape
+        or not len(rows.slots) == len(rows.positions) == len(rows.mask_rows) == len(rows.loss_offsets) - 1 == count
+        or table.counts.shape[1] != vocab_size
+        or table.params.shape[1] != SlotColumn.WIDTH
+        or rows.masks.shape[1] != table.words.shape[1]
+    ):
+        raise misfit(logits, edited, rows.slots, rows.loss_offsets, rows.masks, table.counts, table.words)
+    require_contiguous(edited, logits, table.params, table.counts)
+
+
+class CpuCopies:
+    """Copies many pieces of memory in one call without the interpreter lock. Raises OSError if the library cannot be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._copy = bound(path, {"copy_pieces": [POINTER] * 3 + [INT64, INT]})["copy_pieces"]
+
+    def copy_pieces(self, to: NDArray[np.int64], source: NDArray[np.int64], sizes: NDArray[np.int64], streamed: bool) -> None:
+        """Copies piece i from source[i] to to[i]. No address is checked.
+
+        Args:
+            to: int64[n], addresses.
+            source: int64[n], addresses.
+            sizes: int64[n], bytes.
+            streamed: whether writes bypass the caches, so that their contents stay.
+
+        Raises:
+            ValueError: the arrays have different lengths.
+        """
+        if not to.shape == source.shape == sizes.shape or to.ndim != 1:
+            raise ValueError(f"shapes do not fit: {to.shape}, {source.shape}, {sizes.shape}")
+        columns = [np.ascontiguousarray(each, dtype=np.int64) for each in (to, source, sizes)]
+        self._copy(*(each.ctypes.data for each in columns), len(to), streamed)
+
+
+def bound(path: Path, signatures: Mapping[str, Sequence[type]]) -> dict[str, Any]:
+    """Returns each function rootstock_NAME, which returns nothing and releases the interpreter lock.
+
+    Args:
+        path: the shared library.
+        signatures: argument types by NAME.
+
+    Raises:
+        OSError: the library cannot be loaded.
+        AttributeError: the library lacks a function.
+    """
+    library = ctypes.CDLL(str(path))
+    functions = {name: getattr(library, f"rootstock_{name}") for name in signatures}
+    for name, function in functions.items():
+        function.argtypes, function.restype = signatures[name], None
+    return functions

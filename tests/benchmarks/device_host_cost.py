@@ -22,8 +22,7 @@ from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.kernel_set import KernelSet
-from services.worker.exec.models.decoder import Decoder
-from services.worker.exec.models.dense import DenseConfig, Qwen3
+from services.worker.exec.models.dense import Decoder, DenseConfig, Qwen3
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind

@@ -14,8 +14,8 @@ from kernels.reference import sampling as sampling_twin
 from services.worker.core.contracts.plan import I32, BatchPlan, SlotParams
 from services.worker.exec.contracts.step_data import Batch, Outcome
 from services.worker.exec.sampling.sampler import DeviceSampler
-from services.worker.exec.sampling.token_sets import Words
-from services.worker.exec.streams.upload import UploadRing
+from services.worker.exec.sampling.slots import Words
+from services.worker.exec.streams.copies import UploadRing
 from tests.exec.device_doubles import InlineStreams
 
 

@@ -15,8 +15,7 @@ if not torch.cuda.is_available():
 from kernels.contracts.ops import RaggedRows
 from kernels.reference import layers as reference
 from kernels.triton.attention.attention_plan import DECODE_BLOCKS, HeadShape, plan_decode, plan_extend, scratch_bounds
-from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
-from services.worker.exec.attention.kernel_attention import KernelAttention
+from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, KernelAttention
 from services.worker.exec.attention.triton_backend import TritonAttention
 from tests.all_pairs import each_pair
 

@@ -22,17 +22,16 @@ from kernels.reference import sampling as sampling_twin
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
-from services.worker.exec.attention.backend import AttentionBatch
-from services.worker.exec.attention.kernel_attention import KernelAttention
+from services.worker.exec.attention.backend import AttentionBatch, KernelAttention
 from services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor
 from services.worker.exec.contracts.protocol import Executor, ExecutorError
 from services.worker.exec.eager_cost import graph_limits
 from services.worker.exec.kernel_set import KernelSet
 from services.worker.exec.loading import load_model
-from services.worker.exec.pools.arrivals import LayerGroups
+from services.worker.exec.pools.kv_pool import LayerGroups
 from services.worker.exec.sampling import sampler as device_sampler
+from services.worker.exec.streams.copies import Readback
 from services.worker.exec.streams.host_streams import HostArrival
-from services.worker.exec.streams.readback import Readback
 from tests.all_pairs import each_value
 from tests.exec.device_doubles import (
     ForgetfulMemory,

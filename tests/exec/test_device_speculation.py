@@ -19,14 +19,13 @@ from kernels.reference import sampling as sampling_twin
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.planning.draft_controller import DraftController
 from services.worker.exec import build
-from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
-from services.worker.exec.attention.kernel_attention import KernelAttention
+from services.worker.exec.attention.backend import AttentionBatch, AttentionShape, KernelAttention
 from services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor, build_device_executor
 from services.worker.exec.contracts.protocol import ExecutorError
+from services.worker.exec.contracts.step_data import ForwardBatch
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.kernel_set import KernelSet
 from services.worker.exec.loading import load_model
-from services.worker.exec.step.forward_batch import ForwardBatch
 from tests.core.fake_grammar import spec
 from tests.exec.always_guessing import always, now_and_then
 from tests.exec.device_doubles import GraphMemoryDouble, Watch, WatchedKernels

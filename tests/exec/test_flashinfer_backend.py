@@ -21,7 +21,7 @@ from services.worker.exec.attention.flashinfer_backend import FlashInferAttentio
 from services.worker.exec.attention.flashinfer_prebuild import asked_for, missing
 from services.worker.exec.attention.flashinfer_staging import SLOTS, StagingRing, StagingSlot, fill, make_slot
 from services.worker.exec.loading import load_model
-from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.dense import Decoder
 from services.worker.exec.pools.kv_pool import LayerKV, allocate
 from tests.all_pairs import each_value
 from tests.exec.flashinfer_double import HostWaits, Library

@@ -16,10 +16,8 @@ import torch
 from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, OperationKind, PageOperation
 from services.worker.core.tiers.page_keys import KEY_BYTES
 from services.worker.exec.kernel_set import copies
-from services.worker.exec.pools import layer_loads
-from services.worker.exec.pools.arrivals import MOST_GROUPS, Arrivals, LayerGroups
-from services.worker.exec.pools.kv_pool import KVPool
-from services.worker.exec.pools.layer_loads import LayerLoads
+from services.worker.exec.pools import kv_pool
+from services.worker.exec.pools.kv_pool import MOST_GROUPS, Arrivals, KVPool, LayerGroups, LayerLoads
 from services.worker.exec.streams.cuda_streams import NeverCame
 from services.worker.exec.streams.host_streams import HostArrival, HostStreams
 from services.worker.exec.tiers.page_copier import PageCopier
@@ -231,14 +229,14 @@ def test_pool_reader_waits_for_a_reported_load(loading: Loading) -> None:
 
 def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate of the last large load predicts the rest. Without a rate, the fact comes after the last group."""
-    monkeypatch.setattr(layer_loads, "EARLY_S", 1.0)
+    monkeypatch.setattr(kv_pool, "EARLY_S", 1.0)
     loading.mover._loads._bytes_s = 0.0
     loading.begin()
     loading.bring(LAYERS)
     first = loading.fact()
     assert first.op_id == 7 and first.count == 1 and first.seconds > 0 and not first.early and first.loaded is None
     assert not loading.mover._loads._bytes_s, "a page says nothing of a large load"
-    monkeypatch.setattr(layer_loads, "SAYS_BYTES", loading.copier.page_bytes)
+    monkeypatch.setattr(kv_pool, "SAYS_BYTES", loading.copier.page_bytes)
     loading.mover._loads._bytes_s = loading.copier.page_bytes / LAYERS  # a layer each second
     loading.begin()
     loading.bring(LAYERS - 2)

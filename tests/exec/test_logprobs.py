@@ -16,7 +16,7 @@ from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLo
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.sampling import logprob_requests as logprob_wishes
 from services.worker.exec.sampling.logprob_requests import Logits, LogprobRequests
-from services.worker.exec.streams.readback import Readback
+from services.worker.exec.streams.copies import Readback
 from tests.all_pairs import each_pair, each_value
 from tests.exec.device_doubles import InlineStreams
 from tests.exec.driver import Driver, Sequence, i32

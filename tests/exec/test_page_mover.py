@@ -31,8 +31,7 @@ from services.worker.core.contracts.transfers import (
 )
 from services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
 from services.worker.exec.kernel_set import copies
-from services.worker.exec.pools.arrivals import Arrivals, LayerGroups
-from services.worker.exec.pools.kv_pool import KVPool
+from services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
 from services.worker.exec.streams.host_streams import HostArrival, HostStreams
 from services.worker.exec.tiers import page_mover
 from services.worker.exec.tiers.block_log import BlockLog

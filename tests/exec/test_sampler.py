@@ -250,7 +250,7 @@ def test_row_fails_separately_when_parameters_cannot_be_applied(
     sampler.admit(plain)
     with monkeypatch.context() as broken:
         if where == "admit":
-            broken.setattr("services.worker.exec.sampling.admission.past_counts", raising)
+            broken.setattr("services.worker.exec.sampling.slots.past_counts", raising)
         sampler.admit(odd)
     with monkeypatch.context() as broken:
         if where == "apply":

@@ -19,7 +19,7 @@ from services.worker.exec.fake import FakeExecutor
 from services.worker.exec.sampling import logprob_requests as logprob_wishes
 from services.worker.exec.sampling.logprob_requests import LogprobRequests
 from services.worker.exec.step.passes import POISON
-from services.worker.exec.streams.readback import Readback
+from services.worker.exec.streams.copies import Readback
 from tests.all_pairs import each_pair, each_value
 from tests.exec.device_doubles import InlineStreams
 from tests.exec.driver import Driver, Sequence, greedy, i32

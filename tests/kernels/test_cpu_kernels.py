@@ -11,8 +11,7 @@ from kernels.contracts.row_fault import RowFault
 from kernels.contracts.sample_ops import Measured, SampleKernels
 from kernels.cpu import load_kernels, load_sampling
 from kernels.cpu.build import BuildFailed, built_library
-from kernels.cpu.library import CpuKernels
-from kernels.cpu.sampling import CpuSampling
+from kernels.cpu.library import CpuKernels, CpuSampling
 from kernels.reference import layers as reference
 from kernels.reference import sampling as sampling_reference
 from tests.all_pairs import each_pair, each_value

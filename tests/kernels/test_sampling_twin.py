@@ -15,12 +15,12 @@ import torch
 from kernels.contracts.row_fault import RowFault
 from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Measured, SampleKernels
 from kernels.cpu.build import built_library
-from kernels.cpu.sampling import CpuSampling
+from kernels.cpu.library import CpuSampling
 from kernels.reference import sampling as sampling_reference
 from services.worker.core.contracts.plan import SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.sampling.dry import Repeats
-from services.worker.exec.sampling.token_sets import token_words
+from services.worker.exec.sampling.slots import token_words
 from tests.all_pairs import each_pair, each_value
 from tests.exec.sampling import Sampling, sample_kernels
 from tests.kernels.sampling_case import ALWAYS, Asked, Row, random_cuts, rows_of, sampled, table_of, uniforms

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.cpu.build import built_library
-from kernels.cpu.sampling import CpuSampling
+from kernels.cpu.library import CpuSampling
 from kernels.reference import sampling as sampling_reference
 from kernels.triton.sampling.sampling import TritonSampling
 from tests.all_pairs import each_pair

@@ -9,7 +9,7 @@ import torch
 
 from kernels.contracts.sample_ops import MAX_COUNT
 from kernels.cpu.build import built_library
-from kernels.cpu.sampling import CpuSampling
+from kernels.cpu.library import CpuSampling
 from kernels.reference import sampling as sampling_reference
 from kernels.triton.sampling import edit_logits
 from tests.kernels.sampling_case import POISON, Asked, Row, on_device, rows_of, table_of

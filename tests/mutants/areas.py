@@ -148,10 +148,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/worker/test_peer_options.py",
     ),
     "exec": (
-        *(
-            f"tests/exec/test_{name}.py"
-            for name in ("sampler", "penalties", "token_sets", "logprobs", "scores", "embedding_pool")
-        ),
+        *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "slots", "logprobs", "scores", "embedding_pool")),
         "tests/exec/test_flashinfer_backend.py",
         "tests/kernels/test_sampling_twin.py",
         "tests/kernels/test_cpu_kernels.py",

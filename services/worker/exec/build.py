@@ -14,9 +14,8 @@ import torch
 from kernels.contracts.step_ops import BringPieces
 from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
-from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
+from services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
 from services.worker.exec.attention.choose import choose_attention
-from services.worker.exec.attention.kernel_attention import KernelAttention
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.drafter import Kept
 from services.worker.exec.contracts.executor_stats import ExecutorStats
@@ -29,13 +28,12 @@ from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.kernel_set import KernelSet, bring_pieces, copies, sample_kernels
 from services.worker.exec.loading import load_again, load_model
 from services.worker.exec.memory_parts import MemoryParts, NoModel
-from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.dense import Decoder
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.pools import kv_pool
-from services.worker.exec.pools.arrivals import Arrivals
 from services.worker.exec.pools.embedding_pool import EmbeddingPool
 from services.worker.exec.pools.host_memory import free_memory
-from services.worker.exec.pools.kv_pool import KVPool, LayerKV, PoolTooSmall, kv_pool_tokens
+from services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerKV, PoolTooSmall, kv_pool_tokens
 from services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from services.worker.exec.sizing import PoolNeeds, pages_of_device

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.exec.attention.backend import AttentionBatch
-from services.worker.exec.step.forward_batch import ForwardBatch
+from services.worker.exec.contracts.step_data import ForwardBatch
 from services.worker.exec.step.idle_steps import idle_decode
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.cuda_streams import Streams

@@ -1,4 +1,7 @@
-"""The executor, which runs steps on the streams of a GPU or a CPU and waits only for their results."""
+"""The executor, which runs steps on the streams of a GPU or a CPU and waits only for their results.
+
+Between two steps, it also runs the operations that operators request: torch profiles, and the release of memory.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,30 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.reservations import ReservationEvents
 from services.worker.core.contracts.transfers import Deleted, Fact, PageOperation
-from services.worker.exec.contracts.operations import DeleteStored, Operation, OperationRefused, ReleaseMemory
+from services.worker.exec.contracts.operations import (
+    DeleteStored,
+    Operation,
+    OperationRefused,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+)
 from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
-from services.worker.exec.operator import Operator, Releasable
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
-from services.worker.exec.step_profile import StepProfile
-from services.worker.exec.streams.readback import Readback
+from services.worker.exec.streams.copies import Readback
 from services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
-
-
-def _ignore(_: str) -> None:
-    return
 
 
 class Steps(Protocol):
@@ -39,6 +45,10 @@ class Steps(Protocol):
     def result(self, run: DeviceRun) -> StepResult: ...
 
     def release(self, run: DeviceRun) -> None: ...
+
+
+def _ignore(_: str) -> None:
+    return
 
 
 class DeviceExecutor:
@@ -214,3 +224,79 @@ def _own(run: Run) -> DeviceRun:
     if not isinstance(run, DeviceRun):
         raise TypeError(f"not a run of this executor: {run!r}")
     return run
+
+
+class Releasable(Protocol):
+    """Memory that can be released and resumed."""
+
+    def release(self, parts: ReleaseMemory) -> None: ...
+
+    def resume(self, parts: ResumeMemory) -> None:
+        """Allocates released parts again. Raises OperationRefused if that fails; the parts then stay released."""
+
+
+class Operator:
+    """Runs operations on the thread that runs the steps."""
+
+    def __init__(self, profile: StepProfile, memory: Releasable | None) -> None:
+        self._profile, self._memory = profile, memory  # memory is None if it cannot be released
+
+    def do(self, operation: Operation) -> None:
+        """Runs the operation. Raises OperationRefused."""
+        match operation:
+            case StartProfile(path):
+                self._profile.start(path)
+            case StopProfile():
+                self._profile.stop()
+            case ReleaseMemory():
+                self._releasable().release(operation)
+            case ResumeMemory():
+                self._releasable().resume(operation)
+
+    def _releasable(self) -> Releasable:
+        if self._memory is None:
+            raise OperationRefused("this model's memory cannot be released")
+        return self._memory
+
+
+class StepProfile:
+    """Starts and stops profiles, at most one at a time.
+
+    Belongs to the thread that runs the steps, because torch's profiler records one thread.
+    """
+
+    def __init__(self, activities: Sequence[ProfilerActivity] = (ProfilerActivity.CPU,)) -> None:
+        self._activities = list(activities)
+        self._running: tuple[profile, Path] | None = None
+
+    def start(self, path: Path) -> None:
+        """Starts a profile that stop() writes to `path`. Raises OperationRefused if a profile is running."""
+        if self._running is not None:
+            raise OperationRefused("a profile is running already")
+        running = profile(activities=self._activities, record_shapes=True)
+        running.start()
+        self._running = running, path
+
+    def stop(self) -> None:
+        """Ends the profile and writes the trace.
+
+        Raises:
+            OperationRefused: no profile is running, or the file cannot be written. In both cases no profile runs afterwards.
+        """
+        if self._running is None:
+            raise OperationRefused("no profile is running")
+        (running, path), self._running = self._running, None
+        running.stop()
+        try:
+            path.touch()  # raises if the file cannot be opened; the trace writer would only log that
+            running.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise OperationRefused(f"cannot write {path}: {error}") from error
+
+    def record(self, name: str, work: Callable[[], None]) -> None:
+        """Calls `work`, with an entry of this name in the trace if a profile is running."""
+        if self._running is None:
+            work()
+            return
+        with record_function(name):
+            work()

@@ -11,8 +11,7 @@ import torch
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu import load_kernels
 from services.shared import served_config
-from services.worker.exec.models.decoder import Decoder
-from services.worker.exec.models.dense import DenseConfig
+from services.worker.exec.models.dense import Decoder, DenseConfig
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.registry import ARCHITECTURES, NotCovered, config_of
 from services.worker.exec.models.rope import rope_table

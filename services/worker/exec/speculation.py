@@ -19,7 +19,7 @@ from services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NO
 from services.worker.exec.drafting.model_drafter import MOST_PENDING, ModelDrafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.drafting.ngram_index import NgramIndex
-from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.dense import Decoder
 from services.worker.exec.models.drafts import DecoderDraftModel, HeadDraftModel, load_eagle3, load_mtp
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.pools import kv_pool

@@ -16,8 +16,8 @@ from services.worker.exec.contracts.step_data import Places
 from services.worker.exec.sampling.logprob_requests import TOPS
 from services.worker.exec.step.idle_steps import StepBounds, idle_decode, largest_step
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
-from services.worker.exec.step.plan_pieces import NOTHING
-from services.worker.exec.streams.readback import Readback
+from services.worker.exec.step.passes import NOTHING
+from services.worker.exec.streams.copies import Readback
 
 PROMPTS = (1, 20, 100, 1000)  # tokens of prompts in addition to the largest; the choice of kernels depends on the number
 DECODES = (1, 40)  # rows of decode steps without a graph

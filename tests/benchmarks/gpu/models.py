@@ -15,8 +15,7 @@ from services.worker.exec.contracts.options import DeviceOptions
 from services.worker.exec.device import device_of
 from services.worker.exec.kernel_set import layer_kernels
 from services.worker.exec.loading import LAST_TOKEN
-from services.worker.exec.models.decoder import Decoder
-from services.worker.exec.models.dense import Qwen3
+from services.worker.exec.models.dense import Decoder, Qwen3
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.weights.source import RandomSource, WeightReader

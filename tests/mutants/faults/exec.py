@@ -48,7 +48,7 @@ EXEC = (
     ),
     *of(
         "exec",
-        f"{SAMPLING}/admission.py",
+        f"{SAMPLING}/slots.py",
         (
             "history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens :]",
             "history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens + 1 :]",
@@ -60,9 +60,7 @@ EXEC = (
         ("params.seed >> 32 & MASK32", "params.seed & MASK32"),
         ("return bool(params.frequency_penalty or params.presence_penalty or", "return bool(params.frequency_penalty or"),
     ),
-    *of(
-        "exec", f"{SAMPLING}/token_sets.py", ("bits[inside(banned, vocab_size)] = 0", "bits[inside(banned[1:], vocab_size)] = 0")
-    ),
+    *of("exec", f"{SAMPLING}/slots.py", ("bits[inside(banned, vocab_size)] = 0", "bits[inside(banned[1:], vocab_size)] = 0")),
     *of(
         "exec",
         f"{SAMPLING}/logprob_requests.py",

@@ -8,7 +8,7 @@ POOLS = "services/worker/exec/pools"
 LOADS = (
     *of(
         "loads",
-        f"{POOLS}/arrivals.py",
+        f"{POOLS}/kv_pool.py",
         ("if each.next < each.count and each not in self._awaited", "if False"),
         ("if np.isin(pages, each.pages).any()", "if True"),
         ("each.wait(each.groups.of[layer])", "pass"),
@@ -20,7 +20,7 @@ LOADS = (
     ),
     *of(
         "loads",
-        f"{POOLS}/layer_loads.py",
+        f"{POOLS}/kv_pool.py",
         ("                    self._arrivals.add(pages, groups, arrival)\n", ""),
         ("num_bytes * (count - group) <= self._bytes_s * EARLY_S * count", "self._bytes_s > 0"),
         ("if num_bytes >= SAYS_BYTES:", "if True:"),

@@ -35,13 +35,13 @@ SPECULATION = (
     ),
     *of(
         "speculation",
-        "services/worker/exec/sampling/past_tokens.py",
+        "services/worker/exec/sampling/slots.py",
         ("            ahead.add(token)\n", ""),
         only="test_speculation",
     ),
     *of(
         "speculation",
-        "services/worker/exec/step/forward_batch.py",
+        "services/worker/exec/contracts/step_data.py",
         ("            given[:] = guessed\n", "            pass\n"),
         only="test_device_speculation",
     ),

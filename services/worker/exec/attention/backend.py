@@ -1,6 +1,7 @@
-"""The contract of attention back ends: plan() is called before each forward pass, attend() once per layer in it.
+"""The contract of attention back ends, and the back end whose kernels need no plan.
 
-Neither waits for the device. The host has the lengths of rows and never reads tensor values.
+plan() is called before each forward pass, attend() once per layer in it. Neither waits for the device. The host has the lengths
+of rows and never reads tensor values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
+from kernels.contracts.ops import Kernels, RaggedRows
 
 I32 = NDArray[np.int32]
 
@@ -77,3 +78,33 @@ class AttentionBackend(Protocol):
 
     def release_graphs(self) -> None:
         """Frees the buffers of captured graphs, which are not replayed again."""
+
+
+OURS = "kernels"
+
+
+class KernelAttention:
+    """An AttentionBackend without plans.
+
+    It has the kernels of the model's layers on a CPU and for models through transformers, whose layers call attention themselves.
+    With `torch` as the attention back end, it has torch's twins.
+    """
+
+    captures = False
+
+    def __init__(self, kernels: Kernels, name: str = OURS) -> None:
+        self.name = name
+        self._kernels = kernels
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Does nothing. Raises ValueError for a batch of a graph, because attend() reads lengths on the host."""
+        if batch.graph:
+            raise ValueError("attention that reads lengths on the host cannot be captured in a graph")
+
+    def attend(
+        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+    ) -> None:
+        self._kernels.paged_attention(out, qkv, k_pool, v_pool, rows, scale, window)
+
+    def release_graphs(self) -> None:
+        """Does nothing, because there are no graphs."""

@@ -9,10 +9,9 @@ import torch
 
 from kernels.contracts.step_ops import LayerKernels
 from kernels.reference import layers as reference
-from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
+from services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
 from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
 from services.worker.exec.attention.flashinfer_limits import Unsupported
-from services.worker.exec.attention.kernel_attention import KernelAttention
 
 AUTO, FLASHINFER, TRITON, TORCH = "auto", "flashinfer", "triton", "torch"
 NAMES = (AUTO, FLASHINFER, TRITON, TORCH)

@@ -1,4 +1,4 @@
-"""Tensors and columns that forward pass, CUDA graphs and sampler of a step exchange. Contains no behaviour."""
+"""Columns and tensors of a step that forward pass, attention, CUDA graphs and sampler exchange."""
 
 from __future__ import annotations
 
@@ -9,11 +9,180 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
-from kernels.contracts.sample_ops import SampleRows
-from services.worker.core.contracts.plan import I32, RowFault, RowLogprobs
+from kernels.contracts.sample_ops import NOBODY, SampleRows
+from services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs
 from services.worker.exec.streams.cuda_streams import Graph
 
 I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """R rows of a forward pass, padding last, of which n sample a token.
+
+    In a pass of a graph, R is the graph's size and the sample_* columns are padded to R.
+    """
+
+    num_extend: int  # extend rows, which are the first ones
+    slots: I32  # [R], NOBODY for padding
+    starts: I32  # [R], position of the row's first token
+    num_tokens: I32  # [R]
+    offsets: I32  # [R], index of the row's first token in the pass
+    rows: I64  # int64[n], rows of the plan that sample a token
+    sample_slots: I32  # [n or R]
+    sample_positions: I32  # [n or R], position of the token that is sampled
+    sample_indices: I32  # [n or R], index in the pass of the token that is computed before it
+    max_context: int  # largest end of a row; in a graph, the capacity of a slot
+    max_tokens: int  # tokens of the longest row
+    order: I64 | None = None  # int64[tokens of the plan], index in the plan of each token of the pass, or None for plan order
+
+    @classmethod
+    def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> ForwardBatch:
+        """Returns the columns of a plan that runs without a graph.
+
+        Args:
+            samples: bool[rows], the rows that sample a token.
+            capacity: positions that the page table maps for a slot. A row whose request has ended may start beyond it, and is
+                moved inside.
+        """
+        counts = plan.num_tokens
+        starts = np.minimum(plan.starts, capacity - counts)
+        assert len(counts) == len(plan.slots) == len(plan.starts) == len(samples), "columns of one plan are equally long"
+        rows = np.flatnonzero(samples)
+        ends = np.cumsum(counts)
+        assert len(plan.input_ids) == (ends[plan.num_extend - 1] if plan.num_extend else 0), "ids are those of the extend rows"
+        longest = int(counts.max())
+        assert longest <= capacity, "a row fits the pages of its slot"
+        return cls(
+            num_extend=plan.num_extend,
+            slots=plan.slots,
+            starts=starts,
+            num_tokens=counts,
+            offsets=(ends - counts).astype(np.int32),
+            rows=rows,
+            sample_slots=plan.slots[rows],
+            sample_positions=(plan.starts + counts)[rows],
+            sample_indices=(ends - 1)[rows].astype(np.int32),
+            max_context=int((starts + counts).max()),
+            max_tokens=longest,
+        )
+
+    @classmethod
+    def of_decode(cls, plan: BatchPlan, capacity: int, size: int) -> ForwardBatch:
+        """Returns the columns of a plan that has only decode rows, all of which sample, padded to `size` rows.
+
+        A graph captures num_tokens, offsets, max_context and max_tokens, so these depend only on size and capacity.
+        """
+        count, order = plan.num_rows, np.arange(size, dtype=np.int32)
+        assert count <= size and not plan.num_extend, "a graph has room for the rows, and all of them decode"
+        slots = np.full(size, NOBODY, dtype=np.int32)
+        starts, positions = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.int32)
+        slots[:count] = plan.slots
+        starts[:count] = np.minimum(plan.starts, capacity - 1)
+        positions[:count] = plan.starts + 1
+        return cls(
+            num_extend=0,
+            slots=slots,
+            starts=starts,
+            num_tokens=np.ones(size, dtype=np.int32),
+            offsets=order,
+            rows=np.arange(count),
+            sample_slots=slots,
+            sample_positions=positions,
+            sample_indices=order,
+            max_context=capacity,
+            max_tokens=1,
+        )
+
+    @classmethod
+    def of_known(cls, plan: BatchPlan, capacity: int, size: int, guessed: I32 | None = None) -> tuple[ForwardBatch, I32]:
+        """Returns the columns of a plan in which every token becomes a decode row of a graph.
+
+        Tokens after which a row samples come first, in row order. The other tokens follow, then padding up to `size`.
+
+        Args:
+            guessed: int32[tokens of the plan], ids of draft tokens, -1 for other tokens, or None for no draft tokens.
+
+        Returns:
+            The columns, and the ids of the graph's rows, int32[size], -1 for a row that reads the relay.
+        """
+        counts, order = plan.num_tokens, np.arange(size, dtype=np.int32)
+        rows = np.repeat(np.arange(plan.num_rows), counts)
+        count = len(rows)
+        assert count <= size, "a graph has room for every token"
+        ahead = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
+        sampled = (ahead == counts[rows] - 1) & plan.sample[rows]
+        placed = np.argsort(~sampled, kind="stable")
+        num_sampled = int(sampled.sum())
+        assert num_sampled == int(plan.sample.sum()), "each row that samples has one last token"
+        slots, sample_slots = np.full((2, size), NOBODY, dtype=np.int32)
+        starts, positions = np.zeros((2, size), dtype=np.int32)
+        known = np.full(size, -1, dtype=np.int32)
+        slots[:count] = plan.slots[rows][placed]
+        sample_slots[:num_sampled] = slots[:num_sampled]
+        starts[:count] = np.minimum((plan.starts[rows] + ahead)[placed], capacity - 1)
+        positions[:num_sampled] = (plan.starts + counts)[plan.sample]
+        given = np.full(count, -1, dtype=np.int32)
+        if guessed is not None:
+            given[:] = guessed
+        given[: len(plan.input_ids)] = plan.input_ids
+        known[:count] = given[placed]
+        columns = cls(
+            num_extend=0,
+            slots=slots,
+            starts=starts,
+            num_tokens=np.ones(size, dtype=np.int32),
+            offsets=order,
+            rows=np.flatnonzero(plan.sample),
+            sample_slots=sample_slots,
+            sample_positions=positions,
+            sample_indices=order,
+            max_context=capacity,
+            max_tokens=1,
+            order=placed if plan.num_extend else None,
+        )
+        return columns, known
+
+    @classmethod
+    def idle(cls, capacity: int, size: int) -> ForwardBatch:
+        """Returns columns of `size` padding rows, for captures and measurements."""
+        nobody, zeros, ones = (np.full(size, value, dtype=np.int32) for value in (NOBODY, 0, 1))
+        order = np.arange(size, dtype=np.int32)
+        return cls(0, nobody, zeros, ones, order, np.arange(0), nobody, zeros, order, capacity, 1)
+
+    @property
+    def total(self) -> int:
+        """Number of tokens of the pass, padding included."""
+        return int(self.offsets[-1] + self.num_tokens[-1]) if len(self.offsets) else 0
+
+    def words(self) -> I32:
+        """Returns the columns as one array for the upload, in the order that DeviceBatch.of() reads."""
+        assert len(self.slots) == len(self.starts) == len(self.num_tokens) == len(self.offsets), "a row is in each column"
+        assert len(self.sample_slots) == len(self.sample_positions) == len(self.sample_indices), "so is a sample"
+        parts = (self.slots, self.starts, self.num_tokens, self.offsets)
+        return np.concatenate((*parts, self.sample_slots, self.sample_positions, self.sample_indices))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """The columns of ForwardBatch.words() as views on the device, all int32."""
+
+    slots: Tensor  # [R]
+    starts: Tensor  # [R]
+    num_tokens: Tensor  # [R]
+    offsets: Tensor  # [R]
+    sample_slots: Tensor  # [n]
+    sample_positions: Tensor  # [n]
+    sample_indices: Tensor  # [n]
+
+    @classmethod
+    def of(cls, words: Tensor, num_rows: int) -> DeviceBatch:
+        assert len(words) >= 4 * num_rows and (len(words) - 4 * num_rows) % 3 == 0, "four columns of rows, three of samples"
+        per_row, sampled = words[: 4 * num_rows].view(4, num_rows), words[4 * num_rows :].view(3, -1)
+        return cls(*per_row.unbind(0), *sampled.unbind(0))
+
+
+NOT_SAMPLED = -1  # code in SampleSpace.faults of a row that was not sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +243,6 @@ class Places:
         return [int(self.guesses[first + row]) for first, size in zip(firsts, self.sizes[1:], strict=True) if row < size]
 
 
-NOT_SAMPLED = -1  # code in SampleSpace.faults of a row that was not sampled
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of sampling n rows."""
@@ -84,6 +250,18 @@ class Outcome:
     tokens: I32  # int32[n]; 0 for a row that was not sampled
     faults: dict[int, RowFault]  # by index into the rows, none for a row that was not sampled
     logprobs: dict[int, RowLogprobs]  # by index into the rows, none for a row that was not sampled
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLogprobs:
+    """The log probabilities that sampled rows want.
+
+    They are copied, because the slot may change its request before the result comes.
+    """
+
+    rows: I32  # indices into the sampled rows
+    nums: tuple[int, ...]  # number of most likely tokens, per entry of `rows`
+    ids: tuple[I64, ...]  # further token ids, per entry of `rows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +290,6 @@ class ScorePiece:
     name: str  # prefix of the tensors in the readback
     rows: tuple[int, ...]  # rows of the plan
     sizes: tuple[int, ...]  # labels of each row
-
-
-@dataclass(frozen=True, slots=True)
-class OutputLogprobs:
-    """The log probabilities that sampled rows want.
-
-    They are copied, because the slot may change its request before the result comes.
-    """
-
-    rows: I32  # indices into the sampled rows
-    nums: tuple[int, ...]  # number of most likely tokens, per entry of `rows`
-    ids: tuple[I64, ...]  # further token ids, per entry of `rows`
 
 
 @dataclass(frozen=True, slots=True)

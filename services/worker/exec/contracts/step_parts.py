@@ -24,8 +24,7 @@ from services.worker.exec.contracts.step_data import (
     ScoredRows,
     ScorePiece,
 )
-from services.worker.exec.streams.readback import Readback
-from services.worker.exec.streams.upload import UploadRing
+from services.worker.exec.streams.copies import Readback, UploadRing
 
 
 class TakesNote(Protocol):

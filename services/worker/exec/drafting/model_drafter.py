@@ -21,9 +21,8 @@ from services.worker.core.contracts.plan import I32, SlotParams
 from services.worker.exec.contracts.draft_model import DraftModel
 from services.worker.exec.contracts.drafter import Computed, Kept
 from services.worker.exec.pools.kv_pool import KVPool
+from services.worker.exec.streams.copies import Readback, UploadRing
 from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.streams.readback import Readback
-from services.worker.exec.streams.upload import UploadRing
 
 MOST_PENDING = 64  # entries of an output that may wait for the next draft tokens; more are computed in the next step
 UPLOAD_WORDS = 1 << 12  # words of a pass's upload; a larger pass enlarges the buffer, once

@@ -1,6 +1,8 @@
 """Llama, Mistral, Qwen2 and Qwen3: one dense decoder architecture with five switches, which each class reads from its config.
 
 embedding ─► layers: norm ─► attention ─► + ─► norm ─► gated MLP ─► + ─► ... ─► norm ─► head
+
+A Decoder runs a model over the ragged batch of a step. Neither holds state of requests.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kernels.contracts.ops import RaggedRows
+from services.worker.exec.contracts.causal_model import NoVocabulary
 from services.worker.exec.models.layers import (
     Activations,
+    Attend,
     Attention,
     Embedding,
     ForwardContext,
@@ -22,6 +27,7 @@ from services.worker.exec.models.layers import (
     Head,
     RmsNorm,
     TransformerLayer,
+    Workspace,
     storage_bytes,
 )
 from services.worker.exec.pools.kv_pool import KVPool, LayerKV
@@ -32,52 +38,77 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 CAUSAL = "ForCausalLM"  # ending of an architecture with a vocabulary projection
 
 
-@dataclass(frozen=True, slots=True)
-class DenseConfig:
-    """Sizes and switches of a dense decoder."""
+class Decoder:
+    """Implements CausalModel. Owns the activation buffers of its passes; one thread calls it at a time."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    # rope_parameters of the config: rope_type, rope_theta and the parameters of the type
-    rope: dict[str, Any]
-    # for each layer, tokens that a token attends to, its own included; 0 for all
-    windows: tuple[int, ...]
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    # whether an RMS norm is applied to each head's queries and keys
-    qk_norm: bool = False
-    # whether the model has a vocabulary projection, its own or the embedding
-    has_head: bool = True
-    # prefix of all tensor names except the vocabulary projection's: "model." or empty
-    prefix: str = "model."
-
-    def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DenseConfig:
-        """Returns the config with the facts that only the tensors show, as transformers takes them.
-
-        - A model without "model." in its names was saved from below its vocabulary projection. It has none, unless its config
-          ties the projection to the embedding.
-        - A projection that the checkpoint holds and that differs from the embedding is not tied, whatever the config says.
+    def __init__(self, model: DenseModel, cos_sin: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()) -> None:
         """
-        config = replace(self, prefix="" if checkpoint.holds(EMBEDDING) else "model.")
-        holds_head = checkpoint.holds(HEAD)
-        if config.has_head and not config.tie_word_embeddings and not config.prefix and not holds_head:
-            return replace(config, has_head=False)
-        name = config.prefix + EMBEDDING
-        if config.tie_word_embeddings and holds_head and checkpoint.holds(name):
-            shape = (config.vocab_size, config.hidden_size)
-            embedding, head = (checkpoint.tensor(each, shape, dtype) for each in (name, HEAD))
-            return replace(config, tie_word_embeddings=torch.equal(embedding, head))
-        return config
+        Args:
+            cos_sin: float32[positions, D], see rope_table().
+            attend: Kernels.paged_attention, or that of an attention back end.
+            aux_layers: layers whose inputs are kept for a draft head, ascending; the number of layers stands for the last one's
+                output.
+        """
+        assert all(0 <= layer <= len(model.layers) for layer in aux_layers), "a layer's input, or the last one's output"
+        self.model = model
+        self._cos_sin, self._attend, self._aux_layers = cos_sin, attend, aux_layers
+        self._hidden_size = model.config.hidden_size
+        self._space = Workspace(model.embedding.weight.dtype, model.embedding.weight.device)
+        self._last: Activations | None = None
+
+    def attending(self, attend: Attend, aux_layers: tuple[int, ...] = ()) -> Decoder:
+        """Returns a decoder of the same model with another attention, and with buffers of its own."""
+        return Decoder(self.model, self._cos_sin, attend, aux_layers)
+
+    def reserve(self, num_tokens: int, num_wanted: int) -> None:
+        """Takes the buffers of the largest step, and fixes them.
+
+        Args:
+            num_tokens: tokens of the step.
+            num_wanted: largest number of rows of one call of states() or logits().
+        """
+        self.model.reserve(Activations(self._space, num_tokens, self._hidden_size))
+        self.aux_states(num_tokens)
+        self._space.take("normed", num_wanted, self._hidden_size)
+        if self.model.head is not None:
+            self._space.take("logits", num_wanted, self.model.head.vocab_size, torch.float32)
+        self._space.fix()
+
+    def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
+        assert len(input_ids) == len(rows.positions) == len(rows.locations), "a position and a place in the pool for each token"
+        assert len(pool.keys) == len(self.model.layers), "a pool for each layer"
+        activations = Activations(self._space, len(input_ids), self._hidden_size)
+        context = ForwardContext(rows, self._cos_sin, self._attend, activations)
+        aux = dict(zip(self._aux_layers, self.aux_states(len(input_ids)), strict=True))
+        self.model.forward(input_ids, pool, context, aux)
+        self._last = activations
+
+    def aux_states(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """Returns the inputs of the aux layers, [num_tokens, N] each, for the first tokens of the last pass.
+
+        They are also those of a pass that a graph replayed, and are valid until the next pass.
+        """
+        return tuple(self._space.take(f"aux {layer}", num_tokens, self._hidden_size) for layer in self._aux_layers)
+
+    def states(self, wanted: Tensor) -> Tensor:
+        """Returns the final norm of the wanted rows. See CausalModel."""
+        if self._last is None:
+            raise RuntimeError("no step has been computed")
+        assert wanted.dim() == 1, "indices into the step's tokens"
+        normed = self._space.take("normed", len(wanted), self._hidden_size)
+        if len(wanted):
+            self.model.norm.add(normed, self._last.update[wanted], self._last.residual[wanted])
+        return normed
+
+    def logits(self, wanted: Tensor) -> Tensor:
+        """Projects the states of the wanted rows. Raises NoVocabulary. See CausalModel."""
+        head = self.model.head
+        if head is None:
+            raise NoVocabulary("this model gives vectors and no tokens")
+        logits = self._space.take("logits", len(wanted), head.vocab_size, torch.float32)
+        if len(wanted):
+            head.forward(logits, self.states(wanted))
+        return logits
 
 
 @dataclass(frozen=True)
@@ -182,6 +213,54 @@ class Qwen3(DenseModel):
     def config_of(cls, given: Any) -> DenseConfig:
         bias = bool(given.attention_bias)
         return _dense_config(given, _windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """Sizes and switches of a dense decoder."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    # rope_parameters of the config: rope_type, rope_theta and the parameters of the type
+    rope: dict[str, Any]
+    # for each layer, tokens that a token attends to, its own included; 0 for all
+    windows: tuple[int, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    # whether an RMS norm is applied to each head's queries and keys
+    qk_norm: bool = False
+    # whether the model has a vocabulary projection, its own or the embedding
+    has_head: bool = True
+    # prefix of all tensor names except the vocabulary projection's: "model." or empty
+    prefix: str = "model."
+
+    def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DenseConfig:
+        """Returns the config with the facts that only the tensors show, as transformers takes them.
+
+        - A model without "model." in its names was saved from below its vocabulary projection. It has none, unless its config
+          ties the projection to the embedding.
+        - A projection that the checkpoint holds and that differs from the embedding is not tied, whatever the config says.
+        """
+        config = replace(self, prefix="" if checkpoint.holds(EMBEDDING) else "model.")
+        holds_head = checkpoint.holds(HEAD)
+        if config.has_head and not config.tie_word_embeddings and not config.prefix and not holds_head:
+            return replace(config, has_head=False)
+        name = config.prefix + EMBEDDING
+        if config.tie_word_embeddings and holds_head and checkpoint.holds(name):
+            shape = (config.vocab_size, config.hidden_size)
+            embedding, head = (checkpoint.tensor(each, shape, dtype) for each in (name, HEAD))
+            return replace(config, tie_word_embeddings=torch.equal(embedding, head))
+        return config
 
 
 def read_layer(weights: WeightReader, config: DenseConfig, window: int, attention_features: int = 0) -> TransformerLayer:

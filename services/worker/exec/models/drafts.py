@@ -29,8 +29,7 @@ from torch import Tensor
 from kernels.contracts.ops import Kernels, RaggedRows
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.models import registry
-from services.worker.exec.models.decoder import Decoder
-from services.worker.exec.models.dense import DenseConfig, read_layer
+from services.worker.exec.models.dense import Decoder, DenseConfig, read_layer
 from services.worker.exec.models.layers import (
     Activations,
     Embedding,

@@ -14,7 +14,7 @@ from kernels.contracts.sample_ops import Measured, SampleKernels
 from services.shared.limits import MAX_TOP_LOGPROBS
 from services.worker.core.contracts.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
 from services.worker.exec.contracts.step_data import OutputLogprobs, PromptPiece, ScoredRows, ScorePiece
-from services.worker.exec.streams.readback import Readback
+from services.worker.exec.streams.copies import Readback
 
 I64 = NDArray[np.int64]
 Logits = Callable[[Tensor], Tensor]

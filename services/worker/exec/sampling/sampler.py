@@ -19,14 +19,20 @@ from kernels.contracts.sample_ops import NOBODY, SampleKernels, SampleRows
 from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
 from services.worker.exec.contracts.step_data import NOT_SAMPLED, Batch, Outcome, OutputLogprobs, Places, SampleSpace
 from services.worker.exec.contracts.step_parts import Launched
-from services.worker.exec.sampling.admission import Admission
 from services.worker.exec.sampling.logprob_requests import LogprobRequests
-from services.worker.exec.sampling.past_tokens import NO_LOSS, Loss, Losses, PastTokens
-from services.worker.exec.sampling.slots import DeviceSlots, merged_changes
-from services.worker.exec.sampling.token_sets import WORD_BITS, Words
+from services.worker.exec.sampling.slots import (
+    NO_LOSS,
+    WORD_BITS,
+    Admission,
+    DeviceSlots,
+    Loss,
+    Losses,
+    PastTokens,
+    Words,
+    merged_changes,
+)
+from services.worker.exec.streams.copies import Readback, UploadRing
 from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.streams.readback import Readback
-from services.worker.exec.streams.upload import UploadRing
 
 logger = logging.getLogger(__name__)
 

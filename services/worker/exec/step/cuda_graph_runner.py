@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.step_data import CudaGraph
+from services.worker.exec.contracts.step_data import CudaGraph, DeviceBatch, ForwardBatch
 from services.worker.exec.contracts.step_parts import StepSampler
-from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
 from services.worker.exec.step.passes import ForwardPass
 from services.worker.exec.streams.capture import GraphMemory
 

@@ -26,9 +26,9 @@ from services.worker.exec.contracts.drafter import Computed, Drafter, Kept
 from services.worker.exec.contracts.protocol import NO_MASKS, Masks
 from services.worker.exec.contracts.step_data import Batch, Places
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
-from services.worker.exec.step.plan_pieces import NOTHING
+from services.worker.exec.step.passes import NOTHING
+from services.worker.exec.streams.copies import Readback
 from services.worker.exec.streams.cuda_streams import Moment
-from services.worker.exec.streams.readback import Readback
 
 logger = logging.getLogger(__name__)
 

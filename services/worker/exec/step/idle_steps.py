@@ -10,8 +10,8 @@ import torch
 
 from kernels.contracts.sample_ops import NOBODY
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
+from services.worker.exec.contracts.step_data import DeviceBatch, ForwardBatch
 from services.worker.exec.contracts.step_parts import StepSampler
-from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
 from services.worker.exec.step.passes import ForwardPass
 from services.worker.exec.streams.cuda_streams import Streams
 

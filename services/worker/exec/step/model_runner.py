@@ -22,16 +22,13 @@ from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks
-from services.worker.exec.contracts.step_data import Batch, CudaGraph, Places, PromptPiece, ScorePiece
+from services.worker.exec.contracts.step_data import Batch, CudaGraph, DeviceBatch, ForwardBatch, Places, PromptPiece, ScorePiece
 from services.worker.exec.contracts.step_parts import Launched, StepGraphs, StepSampler
-from services.worker.exec.pools.arrivals import Arrivals
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, embedded
-from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
-from services.worker.exec.step.passes import POISON, ForwardPass, UnwrittenToken
-from services.worker.exec.step.plan_pieces import Piece, halves, select, whole
+from services.worker.exec.pools.kv_pool import Arrivals
+from services.worker.exec.step.passes import POISON, ForwardPass, Piece, UnwrittenToken, halves, select, whole
+from services.worker.exec.streams.copies import Readback, UploadRing
 from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.streams.readback import Readback
-from services.worker.exec.streams.upload import UploadRing
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 from services.shared.observe.log_fields import fields
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.contracts.peer_pages import PeerReader
-from services.worker.exec.pools.arrivals import Arrivals
 from services.worker.exec.pools.host_memory import free_memory
+from services.worker.exec.pools.kv_pool import Arrivals
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.page_copier import PageCopier

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kernels.contracts.step_ops import BringPieces
 from services.worker.core.contracts.transfers import I32
-from services.worker.exec.pools.arrivals import LayerGroups
-from services.worker.exec.pools.kv_pool import KVPool
+from services.worker.exec.pools.kv_pool import KVPool, LayerGroups
 
 STAGED_BYTES = 16 << 20  # device memory for pages that are being copied between a device's pools and the host
 WORD_BYTES = 8  # a device copies multiples of it: see kernels/triton/page_pieces.py

@@ -27,8 +27,7 @@ from services.worker.core.contracts.reservations import KvSource
 from services.worker.core.contracts.transfers import I32, UNASKED, Deleted, Fact, OperationKind, PageOperation, Selection
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader
-from services.worker.exec.pools.arrivals import Arrivals
-from services.worker.exec.pools.layer_loads import LayerLoads
+from services.worker.exec.pools.kv_pool import Arrivals, LayerLoads
 from services.worker.exec.streams.cuda_streams import Mark, NeverCame, Streams
 from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.page_copier import PageCopier

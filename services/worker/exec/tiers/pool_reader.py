@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.core.contracts.transfers import I32
-from services.worker.exec.pools.arrivals import Arrivals
+from services.worker.exec.pools.kv_pool import Arrivals
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.tiers.page_copier import PageCopier
 

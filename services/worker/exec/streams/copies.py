@@ -1,4 +1,7 @@
-"""Uploads the columns of a step: packs them into one buffer and copies it once, on the schedule stream."""
+"""Copies between host and device: the columns of a step on the schedule stream, and its results on the copy stream.
+
+An upload packs the columns into one buffer and copies it once.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,6 @@ I32 = NDArray[np.int32]
 Sections = Sequence[tuple[str, NDArray[np.generic]]]
 DEPTH = 4  # buffers; at most two are being copied or read, and one more is being filled
 ALIGNED = 4  # words; Triton compiles a kernel again for tensors that do not begin at a multiple of 16 bytes
-
-
-def as_words(array: NDArray[np.generic]) -> I32:
-    """Returns int32[n]: elements of 4 bytes by their bits, other integers by value."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    assert flat.itemsize == 4 or flat.dtype.kind in "iu", "what goes by value is whole numbers"
-    words: I32 = flat.view(np.int32) if flat.itemsize == 4 else flat.astype(np.int32)
-    return words
-
-
-def _room(words: I32) -> int:
-    """Returns the words that a section takes in the buffer."""
-    return -(-len(words) // ALIGNED) * ALIGNED
-
-
-class _Buffer:
-    """A buffer on the host and its copy on the device."""
-
-    def __init__(self, streams: Streams, capacity: int) -> None:
-        self.host, self.device = streams.staging(capacity)
-        self.words: I32 = self.host.numpy()
-        self.used_until: Mark | None = None  # both may be written again after this mark
 
 
 class UploadRing:
@@ -100,3 +81,67 @@ class UploadRing:
         buffer.used_until = None
         self._open.append(buffer)
         return buffer
+
+
+class _Buffer:
+    """A buffer on the host and its copy on the device."""
+
+    def __init__(self, streams: Streams, capacity: int) -> None:
+        self.host, self.device = streams.staging(capacity)
+        self.words: I32 = self.host.numpy()
+        self.used_until: Mark | None = None  # both may be written again after this mark
+
+
+def as_words(array: NDArray[np.generic]) -> I32:
+    """Returns int32[n]: elements of 4 bytes by their bits, other integers by value."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    assert flat.itemsize == 4 or flat.dtype.kind in "iu", "what goes by value is whole numbers"
+    words: I32 = flat.view(np.int32) if flat.itemsize == 4 else flat.astype(np.int32)
+    return words
+
+
+def _room(words: I32) -> int:
+    """Returns the words that a section takes in the buffer."""
+    return -(-len(words) // ALIGNED) * ALIGNED
+
+
+class Readback:
+    """The results of one step, by name. It references the tensors that it copies until host() has waited for the copies."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._sources: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+        self.mark: Mark | None = None  # the end of the copies, None before launch()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no tensor was added."""
+        return not self._sources
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Adds a tensor of the device.
+
+        It must not be written before host(), unless the write follows Streams.forward_after_copy.
+        """
+        assert self.mark is None, "nothing joins copies that are under way"
+        self._sources[name] = tensor
+
+    def launch(self) -> Mark:
+        """Copies the added tensors after the work that is on the forward stream. Returns the end of the copies."""
+        assert self.mark is None, "results are sent back once"
+        self._streams.copy_after_forward()
+        with self._streams.on_copy():
+            for name, source in self._sources.items():
+                self._copies[name] = self._streams.to_host(source)
+        self.mark = self._streams.mark_copy()
+        return self.mark
+
+    def host(self) -> dict[str, Tensor]:
+        """Waits for the copies and returns them. Empty if no tensor was added."""
+        if self.mark is None and self._sources:
+            raise RuntimeError("nothing was launched")
+        if self.mark is not None:
+            self.mark.wait()
+        self._sources.clear()
+        return self._copies
