@@ -12,8 +12,7 @@ from typing import Any
 import orjson
 
 from rootstock.v1 import common_pb2 as pb
-from services.gateway.api.request_body import ConstraintBody
-from services.gateway.api.strict_json import load_json
+from services.gateway.api.request_body import ConstraintBody, load_json
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.json_schema import too_large

@@ -1,7 +1,7 @@
-"""Fields that the bodies of several APIs share, for validation and documentation.
+"""Bodies of requests of every API: their JSON, the errors of their validation, and the fields that several APIs share. Pure.
 
-Every optional field accepts null as "not given". Ranges of sampling parameters come from their table. sampling_fields.py makes
-the checks that a type cannot make.
+Every optional field accepts null as "not given". Ranges of sampling parameters come from their table. generation_params.py makes
+the checks that a type cannot make. Errors repeat only names of fields, no values of a body.
 """
 
 from __future__ import annotations
@@ -9,16 +9,25 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails
 
+from rootstock.v1 import worker_pb2
+from services.gateway.api.known_fields import unserved
 from services.gateway.request.bodies import Body
+from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.index.cache_namespace import cache_namespace
 from services.shared.sampling_parameters import Api, Kind, of_api
 
+WRITTEN_LEVELS = 254  # that orjson writes at most
+MAX_NAME_CHARS = 64  # characters of a client's own field name that an error shows
+_TYPES = ("bool", "int", "float", "str")
 SALT_DIGEST_BYTES = 16
 INT32 = (-(1 << 31), (1 << 31) - 1)
 RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # a prompt's and a choice's number are added to it on the way to the worker
+_UINT32_MAX = (1 << 32) - 1
 
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}], "title": "Stop"}
 _LISTS = frozenset((Kind.TOKEN_IDS, Kind.STRINGS, Kind.BIASES))
@@ -29,6 +38,95 @@ Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _SWITCH = "Given to the chat template, which has to read a variable of this name."
 Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
+
+
+def load_json(text: bytes | bytearray | str) -> Any:
+    """Reads strict JSON: no NaN, no lone surrogates, at most MAX_JSON_DEPTH levels, so that it can be written again.
+
+    Raises:
+        orjson.JSONDecodeError: The text is not strict JSON.
+    """
+    value = orjson.loads(text)
+    if _opened(text) > limits.MAX_JSON_DEPTH:
+        try:
+            orjson.dumps(_wrapped(value))
+        except orjson.JSONEncodeError:
+            raise orjson.JSONDecodeError(f"more than {limits.MAX_JSON_DEPTH} levels", "", 0) from None
+    return value
+
+
+def _opened(text: bytes | bytearray | str) -> int:
+    """Returns the number of opening brackets, including those in texts."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
+
+
+def _wrapped(value: Any) -> Any:
+    """Returns the value within arrays, so that it can be written only if it has at most MAX_JSON_DEPTH levels."""
+    for _ in range(WRITTEN_LEVELS - limits.MAX_JSON_DEPTH):
+        value = [value]
+    return value
+
+
+def parse_json(body: bytes | bytearray) -> dict[str, Any]:
+    """Returns the object of a body. Raises ApiError if the body is not an object of strict JSON."""
+    wrong = ""
+    try:
+        value = load_json(body)
+    except orjson.JSONDecodeError as error:
+        wrong = f"The body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}."
+    if wrong:  # outside the handler: that error holds the whole body
+        raise bad_request(None, wrong, "invalid_json")
+    if not isinstance(value, dict):
+        raise bad_request(None, "The body must be a JSON object.", "invalid_json")
+    return value
+
+
+def dump_json(value: Any, param: str) -> bytes:
+    """Returns the JSON text. Raises ApiError that names the client's field `param` if the value is nested too deeply."""
+    try:
+        return orjson.dumps(value)
+    except (orjson.JSONEncodeError, RecursionError):
+        raise bad_request(param, f"'{param}' is nested too deeply.") from None
+
+
+def arguments_text(given: Any) -> str:
+    """Returns a call's arguments as the text that a chat message has. Text stays; a missing value is empty."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    return orjson.dumps(given).decode()
+
+
+def of_validation(error: ValidationError, where: str = "") -> ApiError:
+    """Returns the most precise of pydantic's errors about the first wrong field.
+
+    Args:
+        where: Field that holds the value. Empty for the body itself.
+    """
+    errors = error.errors(include_input=False, include_url=False, include_context=False)
+    first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(_location(each)))
+    location = [str(part)[:MAX_NAME_CHARS] for part in _location(first)]
+    if location[0] == "logit_bias":  # further parts are the client's keys
+        location = location[:1]
+    param = ".".join([where, *location] if where else location)
+    if first["type"] == "extra_forbidden":
+        return unserved(param)
+    if first["type"] == "missing":
+        return bad_request(param, f"'{param}' is required.", "missing_required_parameter")
+    return bad_request(param, f"'{param}': {first['msg']}.")
+
+
+def _location(error: ErrorDetails) -> list[str | int]:
+    """Returns the names and indices that the client sent. Pydantic adds the type that it tried if a field allows several."""
+    *above, last = error["loc"]
+    kept = [part for part in above if not _is_type(part)]
+    return kept if _is_type(last) and error["type"] != "extra_forbidden" else [*kept, last]
+
+
+def _is_type(part: str | int) -> bool:
+    """Returns whether a part of a location is a type. Fields of the API are in lower case."""
+    return isinstance(part, str) and (part in _TYPES or "[" in part or part[:1].isupper())
 
 
 def parameter(name: str, api: Api = Api.CHAT, absent: int | None = None) -> Any:
@@ -133,6 +231,54 @@ class ConstraintBody(Body):
     regex: str | None = Field(None, description="The same as guided_regex.")
     ebnf: str | None = Field(None, description="The same as guided_grammar.")
     structural_tag: Source = Field(None, description="Tags, and the structure of the output after each of them.")
+
+
+class SessionParams(BaseModel):
+    """The session of a request, and the turn that it continues."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), frozen=True)
+
+    id: str | None = Field(None, min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
+    rid: str | None = Field(
+        None, max_length=limits.MAX_REQUEST_ID_CHARS, description="Turn that this one continues. Null: the latest."
+    )
+    offset: int | None = Field(
+        None, ge=-1, le=_UINT32_MAX, description="Number of tokens of that turn's context that stay. Null: all."
+    )
+    replace: bool | None = Field(None, description="Whether later turns are deleted.")
+    drop_previous_output: bool | None = Field(None, description="Whether the output of that turn is left out of the context.")
+
+
+def session_turn(given: SessionParams | None) -> worker_pb2.SessionTurn | None:
+    if given is None or given.id is None:
+        return None
+    return worker_pb2.SessionTurn(
+        session_id=given.id,
+        parent_request_id=given.rid or "",
+        offset=None if given.offset in (None, -1) else given.offset,
+        replace=bool(given.replace),
+        drop_previous_output=bool(given.drop_previous_output),
+    )
+
+
+def begins(given: SessionParams | None) -> bool:
+    """Returns whether a prompt starts a context. A turn that names its parent continues a context, so no token marks its
+    beginning.
+    """
+    return given is None or not given.rid or given.offset == 0
+
+
+def check_turn(alone: bool, prompt_logprobs: str | None) -> None:
+    """Checks a turn of a session. Raises ApiError.
+
+    Args:
+        alone: Whether the request has one prompt and one output.
+        prompt_logprobs: Client's field that asks for log probabilities of the prompt, or None.
+    """
+    if not alone:
+        raise bad_request("session_params", "A turn of a session has one prompt and one answer.")
+    if prompt_logprobs is not None:
+        raise bad_request(prompt_logprobs, "Log probabilities of the prompt are not given in a session.")
 
 
 def joined_salt(cache_salt: str | None, extra_key: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.strict_json import load_json
+from services.gateway.api.request_body import load_json
 from services.shared import limits
 
 METHOD = "POST"

@@ -14,9 +14,8 @@ from services.gateway.api.batches.kept import BatchRecords, NewBatch
 from services.gateway.api.batches.operations import BATCH, BATCHES, CANCEL, CONTENT, FILE, FILES, OPERATIONS
 from services.gateway.api.batches.types import BatchRequest
 from services.gateway.api.batches.upload import UploadLimits, receive_file
-from services.gateway.api.body_errors import of_validation
 from services.gateway.api.document.operation import BINARY
-from services.gateway.api.strict_json import parse_json
+from services.gateway.api.request_body import of_validation, parse_json
 from services.gateway.http.answer import HttpPort, json_response
 from services.gateway.request.errors import AnswerForm, bad_request
 from services.gateway.service.sink import MakeOperation

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope
 
 from services.gateway.api.batches.form_reader import BadForm, Event, FormReader, PartBegins, PartContent, boundary_of
 from services.gateway.api.batches.types import FileForm
-from services.gateway.api.body_errors import of_validation
+from services.gateway.api.request_body import of_validation
 from services.gateway.http.body import gone_of
 from services.gateway.request.body_budget import BodyBudget, ClientGone
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request

@@ -16,8 +16,7 @@ from services.gateway.api.openai.chat import chat_request
 from services.gateway.api.openai.types import CompletionRequest, EmbeddingRequest, NamedBody
 from services.gateway.api.openai.validation import completion_generation, parse, vector_generation
 from services.gateway.api.prompts import UNBOUNDED, for_a_vector, for_an_answer
-from services.gateway.api.session_fields import begins, check_turn
-from services.gateway.api.strict_json import parse_json
+from services.gateway.api.request_body import begins, check_turn, parse_json
 from services.gateway.parsers.output_parser import MakeParser
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient

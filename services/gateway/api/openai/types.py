@@ -9,8 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from services.gateway.api.request_body import RID_CHARS, ConstraintBody, Effort, PlacedBody, SamplingBody, ThinkingBody, parameter
-from services.gateway.api.session_fields import SessionParams
+from services.gateway.api.request_body import (
+    RID_CHARS,
+    ConstraintBody,
+    Effort,
+    PlacedBody,
+    SamplingBody,
+    SessionParams,
+    ThinkingBody,
+    parameter,
+)
 from services.gateway.request.bodies import AnswerBody, Body
 from services.shared import limits
 from services.shared.sampling_parameters import UINT32_MAX, Api

@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rootstock.v1 import common_pb2 as pb
-from services.gateway.api.body_errors import of_validation
 from services.gateway.api.constraints import constraint_of
 from services.gateway.api.known_fields import KnownFields, refuse_unserved
 from services.gateway.api.openai.types import CompletionRequest, EmbeddingRequest, GenerationBody, NamedBody
-from services.gateway.api.request_body import joined_salt
+from services.gateway.api.request_body import joined_salt, of_validation, session_turn
 from services.gateway.api.sampling_fields import check_token_ids
-from services.gateway.api.session_fields import session_turn
 from services.gateway.api.translation import embedding_generation, generation_of
 from services.gateway.request import field_names
 from services.gateway.request.errors import bad_request

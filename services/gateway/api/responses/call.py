@@ -12,13 +12,13 @@ import orjson
 
 from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.known_fields import omitted_names
+from services.gateway.api.request_body import parse_json
 from services.gateway.api.responses.background import Background, DetachedCall
 from services.gateway.api.responses.items import checked_items
 from services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX, Context, Records, record_of
 from services.gateway.api.responses.render import ResponseRenderer, begun
 from services.gateway.api.responses.translation import as_served, chat_request, parse, prompt_request
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import Hold, ReceivedBody
 from services.gateway.request.errors import ApiError, bad_request

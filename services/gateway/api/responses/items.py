@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from services.gateway.api.known_fields import hosted_type
-from services.gateway.api.strict_json import arguments_text
+from services.gateway.api.request_body import arguments_text
 from services.gateway.request.errors import bad_request
 from services.shared import limits
 

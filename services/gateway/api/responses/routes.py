@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.gateway.api.body_errors import of_validation
 from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.request_body import of_validation, parse_json
 from services.gateway.api.responses.background import Background
 from services.gateway.api.responses.call import ResponsesCall
 from services.gateway.api.responses.items import checked_items
@@ -32,7 +32,6 @@ from services.gateway.api.responses.records import RESPONSE_PREFIX, Records, gon
 from services.gateway.api.responses.render import failure
 from services.gateway.api.responses.stream import FollowedStream
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
-from services.gateway.api.strict_json import parse_json
 from services.gateway.http.answer import HttpPort, json_response
 from services.gateway.request.bodies import Body
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request, timed_out

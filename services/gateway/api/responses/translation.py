@@ -12,11 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from services.gateway.api import known_fields
-from services.gateway.api.body_errors import of_validation
 from services.gateway.api.chat import ChatRequest, Tool, check_size, switches_of, template_variables
 from services.gateway.api.constraints import Named, named_schema, response_format
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
-from services.gateway.api.request_body import joined_salt
+from services.gateway.api.request_body import joined_salt, of_validation
 from services.gateway.api.responses.items import check_tool_types, messages_of
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.tools import ToolChoice, ToolUse, tool_specs

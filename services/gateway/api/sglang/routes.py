@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.gateway.api.request_body import parse_json
 from services.gateway.api.sglang.call import EncodeCall, GenerateCall, PromptSource
 from services.gateway.api.sglang.operations import (
     ABORT,
@@ -28,7 +29,6 @@ from services.gateway.api.sglang.types import (
     CloseSessionRequest,
     OpenSessionRequest,
 )
-from services.gateway.api.strict_json import parse_json
 from services.gateway.dispatch.sessions import SessionCalls
 from services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
 from services.gateway.peers.tokenizer_client import TokenizerClient

@@ -13,9 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api import constraints
-from services.gateway.api.body_errors import of_validation
 from services.gateway.api.known_fields import NATIVE, KnownFields, without_neutral
-from services.gateway.api.session_fields import session_turn
+from services.gateway.api.request_body import of_validation, session_turn
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
 from services.gateway.api.translation import generation_of
 from services.gateway.request.bodies import AnswerBody

@@ -14,9 +14,8 @@ from starlette.routing import Route
 from rootstock.v1 import tokenizer_pb2
 from services import __version__
 from services.gateway.api import prompts
-from services.gateway.api.body_errors import of_validation
 from services.gateway.api.prompts import UNBOUNDED
-from services.gateway.api.strict_json import parse_json
+from services.gateway.api.request_body import of_validation, parse_json
 from services.gateway.api.texts.operations import (
     DETOKENIZE,
     LOAD,
