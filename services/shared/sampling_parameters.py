@@ -298,7 +298,7 @@ DRY_ALLOWED_LENGTH = _integer(
     _everywhere("dry_allowed_length"), "dry.allowed_length", 1, limits.MAX_DRY_ALLOWED_LENGTH, "See `dry_multiplier`.", 2
 )
 # The range is that of the APIs. On the wire and in the core, a window of 0 means all tokens: the gateway leaves the field out
-# for -1 and sends no Dry message for 0 (services/gateway/api/sampling_fields.py).
+# for -1 and sends no Dry message for 0 (services/gateway/api/generation_params.py).
 DRY_PENALTY_LAST_N = _integer(
     _everywhere("dry_penalty_last_n"),
     "dry.window",

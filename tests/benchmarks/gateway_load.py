@@ -26,7 +26,7 @@ import psutil
 import uvloop
 
 from rootstock.v1 import tokenizer_pb2, worker_pb2
-from services.gateway.api.sampling_fields import check_token_ids
+from services.gateway.api.generation_params import check_token_ids
 from services.local.ports import HOST, free_ports
 from services.local.redis_server import redis_argv
 from services.local.supervisor import Child, Command

@@ -12,11 +12,10 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.api import prompts
 from services.gateway.api.chat import ChatRequest, PreparedChat
+from services.gateway.api.generation_params import check_token_ids, generation_of
 from services.gateway.api.prompts import UNBOUNDED, for_an_answer
 from services.gateway.api.request_body import check_turn, dump_json
-from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.tools import constrained
-from services.gateway.api.translation import generation_of
 from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.caller import Caller

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rootstock.v1 import tokenizer_pb2
-from services.gateway.api.sampling_fields import check_token_ids
+from services.gateway.api.generation_params import check_token_ids
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.errors import ApiError, bad_request, context_length_exceeded, internal
 from services.gateway.request.field_names import FieldNames

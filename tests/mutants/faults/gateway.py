@@ -43,14 +43,14 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/api/sampling_fields.py",
+        "services/gateway/api/generation_params.py",
         ("if any(not 1 <= len(item) <= row.chars", "if any(not len(item) <= row.chars"),
         ("if min(ids) < 0 or", "if"),
         only="test_bad_input",
     ),
     *of(
         "gateway",
-        "services/gateway/api/translation.py",
+        "services/gateway/api/generation_params.py",
         ("(STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS):", "(STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS):"),
         only="test_bad_input",
     ),
@@ -82,7 +82,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/api/sampling_fields.py",
+        "services/gateway/api/generation_params.py",
         ("max(ids) >= vocab_size", "max(ids) > vocab_size"),
         ("len(texts) > row.most:", "len(texts) > row.most + 1:"),
     ),
@@ -128,7 +128,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/api/sampling_fields.py",
+        "services/gateway/api/generation_params.py",
         ("_texts(value, table.STOP_REGEX,", "_texts(value, table.STOP,"),
         only="gateway/api/test_limits_walked",
     ),
@@ -269,7 +269,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/api/translation.py",
+        "services/gateway/api/generation_params.py",
         ("(min_tokens or 0) > max_tokens:", "(min_tokens or 0) > max_tokens + 1:"),
     ),
     *of(

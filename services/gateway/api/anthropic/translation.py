@@ -13,9 +13,9 @@ from services.gateway.api import known_fields
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.chat import ChatRequest, Tool, check_size, template_variables
 from services.gateway.api.constraints import json_schema
+from services.gateway.api.generation_params import stop_strings
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
 from services.gateway.api.request_body import SamplingBody, arguments_text, joined_salt, of_validation
-from services.gateway.api.sampling_fields import stop_strings
 from services.gateway.api.tools import ToolChoice, ToolUse, check_num_tools, tool_specs
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.field_names import MESSAGES

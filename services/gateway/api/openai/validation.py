@@ -13,11 +13,10 @@ from pydantic import ValidationError
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.constraints import constraint_of
+from services.gateway.api.generation_params import check_token_ids, embedding_generation, generation_of
 from services.gateway.api.known_fields import KnownFields, refuse_unserved
 from services.gateway.api.openai.types import CompletionRequest, EmbeddingRequest, GenerationBody, NamedBody
 from services.gateway.api.request_body import joined_salt, of_validation, session_turn
-from services.gateway.api.sampling_fields import check_token_ids
-from services.gateway.api.translation import embedding_generation, generation_of
 from services.gateway.request import field_names
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import GenerationParams

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.api.generation_params import check_token_ids
 from services.gateway.api.known_fields import NATIVE_SAMPLING
 from services.gateway.api.request_body import INT32, RID_CHARS, check_turn, session_turn
-from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.sglang.sampling import LogprobWish, native_generation, parse
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeInput, NativeSampling
 from services.gateway.request.errors import bad_request

@@ -9,13 +9,13 @@ from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
+from services.gateway.api.generation_params import embedding_generation
 from services.gateway.api.prompts import ContextBudget, for_a_vector, for_an_answer, named, of_many_ids, of_texts
 from services.gateway.api.request_body import begins, parse_json
 from services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of, rids_of
 from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
-from services.gateway.api.translation import embedding_generation
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import field_names

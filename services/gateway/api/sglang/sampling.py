@@ -13,10 +13,10 @@ from pydantic import BaseModel, ValidationError
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api import constraints
+from services.gateway.api.generation_params import generation_of
 from services.gateway.api.known_fields import NATIVE, KnownFields, without_neutral
 from services.gateway.api.request_body import of_validation, session_turn
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
-from services.gateway.api.translation import generation_of
 from services.gateway.request.bodies import AnswerBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.field_names import GENERATE

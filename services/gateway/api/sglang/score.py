@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.api import known_fields
+from services.gateway.api.generation_params import check_token_ids, score_generation
 from services.gateway.api.prompts import ContextBudget, named, of_many_ids, of_texts
 from services.gateway.api.request_body import RID_CHARS, parse_json
-from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import ScoreRequest
-from services.gateway.api.translation import score_generation
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import ReceivedBody
