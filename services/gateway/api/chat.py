@@ -1,25 +1,44 @@
-"""The neutral form of a chat: every API translates its body into a ChatRequest, which chat_preparer.py prepares.
+"""The neutral form of a chat, and its preparation.
 
-Messages, tools and variables have the form that chat templates read. Pure; raises ApiError.
+Every API translates its body into a ChatRequest, which the ChatPreparer prepares. Messages, tools and variables have the
+form that chat templates read. The preparation makes the checks that need the model, calls the tokenizer, and makes the checks
+that need its result. It calls no worker, and cancelling it leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rootstock.v1 import worker_pb2
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import tokenizer_pb2, worker_pb2
+from services.gateway.api import prompts
 from services.gateway.api.constraints import Named
-from services.gateway.api.request_body import SamplingBody, ThinkingBody, ThinkingSwitch
-from services.gateway.api.tools import NO_TOOLS, ToolUse
+from services.gateway.api.generation_params import check_token_ids, generation_of
+from services.gateway.api.prompts import UNBOUNDED, for_an_answer
+from services.gateway.api.request_body import SamplingBody, ThinkingBody, ThinkingSwitch, check_turn, dump_json
+from services.gateway.api.tools import NO_TOOLS, ToolUse, constrained
+from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
+from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
+from services.gateway.request.caller import Caller
 from services.gateway.request.errors import bad_request
 from services.gateway.request.field_names import FieldNames
-from services.gateway.request.generation import ModelInfo, PromptInput, check_chars
+from services.gateway.request.generation import (
+    GenerationParams,
+    GenerationRequest,
+    ModelInfo,
+    Models,
+    PromptInput,
+    check_chars,
+    check_sets,
+)
+from services.gateway.request.origin import Origin
 from services.shared import limits
-from services.shared.output_formats import OutputFormats
+from services.shared.output_formats import NONE, OutputFormats
 from services.shared.sampling_defaults import SamplingDefaults
+from services.shared.sampling_parameters import Api
 
 Message = Mapping[str, Any]  # role, content, and where it has them reasoning_content, tool_calls and tool_call_id
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", …}}
@@ -92,6 +111,140 @@ class PreparedChat:
         if self.formats is None:
             return model
         return replace(model, context_len=min(self.context_len, model.context_len), defaults=self.defaults)
+
+
+class ChatPreparer:
+    """Prepares the chats of all APIs. One per process. Every method raises ApiError."""
+
+    def __init__(
+        self,
+        models: Models,
+        tokenizer: TokenizerClient,
+        make_parser: MakeParser,
+        dropped: Callable[[], None],
+        omits_hosted_tools: bool,
+    ) -> None:
+        """Makes the preparer.
+
+        Args:
+            dropped: Called for each call of a tool that the client does not see.
+            omits_hosted_tools: Chats are served without their hosted tools instead of refused.
+        """
+        self._models = models
+        self._tokenizer = tokenizer
+        self._make_parser = make_parser
+        self._dropped = dropped
+        self.omits_hosted_tools = omits_hosted_tools
+
+    async def prepare(self, chat: ChatRequest, origin: Origin, prepared: PreparedChat | None = None) -> GenerationRequest:
+        """Returns the prepared request of a chat.
+
+        Args:
+            prepared: The stored part of a chat that was prepared earlier. The messages of `chat` are then not used.
+        """
+        call = _encode_call(chat, origin.request_id)
+        chat = replace(chat, messages=())  # messages may have 64 MiB, and `call` has a copy
+        model = await self.generating_model(chat.model, origin.caller)
+        model = model if prepared is None else prepared.of(model)
+        check_sets(chat.sampling.allowed_token_ids, chat.sampling.banned_token_ids, chat.sampling.n or 1)
+        generation = _generation_of(chat, model)
+        if chat.session is not None:
+            check_turn(generation.n == 1, None)
+        call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(chat.cache_salt))
+        if prepared is None:
+            budget = for_an_answer(model, chat.session is not None)
+            prompt = await prompts.of_chat(call, self._tokenizer, model, origin, budget, chat.fields)
+        else:
+            prompt = prepared.prompt
+        if prepared is not None and prepared.formats is not None:
+            formats, marks = prepared.formats, prepared.reasoning_marks
+        else:
+            if prepared is not None:
+                await self._tokenizer.ready(model.source)  # no tokenizer was asked for this prompt here
+            formats = self._formats(chat, model).after(prompt.rendered_end)
+            marks = self._tokenizer.reasoning_marks(model.source)
+        generation = constrained(generation, chat.tool_use, formats, self._parsing(marks))
+        name = chat.name or (origin.request_id if chat.session is not None else "")  # a later turn of the session names this one
+        prompt = replace(prompt, request_id=name, prediction=await self._prediction(chat, model, origin))
+        return GenerationRequest.of(model, [prompt], generation)
+
+    async def count(self, chat: ChatRequest, origin: Origin) -> int:
+        """Returns the number of tokens of a chat's prompt, which may be longer than the context."""
+        call = _encode_call(chat, origin.request_id)
+        model = await self.generating_model(chat.model, origin.caller)
+        return len((await prompts.of_chat(call, self._tokenizer, model, origin, UNBOUNDED, chat.fields)).ids)
+
+    async def generating_model(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name, as model_of(), if it generates text."""
+        model = await self.model_of(name, caller)
+        if not model.generates:
+            raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
+        return model
+
+    async def model_of(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name. A caller that may use only one model need not name it."""
+        self._require(name, caller)
+        model = await self._models.wait_for(name, caller)
+        self._require(name, caller)
+        return model
+
+    def _require(self, name: str | None, caller: Caller) -> None:
+        """Checks that a model is named if the caller may use several. Some may appear while a request waits."""
+        if name is None and sum(map(caller.may_use, self._models.names())) > 1:
+            raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
+
+    def _formats(self, chat: ChatRequest, model: ModelInfo) -> OutputFormats:
+        known = self._tokenizer.formats(model.source)
+        return chat.tool_use.formats(known if chat.separates_reasoning else replace(known, reasoning=NONE))
+
+    def _parsing(self, marks: Sequence[int]) -> MakeParsing:
+        return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
+
+    async def _prediction(self, chat: ChatRequest, model: ModelInfo, origin: Origin) -> Sequence[int] | None:
+        """Returns the ids of the predicted text, or None without a prediction. They are empty if no worker reads them."""
+        if chat.prediction is None:
+            return None
+        if chat.sampling.speculative is False or not self._models.reads_predictions(model):
+            return ()
+        return await prompts.of_prediction(chat.prediction, self._tokenizer, model, origin)
+
+
+def _encode_call(chat: ChatRequest, request_id: str) -> tokenizer_pb2.EncodeChatRequest:
+    """Returns the call that has the tokenizer render and encode the chat. Raises ApiError."""
+    return tokenizer_pb2.EncodeChatRequest(
+        request_id=request_id,
+        messages_json=dump_json(chat.messages, chat.fields.of("messages")),
+        tools_json=dump_json(chat.tools, "tools") if chat.tools else b"",
+        template_kwargs_json=dump_json(chat.variables, "chat_template_kwargs") if chat.variables else b"",
+        add_generation_prompt=chat.generation_prompt,
+        continue_final_message=chat.continues,
+        read_variables=chat.read_variables,
+    )
+
+
+def _generation_of(chat: ChatRequest, model: ModelInfo) -> GenerationParams:
+    """Returns the parameters of a chat. Raises ApiError."""
+    check_token_ids(chat.logprob_token_ids, model.vocab_size, "logprob_token_ids")
+    logprobs = None if chat.logprobs is None else pb.Logprobs(top=chat.logprobs, token_ids=chat.logprob_token_ids)
+    return generation_of(
+        chat.sampling,
+        Api.CHAT,
+        model.vocab_size,
+        chat.fields,
+        max_tokens=chat.max_tokens,
+        min_tokens=chat.min_tokens,
+        seed=chat.seed,
+        logprobs=logprobs,
+        constraint=chat.constraint,
+        stream=chat.stream,
+        include_usage=chat.include_usage,
+        include_stop=chat.include_stop,
+        answer=chat.answer,
+        cache_salt=chat.cache_salt,
+        priority=chat.priority,
+        routing_key=chat.routing_key,
+        session=chat.session,
+    )
 
 
 def switches_of(body: ThinkingBody) -> dict[str, Any]:

@@ -129,7 +129,7 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/api/generation_params.py",
-        ("_texts(value, table.STOP_REGEX,", "_texts(value, table.STOP,"),
+        ("_texts(value, STOP_REGEX,", "_texts(value, STOP,"),
         only="gateway/api/test_limits_walked",
     ),
     *of(

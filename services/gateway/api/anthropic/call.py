@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.gateway.api.anthropic.render import MessageRenderer
 from services.gateway.api.anthropic.translation import chat_request, parse, prompt_request, thinks
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
-from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.chat import ChatPreparer
 from services.gateway.api.request_body import parse_json
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody

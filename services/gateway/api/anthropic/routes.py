@@ -11,7 +11,7 @@ from starlette.routing import Route
 from services.gateway.api.anthropic.call import MessagesCall
 from services.gateway.api.anthropic.errors import ANTHROPIC
 from services.gateway.api.anthropic.operations import COUNT_TOKENS, MESSAGES, OPERATIONS
-from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.chat import ChatPreparer
 from services.gateway.http.answer import HttpPort, json_response
 from services.gateway.request.errors import AnswerForm
 from services.gateway.request.origin import origin_of

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.gateway.api import known_fields, prompts
-from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.chat import ChatPreparer
 from services.gateway.api.openai.chat import chat_request
 from services.gateway.api.openai.types import CompletionRequest, EmbeddingRequest, NamedBody
 from services.gateway.api.openai.validation import completion_generation, parse, vector_generation

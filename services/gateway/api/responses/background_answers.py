@@ -11,8 +11,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.chat import PreparedChat
-from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.chat import ChatPreparer, PreparedChat
 from services.gateway.api.responses.output import numbered
 from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items

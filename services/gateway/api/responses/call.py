@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.chat import ChatPreparer
 from services.gateway.api.known_fields import omitted_names
 from services.gateway.api.request_body import parse_json
 from services.gateway.api.responses.background import Background, DetachedCall

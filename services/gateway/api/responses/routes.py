@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.chat import ChatPreparer
 from services.gateway.api.request_body import of_validation, parse_json
 from services.gateway.api.responses.background import Background
 from services.gateway.api.responses.call import ResponsesCall
