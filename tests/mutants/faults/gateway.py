@@ -264,7 +264,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/api/openai/validation.py",
+        "services/gateway/api/openai/preparation.py",
         ("if most == 0 and not request.echo:", "if most < 0 and not request.echo:"),
     ),
     *of(

@@ -9,8 +9,7 @@ from services.gateway.api import known_fields
 from services.gateway.api.chat import ChatRequest, check_size, switches_of, template_variables
 from services.gateway.api.constraints import constraint_of
 from services.gateway.api.known_fields import WEB_SEARCH, hosted_type, omitted_names, unserved
-from services.gateway.api.openai.types import ChatCompletionRequest
-from services.gateway.api.openai.validation import check_stream_options, include_stop, parse
+from services.gateway.api.openai.types import ChatCompletionRequest, check_stream_options, include_stop, parse
 from services.gateway.api.request_body import joined_salt, session_turn
 from services.gateway.api.tools import NO_TOOLS, Functions, ToolChoice, ToolUse, check_num_tools, tool_specs
 from services.gateway.request import field_names

@@ -1,6 +1,7 @@
 """Prepares requests of OpenAI's endpoints: checks first, then the tokenizer, then the checks that need lengths.
 
-Cancelling a preparation leaves nothing behind. The preparation calls no worker.
+Cancelling a preparation leaves nothing behind. The preparation calls no worker. Error messages never repeat a value that the
+client sent.
 """
 
 from __future__ import annotations
@@ -10,22 +11,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rootstock.v1 import common_pb2 as pb
 from services.gateway.api import known_fields, prompts
 from services.gateway.api.chat import ChatPreparer
+from services.gateway.api.constraints import constraint_of
+from services.gateway.api.generation_params import check_token_ids, embedding_generation, generation_of
 from services.gateway.api.openai.chat import chat_request
-from services.gateway.api.openai.types import CompletionRequest, EmbeddingRequest, NamedBody
-from services.gateway.api.openai.validation import completion_generation, parse, vector_generation
+from services.gateway.api.openai.types import (
+    CompletionRequest,
+    EmbeddingRequest,
+    NamedBody,
+    check_stream_options,
+    include_stop,
+    parse,
+)
 from services.gateway.api.prompts import UNBOUNDED, for_a_vector, for_an_answer
-from services.gateway.api.request_body import begins, check_turn, parse_json
+from services.gateway.api.request_body import begins, check_turn, joined_salt, parse_json, session_turn
 from services.gateway.parsers.output_parser import MakeParser
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request import field_names
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, Models, PromptInput, check_sets
 from services.gateway.request.origin import Origin
 from services.shared import limits
+from services.shared.sampling_parameters import COMPLETION_TOKENS, Api
 
 
 class Preparer(ChatPreparer):
@@ -99,6 +111,69 @@ class Preparer(ChatPreparer):
         if prompt.text is not None:
             return prompt.text
         return await self.text_of(prompt.ids, generation.skip_special_tokens, origin, model)
+
+
+def completion_generation(request: CompletionRequest, vocab_size: int) -> GenerationParams:
+    """Returns the generation of each prompt. With echo, it includes the prompt's log probabilities."""
+    given = (request.max_completion_tokens, request.max_tokens, COMPLETION_TOKENS)
+    most = next(value for value in given if value is not None)
+    if most == 0 and not request.echo:
+        raise bad_request("max_tokens", "'max_tokens' can be 0 with 'echo' only.")
+    logprobs, made = None, _candidates(request)
+    if request.logprobs is not None:
+        logprobs = pb.Logprobs(top=request.logprobs, prompt_from=0 if request.echo else None)
+    elif made:
+        logprobs = pb.Logprobs()
+    check_stream_options(request)
+    check_token_ids(request.logprob_token_ids or (), vocab_size, "logprob_token_ids")
+    if logprobs is not None:
+        logprobs.token_ids.extend(request.logprob_token_ids or ())
+    elif request.logprob_token_ids:
+        raise bad_request("logprob_token_ids", "'logprob_token_ids' needs 'logprobs'.")
+    generation = generation_of(
+        request,
+        Api.COMPLETION,
+        vocab_size,
+        field_names.COMPLETION,
+        max_tokens=most,
+        min_tokens=request.min_tokens,
+        seed=request.seed,
+        logprobs=logprobs,
+        constraint=constraint_of(request),
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        include_stop=include_stop(request),
+        answer=request.shown(),
+        cache_salt=joined_salt(request.cache_salt, request.extra_key),
+        priority=request.priority,
+        routing_key=request.routing_key or "",
+        session=session_turn(request.session_params),
+    )
+    if not made:
+        return generation
+    return replace(generation, n=made, best=generation.n, shows_logprobs=request.logprobs is not None)
+
+
+def _candidates(request: CompletionRequest) -> int:
+    """Returns the number of outputs that are generated per prompt if not all of them are returned, else 0."""
+    n, made = request.n or 1, request.best_of
+    if made is None or made == n:
+        return 0
+    if made < n:
+        raise bad_request("best_of", "'best_of' is less than 'n'.")
+    if request.stream:
+        raise bad_request("best_of", "'best_of' above 'n' cannot be streamed: the best are known at the end.")
+    return made
+
+
+def vector_generation(request: EmbeddingRequest, embedding_size: int) -> GenerationParams:
+    """Returns the generation of each input's vector."""
+    if (request.dimensions or 0) > embedding_size:
+        raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, the size of this model's vectors.")
+    embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
+    salt = joined_salt(request.cache_salt, request.extra_key)
+    vector = embedding_generation(request, salt, embedding, field_names.EMBEDDING)
+    return replace(vector, vector_as_base64=request.encoding_format == "base64")
 
 
 def _note_names(request: NamedBody, origin: Origin, given: Any) -> None:

@@ -1,14 +1,17 @@
 """Bodies of OpenAI's endpoints, with the extensions that vLLM and SGLang share, for validation and documentation.
 
-validation.py and chat.py make the checks that a type cannot make.
+parse() validates a body. chat.py and preparation.py make the checks that a type cannot make. Error messages never repeat a value
+that the client sent.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import logging
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 
+from services.gateway.api.known_fields import KnownFields, refuse_unserved
 from services.gateway.api.request_body import (
     RID_CHARS,
     ConstraintBody,
@@ -17,11 +20,17 @@ from services.gateway.api.request_body import (
     SamplingBody,
     SessionParams,
     ThinkingBody,
+    of_validation,
     parameter,
 )
 from services.gateway.request.bodies import AnswerBody, Body
+from services.gateway.request.errors import bad_request
+from services.gateway.request.origin import Origin
 from services.shared import limits
+from services.shared.observe.log_fields import fields
 from services.shared.sampling_parameters import UINT32_MAX, Api
+
+logger = logging.getLogger(__name__)
 
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -66,6 +75,9 @@ Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
 Prediction = Annotated[Any, WithJsonSchema(_PREDICTION_SCHEMA)]
 Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]
+
+
+B = TypeVar("B", bound="NamedBody")
 
 
 class StreamOptions(Body):
@@ -177,3 +189,33 @@ class EmbeddingRequest(NamedBody):
     normalize: bool | None = Field(
         None, description="Whether the vector is scaled to length 1. Default: the value of the model's files."
     )
+
+
+def parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Origin) -> B:
+    """Returns the checked body. Raises ApiError."""
+    refuse_unserved(body, known)
+    if logger.isEnabledFor(logging.DEBUG):
+        unknown = body.keys() - model.model_fields.keys() - known.neutral.keys() - known.unused
+        if unknown:
+            names = sorted(name[:64] for name in unknown)
+            logger.debug("ignored unknown fields", extra=fields(**origin.log_fields, names=names))
+    try:
+        request = model.model_validate(body)
+    except ValidationError as error:
+        raise of_validation(error) from None
+    if request.rid is not None and request.request_id not in (None, request.rid):
+        raise bad_request("request_id", "'rid' and 'request_id' both name the request, and differently.")
+    return request
+
+
+def check_stream_options(request: GenerationBody) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
+
+
+def include_stop(request: GenerationBody) -> bool:
+    """Returns whether the text keeps a matched stop string."""
+    keeps, trims_not = request.include_stop_str_in_output, request.no_stop_trim
+    if None not in (keeps, trims_not) and keeps != trims_not:
+        raise bad_request("no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' say the opposite.")
+    return bool(keeps or trims_not)

@@ -13,8 +13,8 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.api import constraints
 from services.gateway.api.logprob_forms import SLICE_VALUES, LogprobSlices
+from services.gateway.api.openai.preparation import completion_generation
 from services.gateway.api.openai.types import CompletionRequest
-from services.gateway.api.openai.validation import completion_generation
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import (
     GenerationParams,
