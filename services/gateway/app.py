@@ -33,7 +33,7 @@ from services.gateway.playground import static_page
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import AnswerForm, ApiError, internal, model_not_allowed, unknown_model
 from services.gateway.request.generation import ModelInfo
-from services.gateway.service.sink import MakeOperation, Operation
+from services.gateway.service.sink import MakeOperation, Operation, stateless
 
 _INFO = {"title": "Rootstock", "version": __version__, "description": "An OpenAI-compatible API, and SGLang's own."}
 _RATE_LIMITS = [
@@ -62,9 +62,9 @@ class ApiRoutes(Protocol):
 def generating_operations(preparer: Preparer, apis: Sequence[ApiRoutes]) -> dict[str, MakeOperation]:
     """Returns the generating operations of OpenAI's API and of the given ones, by path."""
     operations: dict[str, MakeOperation] = {
-        openai.CHAT: lambda: Operation(preparer.chat, ChatRenderer),
-        openai.COMPLETIONS: lambda: Operation(preparer.completion, CompletionRenderer),
-        openai.EMBEDDINGS: lambda: Operation(preparer.embedding, EmbeddingRenderer),
+        openai.CHAT: stateless(Operation(preparer.chat, ChatRenderer)),
+        openai.COMPLETIONS: stateless(Operation(preparer.completion, CompletionRenderer)),
+        openai.EMBEDDINGS: stateless(Operation(preparer.embedding, EmbeddingRenderer)),
     }
     for api in apis:
         operations.update(api.generating())

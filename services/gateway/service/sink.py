@@ -202,13 +202,20 @@ class CollectedAnswer(Sink):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The functions of a generating operation for one request."""
+    """The functions of a generating operation. Requests share it if its functions have no state of a request."""
 
     prepare: Prepare
     make_renderer: MakeRenderer
 
 
 MakeOperation = Callable[[], Operation]  # called once for each request
+
+
+def stateless(operation: Operation) -> MakeOperation:
+    """Returns a function that returns this operation for every request."""
+    return lambda: operation
+
+
 RunGeneration = Callable[[GenerationCall, Sink], Awaitable[None]]  # GenerationService.run
 
 

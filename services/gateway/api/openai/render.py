@@ -23,26 +23,34 @@ from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
 
 
-class _Envelope:
-    """Fields around the choices. They are the same in every event."""
+class _ChoicesRenderer:
+    """The base of the renderers of chats and completions. Renders the fields around the choices, and the end of a stream."""
 
     def __init__(self, request: RunningRequest, kind: str, id_prefix: str, created: int, model: str) -> None:
-        self.fields = {"id": f"{id_prefix}-{request.request_id}", "object": kind, "created": created, "model": model}
-        self.head = b"data: " + orjson.dumps(self.fields)[:-1] + b',"choices":['
-        self.usage = b',"usage":null' if request.params.include_usage else b""
-        self.tail = b"]" + self.usage + b"}\n\n"
+        """Renders the parts that are the same in every event. `kind` is the value of `object`."""
+        self._request = request
+        self._ids = bool(request.params.answer.return_token_ids)
+        self._fields = {"id": f"{id_prefix}-{request.request_id}", "object": kind, "created": created, "model": model}
+        self._head = b"data: " + orjson.dumps(self._fields)[:-1] + b',"choices":['
+        self._usage = b',"usage":null' if request.params.include_usage else b""
+        self._tail = b"]" + self._usage + b"}\n\n"
 
-    def ending(self, request: RunningRequest) -> bytes:
+    async def ending(self) -> bytes:
         """Returns the end of a stream, with the usage if the client asks for it."""
-        if not self.usage:
+        if not self._usage:
             return DONE
+        request = self._request
         report = b',"rootstock":%s' % orjson.dumps(request.report.rendered(request)) if request.report is not None else b""
-        return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), report, b"}\n\n", DONE))
+        return b"".join((self._head, b'],"usage":', orjson.dumps(usage_of(request)), report, b"}\n\n", DONE))
 
-    def document(self, request: RunningRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> bytes:
+        return OPENAI.event_of(error, self._request.request_id)
+
+    def _response(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns a whole response."""
+        request = self._request
         report = {} if request.report is None else {"rootstock": request.report.rendered(request)}
-        return {**self.fields, "choices": choices, "usage": usage_of(request), **report}
+        return {**self._fields, "choices": choices, "usage": usage_of(request), **report}
 
 
 def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> bytes:
@@ -71,13 +79,11 @@ def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
     return b',"%s":%s' % (name, orjson.dumps(list(ids)))
 
 
-class ChatRenderer:
+class ChatRenderer(_ChoicesRenderer):
     def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
-        self._request = request
-        self._ids = bool(request.params.answer.return_token_ids)
-        self._logprobs = ChatLogprobWriter(request.params, token_texts) if request.params.wants_logprobs else None
         kind = "chat.completion.chunk" if request.params.stream else "chat.completion"
-        self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
+        super().__init__(request, kind, "chatcmpl", created, model)
+        self._logprobs = ChatLogprobWriter(request.params, token_texts) if request.params.wants_logprobs else None
         self._began = False
         self._readers: dict[int, ChoiceReader] = {}  # by index
 
@@ -112,27 +118,20 @@ class ChatRenderer:
         return b"".join(chunks)
 
     def _chunk(self, delta: Delta, content: bytes, more: bytes) -> bytes:
-        head, tail = self._envelope.head, self._envelope.tail
-        return b'%s{"index":%d,"delta":%s%s}%s' % (head, delta.choice.index, content, more, tail)
+        return b'%s{"index":%d,"delta":%s%s}%s' % (self._head, delta.choice.index, content, more, self._tail)
 
     def _role_chunk(self, delta: Delta) -> bytes:
-        envelope, prompt = self._envelope, b""
+        prompt = b""
         if self._ids and not self._began:
             prompt = _ids_field(b"prompt_token_ids", self._request.prompts[0].ids)
         self._began = True
         choice = (
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % delta.choice.index
         )
-        return b"".join((envelope.head, choice, b"]", prompt, envelope.usage, b"}\n\n"))
-
-    async def ending(self) -> bytes:
-        return self._envelope.ending(self._request)
-
-    def failure(self, error: ApiError) -> bytes:
-        return OPENAI.event_of(error, self._request.request_id)
+        return b"".join((self._head, choice, b"]", prompt, self._usage, b"}\n\n"))
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
-        answer = self._envelope.document(self._request, [await self._choice(delta) for delta in deltas])
+        answer = self._response([await self._choice(delta) for delta in deltas])
         if self._ids:
             answer["prompt_token_ids"] = list(self._request.prompts[0].ids)
         return orjson.dumps(answer)
@@ -200,13 +199,11 @@ def _call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class CompletionRenderer:
+class CompletionRenderer(_ChoicesRenderer):
     def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
-        self._request = request
-        self._ids = bool(request.params.answer.return_token_ids)
+        super().__init__(request, "text_completion", "cmpl", created, model)
         shows = request.params.wants_logprobs and request.params.shows_logprobs
         self._logprobs = CompletionLogprobWriter(request.params, token_texts) if shows else None
-        self._envelope = _Envelope(request, "text_completion", "cmpl", created, model)
 
     async def chunk(self, delta: Delta) -> bytes:
         ids = b""
@@ -215,26 +212,19 @@ class CompletionRenderer:
             if delta.first:
                 ids += _ids_field(b"prompt_token_ids", delta.choice.prompt.ids)
         text = orjson.dumps(delta.text)
-        envelope = self._envelope
         return b'%s{"index":%d,"text":%s%s%s}%s' % (
-            envelope.head,
+            self._head,
             delta.choice.index,
             text,
             _ending_fields(delta, await _logprobs_of(self._logprobs, delta)),
             ids,
-            envelope.tail,
+            self._tail,
         )
-
-    async def ending(self) -> bytes:
-        return self._envelope.ending(self._request)
-
-    def failure(self, error: ApiError) -> bytes:
-        return OPENAI.event_of(error, self._request.request_id)
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         shown = best_of(deltas) if self._request.params.best else deltas
         choices = [{**await self._choice(delta), "index": index} for index, delta in enumerate(shown)]
-        answer = self._envelope.document(self._request, choices)
+        answer = self._response(choices)
         if self._ids and len(self._request.prompts) == 1:
             answer["prompt_token_ids"] = list(self._request.prompts[0].ids)
         return orjson.dumps(answer)
