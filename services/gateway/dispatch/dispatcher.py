@@ -228,8 +228,7 @@ class Dispatcher:
         request, choice, pool = placement.request, placement.choice, placement.pool
         params = choice.params
         worker_id = link.info.worker_id if link.info is not None else ""
-        if request.report is not None:
-            request.report.placed(worker_id)
+        request.placed(worker_id)
         now = request.clock()
         left_s = self._settings.request_timeout_s - (now - request.arrived)
         submit = worker_pb2.Submit(

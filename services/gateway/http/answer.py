@@ -21,7 +21,6 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import BodyReader, ClientWatch, cut, gone_of, read_body
 from services.gateway.observe.access_log import CUT, ERROR_CODE, WORK
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.playground.report import report_for
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import ClientGone, HeldBytes
 from services.gateway.request.caller import NOBODY
@@ -55,6 +54,7 @@ T = TypeVar("T")
 READ_AHEAD_BYTES = 1 << 16  # response bytes that the server buffers for a slow client
 ERROR_SEND_S = 0.5  # for sending an error to a client that may have stopped reading
 ROUTING_KEY_HEADER = b"x-smg-routing-key"
+REPORT_HEADER = b"x-rootstock-report"
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -102,8 +102,8 @@ class GenerationEndpoint:
                 raise bad_request(name, f"'{name}' may have at most {limits.MAX_ROUTING_KEY_CHARS} characters.")
             return body
 
-        report = report_for(scope) if settings.playground else None
-        call = GenerationCall(context, operation.prepare, read, gone_of(scope), report=report)
+        wants_report = settings.playground and (REPORT_HEADER, b"1") in scope["headers"]
+        call = GenerationCall(context, operation.prepare, read, gone_of(scope), wants_report=wants_report)
         try:
             with watch:
                 await self._port.run(call, sink)

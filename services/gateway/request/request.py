@@ -54,16 +54,6 @@ class KeyAdmission(Protocol):
         """Frees the slot and settles the reservation with the tokens that the request has used."""
 
 
-class WorkerReport(Protocol):
-    """Notes the workers of a request for a client that has asked for a report."""
-
-    def placed(self, worker_id: str) -> None:
-        """Notes that a choice was submitted to this worker."""
-
-    def rendered(self, request: RunningRequest) -> dict[str, Any]:
-        """Returns the report on the choices that have ended, as JSON."""
-
-
 class RunningRequest:
     """A generation request from its arrival to release(). Owns its choices, body bytes, admission and trace."""
 
@@ -79,7 +69,7 @@ class RunningRequest:
         held: HeldBytes,
         closed: Callable[[RunningRequest], None],
         trace: RequestTrace | None = None,
-        report: WorkerReport | None = None,
+        wants_report: bool = False,
     ) -> None:
         """Starts the request's clock.
 
@@ -87,13 +77,14 @@ class RunningRequest:
             held: Bytes of the body budget. The request frees them.
             closed: Takes the request out of the open ones. Idempotent.
             trace: None if the request is not traced.
-            report: Notes the workers of the request; None if its client does not want a report.
+            wants_report: The client asks for a report (report_of).
         """
         self.context = context
         self.request_id = context.request_id
         self.caller = context.caller
         self.trace = trace
-        self.report = report
+        self.wants_report = wants_report
+        self.workers: list[str] = []  # ids of the workers to which a choice was submitted, each once
         self.held = held
         self.admission: KeyAdmission | None = None
         self.usage: dict[str, Any] | None = None  # set when the response is complete
@@ -149,6 +140,11 @@ class RunningRequest:
         prompts = sum(len(prompt.ids) for prompt in self.prompts) if self.reached_worker else 0
         earlier = sum(len(choice.resumed.ids) for choice in self.choices if choice.resumed is not None)
         return prompts + sum(len(choice.output_ids) for choice in self.choices) - earlier
+
+    def placed(self, worker_id: str) -> None:
+        """Notes that a choice has been submitted to this worker."""
+        if worker_id not in self.workers:
+            self.workers.append(worker_id)
 
     def submitted(self) -> None:
         self.reached_worker = True

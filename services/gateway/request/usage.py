@@ -1,4 +1,4 @@
-"""The token counts of a request, for responses, metrics and the access log."""
+"""The counts and times of a request, for responses, metrics and the access log."""
 
 from __future__ import annotations
 
@@ -24,6 +24,23 @@ def usage_of(request: RunningRequest) -> dict[str, Any]:
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens, **_by_tier(first)},
         **({"completion_tokens_details": details} if details else {}),
+    }
+
+
+def report_of(request: RunningRequest) -> dict[str, Any]:
+    """Returns the request's path through the fleet as JSON, for a client that asks for it.
+
+    Times are the longest of all choices, and counts are sums over all choices.
+    """
+    endings = [choice.ending for choice in request.choices if choice.ending is not None]
+    return {
+        "gateway_queue_s": round(request.longest_wait_s, 6),
+        "worker_queue_s": max((ending.queue_ms for ending in endings), default=0) / 1000,
+        "cached_tokens": usage_of(request)["prompt_tokens_details"]["cached_tokens"],
+        "workers": list(request.workers),
+        "retractions": sum(ending.retractions for ending in endings),
+        "drafted_tokens": sum(ending.drafted_tokens for ending in endings),
+        "accepted_tokens": sum(ending.accepted_tokens for ending in endings),
     }
 
 

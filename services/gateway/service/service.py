@@ -152,7 +152,7 @@ class GenerationService:
         if not context.is_counted:
             return RunningRequest(context, self._dispatcher, _UNCOUNTED, held, self._forget)
         trace = None if self._tracing is None else begin_trace(self._tracing, context)
-        return RunningRequest(context, self._dispatcher, self.metrics, held, self._forget, trace, call.report)
+        return RunningRequest(context, self._dispatcher, self.metrics, held, self._forget, trace, call.wants_report)
 
     def _admit(self, running: RunningRequest, call: GenerationCall) -> None:
         """Admits the request. Raises ApiError if too many requests are open, or the key's limits are reached."""

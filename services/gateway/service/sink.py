@@ -27,7 +27,7 @@ from services.gateway.request.context import CallContext
 from services.gateway.request.errors import AnswerForm, ApiError, Headers
 from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import KeyAdmission, RunningRequest, WorkerReport
+from services.gateway.request.request import KeyAdmission, RunningRequest
 
 T = TypeVar("T")
 Respond = Callable[[Any, Any, Any], Awaitable[None]]  # an ASGI application: scope, receive, send
@@ -54,7 +54,7 @@ class GenerationCall:
     read_body: Callable[[HeldBytes], Awaitable[ReceivedBody]] = no_body
     gone: Gone = never  # returns when the client has closed its connection
     admission: KeyAdmission | None = None  # the key's admission if the call has one already; if None, the service asks for one
-    report: WorkerReport | None = None  # notes the workers of the request for a client that asked for a report
+    wants_report: bool = False  # the client asks for a report on the request's path through the fleet
     avoid: Collection[str] = ()  # addresses of workers that must not get it
 
 

@@ -287,16 +287,21 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/playground/report.py",
-        ('(REPORT_HEADER, b"1") in scope["headers"]', 'REPORT_HEADER in dict(scope["headers"])'),
-        ("if worker_id not in self._workers:", "if not self._workers:"),
+        "services/gateway/request/request.py",
+        ("if worker_id not in self.workers:", "if not self.workers:"),
+        only="test_report",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/request/usage.py",
         ("(ending.retractions for ending in endings)", "(ending.retractions for ending in endings[:1])"),
         only="test_report",
     ),
     *of(
         "gateway",
         "services/gateway/http/answer.py",
-        ("report = report_for(scope) if settings.playground else None", "report = report_for(scope)"),
+        ('(REPORT_HEADER, b"1") in scope["headers"]', 'REPORT_HEADER in dict(scope["headers"])'),
+        ("settings.playground and (REPORT_HEADER", "(REPORT_HEADER"),
         only="test_report",
     ),
     *of(

@@ -20,7 +20,7 @@ from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice import Choice, ChoiceReader, Delta
 from services.gateway.request.errors import DONE, OPENAI, ApiError
 from services.gateway.request.request import RunningRequest
-from services.gateway.request.usage import usage_of
+from services.gateway.request.usage import report_of, usage_of
 
 
 class _ChoicesRenderer:
@@ -40,7 +40,7 @@ class _ChoicesRenderer:
         if not self._usage:
             return DONE
         request = self._request
-        report = b',"rootstock":%s' % orjson.dumps(request.report.rendered(request)) if request.report is not None else b""
+        report = b',"rootstock":%s' % orjson.dumps(report_of(request)) if request.wants_report else b""
         return b"".join((self._head, b'],"usage":', orjson.dumps(usage_of(request)), report, b"}\n\n", DONE))
 
     def failure(self, error: ApiError) -> bytes:
@@ -49,7 +49,7 @@ class _ChoicesRenderer:
     def _response(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns a whole response."""
         request = self._request
-        report = {} if request.report is None else {"rootstock": request.report.rendered(request)}
+        report = {"rootstock": report_of(request)} if request.wants_report else {}
         return {**self._fields, "choices": choices, "usage": usage_of(request), **report}
 
 
