@@ -30,9 +30,9 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.playground import static_page
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import AnswerForm, ApiError, internal, model_not_allowed, unknown_model
 from services.gateway.request.generation import ModelInfo
+from services.gateway.request.origin import Caller
 from services.gateway.service.sink import MakeOperation, Operation, stateless
 
 _INFO = {"title": "Rootstock", "version": __version__, "description": "An OpenAI-compatible API, and SGLang's own."}

@@ -22,7 +22,6 @@ from services.gateway.api.tools import NO_TOOLS, ToolUse, constrained
 from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import bad_request
 from services.gateway.request.field_names import FieldNames
 from services.gateway.request.generation import (
@@ -34,7 +33,7 @@ from services.gateway.request.generation import (
     check_chars,
     check_sets,
 )
-from services.gateway.request.origin import Origin
+from services.gateway.request.origin import Caller, Origin
 from services.shared import limits
 from services.shared.output_formats import NONE, OutputFormats
 from services.shared.sampling_defaults import SamplingDefaults

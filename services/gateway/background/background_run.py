@@ -25,11 +25,10 @@ from services.gateway.background.journal import STORE_AWAY, Journal, JournalSink
 from services.gateway.background.ports import Answers
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.caller import Caller
 from services.gateway.request.choice import Choice, EarlierOutput
-from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError, internal, timed_out
 from services.gateway.request.generation import GenerationRequest, ModelVersion
+from services.gateway.request.origin import Caller, Origin
 from services.gateway.request.request import KeyAdmission
 from services.gateway.request.usage import access_state
 from services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
@@ -221,10 +220,10 @@ class BackgroundRun:
         return failure
 
     async def _served(self, prepare: Prepare, caller: Caller, admission: KeyAdmission | None, sink: JournalSink) -> None:
-        context = CallContext(self.order.request_id, ROUTE, caller=caller, routing_key=self.order.routing_key)
+        origin = Origin(self.order.request_id, ROUTE, caller=caller, routing_key=self.order.routing_key)
         began = time.monotonic()
         try:
-            await self._ports.run(GenerationCall(context, prepare, admission=admission), sink)
+            await self._ports.run(GenerationCall(origin, prepare, admission=admission), sink)
         finally:
             access, failure = self._ports.access, sink.failure
             if access.enabled and sink.running is not None:

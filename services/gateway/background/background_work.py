@@ -16,10 +16,10 @@ from services.gateway.background.ports import Answers
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.caller import Caller
 from services.gateway.request.choice import Choice
 from services.gateway.request.errors import ApiError, unavailable
 from services.gateway.request.generation import GenerationRequest, ModelVersion
+from services.gateway.request.origin import Caller
 from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import RunGeneration
 from services.gateway.state.background_record import OPEN, BackgroundOrder, BackgroundStatus, Stored

@@ -28,8 +28,8 @@ from services.gateway.batches.lanes import Lanes
 from services.gateway.batches.line_call import LineCalls, Told
 from services.gateway.batches.line_results import CANCELLED, EXPIRED, answered, not_executed
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.request.origin import Caller
 from services.gateway.state.batch_record import BatchOrder, BatchRecord, BatchStatus
 from services.gateway.state.batch_store import BatchStore, LineResult
 from services.gateway.state.file_store import FileStore

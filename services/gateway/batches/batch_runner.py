@@ -14,8 +14,8 @@ from services.gateway.batches.lanes import Lanes
 from services.gateway.batches.line_call import LineCalls
 from services.gateway.batches.line_results import CANCELLED, EXPIRED
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import KEY_NOT_HERE, ApiError
+from services.gateway.request.origin import Caller
 from services.gateway.state.batch_record import BatchOrder, BatchStatus, Unreadable
 from services.gateway.state.batch_store import BatchStore, WaitingBatch, batch_lease
 from services.gateway.state.file_store import FileStore

@@ -11,7 +11,7 @@ from services.gateway.batches.line_call import LineCalls
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics, StoreSigns
-from services.gateway.request.caller import Caller
+from services.gateway.request.origin import Caller
 from services.gateway.service.service import Attendance
 from services.gateway.service.sink import MakeOperation, RunGeneration
 from services.gateway.state.batch_store import BatchStore

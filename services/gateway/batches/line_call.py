@@ -10,9 +10,8 @@ from services.gateway.batches.line_results import LineResponse
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import HeldBytes, hold_content
-from services.gateway.request.caller import Caller
-from services.gateway.request.context import CallContext
 from services.gateway.request.errors import OPENAI
+from services.gateway.request.origin import Caller, Origin
 from services.gateway.request.usage import access_state
 from services.gateway.service.sink import CollectedAnswer, GenerationCall, MakeOperation, RunGeneration
 from services.shared.limits import MAX_BATCH_RESULT_BYTES
@@ -53,7 +52,7 @@ class LineCalls:
 
         operation = self._operations[path]()
         sink, began = CollectedAnswer(OPENAI, operation.make_renderer), time.monotonic()
-        call = GenerationCall(CallContext(request_id, path, caller=caller), operation.prepare, read)
+        call = GenerationCall(Origin(request_id, path, caller=caller), operation.prepare, read)
         try:
             await self._run(call, sink)
         finally:

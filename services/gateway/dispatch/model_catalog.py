@@ -11,9 +11,9 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch.placement import Pool
 from services.gateway.dispatch.sessions import SessionWorker
 from services.gateway.dispatch.waiting import Refusals
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import model_not_allowed, unknown_model
 from services.gateway.request.generation import ModelInfo
+from services.gateway.request.origin import Caller
 
 LOOK_S = 0.5  # seconds between two looks of a request whose model may still appear
 

@@ -23,12 +23,10 @@ from services.gateway.observe.access_log import CUT, ERROR_CODE, WORK
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import ClientGone, HeldBytes
-from services.gateway.request.caller import NOBODY
 from services.gateway.request.choice import Delta
-from services.gateway.request.context import CallContext
 from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
 from services.gateway.request.generation import GenerationRequest
-from services.gateway.request.origin import OMITTED_TOOLS
+from services.gateway.request.origin import NOBODY, OMITTED_TOOLS, Origin
 from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import work_of
 from services.gateway.service.sink import (
@@ -83,7 +81,7 @@ class GenerationEndpoint:
         settings, operation = self._port.settings, self._make_operation()
         headers, state = dict(scope["headers"]), scope["state"]
         key = headers.get(ROUTING_KEY_HEADER, b"")
-        context = CallContext(
+        origin = Origin(
             state["request_id"],
             scope["path"],
             scope["method"],
@@ -103,7 +101,7 @@ class GenerationEndpoint:
             return body
 
         wants_report = settings.playground and (REPORT_HEADER, b"1") in scope["headers"]
-        call = GenerationCall(context, operation.prepare, read, gone_of(scope), wants_report=wants_report)
+        call = GenerationCall(origin, operation.prepare, read, gone_of(scope), wants_report=wants_report)
         try:
             with watch:
                 await self._port.run(call, sink)

@@ -12,8 +12,8 @@ from services.gateway.keys.key_file import KeyFile, KeyShares
 from services.gateway.keys.key_limits import Admission, KeyLimits
 from services.gateway.keys.key_table import ApiKey, KeyTable, digest_of, time_of
 from services.gateway.observe.metrics import GatewayMetrics, KeySigns
-from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError, key_not_here
+from services.gateway.request.origin import NOBODY, Caller
 
 START_S = 2.0  # longest wait for the first exchange of shares with Redis, in seconds
 _NO_KEYS = KeyTable()

@@ -18,12 +18,11 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.parsers.events import CallDropped, CallStart, Event
 from services.gateway.parsers.output_parser import OutputParser, Parsing, PlainText
-from services.gateway.request.caller import Caller
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import GenerationParams, ModelVersion, PromptInput
 from services.gateway.request.logprobs import EMPTY_TABLE, NO_LOGPROBS, LogprobSpan, LogprobTable
-from services.gateway.request.origin import Origin
+from services.gateway.request.origin import Caller, Origin
 from services.gateway.request.trace import RequestTrace
 from services.gateway.routing import session_home
 

@@ -14,10 +14,10 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.parsers.output_parser import Parsing
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.field_names import FieldNames
 from services.gateway.request.logprobs import values_per_token
+from services.gateway.request.origin import Caller
 from services.shared import limits
 from services.shared.index.block_hash import root_hash
 from services.shared.index.cache_namespace import cache_namespace

@@ -18,11 +18,9 @@ from typing import Any, Protocol
 
 from services.gateway.request.body_budget import HeldBytes
 from services.gateway.request.choice import Choice, Series
-from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, PromptInput
 from services.gateway.request.origin import Origin
-from services.gateway.request.trace import RequestTrace
 
 
 class Phase(Enum):
@@ -63,12 +61,11 @@ class RunningRequest:
 
     def __init__(
         self,
-        context: CallContext,
+        origin: Origin,
         releaser: Releaser,
         measures: Measures,
         held: HeldBytes,
         closed: Callable[[RunningRequest], None],
-        trace: RequestTrace | None = None,
         wants_report: bool = False,
     ) -> None:
         """Starts the request's clock.
@@ -76,20 +73,18 @@ class RunningRequest:
         Args:
             held: Bytes of the body budget. The request frees them.
             closed: Takes the request out of the open ones. Idempotent.
-            trace: None if the request is not traced.
             wants_report: The client asks for a report (report_of).
         """
-        self.context = context
-        self.request_id = context.request_id
-        self.caller = context.caller
-        self.trace = trace
+        self.origin = origin
+        self.request_id = origin.request_id
+        self.caller = origin.caller
+        self.trace = origin.trace
         self.wants_report = wants_report
         self.workers: list[str] = []  # ids of the workers to which a choice was submitted, each once
         self.held = held
         self.admission: KeyAdmission | None = None
         self.usage: dict[str, Any] | None = None  # set when the response is complete
         self.task: asyncio.Task[Any] | None = None  # serves the request
-        self.origin = Origin(self.request_id, trace, context.caller)
         self.model_source = ""  # model id at workers and detokenizers
         self._measures = measures
         self.clock = asyncio.get_running_loop().time

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2, worker_pb2
-from services.gateway.request.context import CallContext
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError
 
 if TYPE_CHECKING:
@@ -170,15 +169,19 @@ class ChoiceTrace:
             self.aborted(handle)
 
 
-def begin_trace(tracing: Tracing, context: CallContext) -> RequestTrace | None:
-    """Begins the server span of a generation request. Returns None if the request is not sampled."""
+def begin_trace(tracing: Tracing, request_id: str, route: str, method: str, headers: Mapping[str, str]) -> RequestTrace | None:
+    """Begins the server span of a generation request. Returns None if the request is not sampled.
+
+    Args:
+        headers: W3C traceparent and tracestate of the client.
+    """
     attributes = {
-        "http.request.method": context.method,
-        "http.route": context.route,
-        "url.path": context.route,
-        "gen_ai.operation.name": _OPERATIONS.get(context.route, "text_completion"),
+        "http.request.method": method,
+        "http.route": route,
+        "url.path": route,
+        "gen_ai.operation.name": _OPERATIONS.get(route, "text_completion"),
         "gen_ai.provider.name": "rootstock",
-        REQUEST_ID: context.request_id,
+        REQUEST_ID: request_id,
     }
-    span = tracing.begin(f"{context.method} {context.route}", dict(context.trace_headers), attributes)
+    span = tracing.begin(f"{method} {route}", dict(headers), attributes)
     return RequestTrace(span) if span is not None else None

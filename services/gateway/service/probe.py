@@ -15,7 +15,6 @@ from services.gateway.dispatch.placement import Link, Pool
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.choice import Delta
-from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, PromptInput, one_step
 from services.gateway.request.origin import Origin
@@ -91,9 +90,9 @@ class GenerationProbe:
         async def prepared(_body: ReceivedBody, _origin: Origin) -> GenerationRequest:
             return request
 
-        context = CallContext(f"health-{next(self._numbers)}", "/health_generate", is_counted=False)
+        origin = Origin(f"health-{next(self._numbers)}", "/health_generate", is_counted=False)
         avoid = {link.address for link in pool.links.values() if link not in idle}
-        call = GenerationCall(context, prepared, avoid=avoid)
+        call = GenerationCall(origin, prepared, avoid=avoid)
         try:
             async with asyncio.timeout(TRY_S):
                 await self._run(call, sink)

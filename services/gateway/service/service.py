@@ -18,7 +18,6 @@ from services.gateway.request.choice import Choice, Series
 from services.gateway.request.errors import ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import GenerationRequest, check_logprobs, most_tokens
 from services.gateway.request.request import Phase, Releaser, RunningRequest
-from services.gateway.request.trace import begin_trace
 from services.gateway.request.usage import usage_of
 from services.gateway.service.sink import GenerationCall, Sink
 from services.shared.observe.log_fields import fields
@@ -148,16 +147,17 @@ class GenerationService:
         return not self._open
 
     def _opened(self, call: GenerationCall) -> RunningRequest:
-        context, held = call.context, self._bodies.open(call.gone)
-        if not context.is_counted:
-            return RunningRequest(context, self._dispatcher, _UNCOUNTED, held, self._forget)
-        trace = None if self._tracing is None else begin_trace(self._tracing, context)
-        return RunningRequest(context, self._dispatcher, self.metrics, held, self._forget, trace, call.wants_report)
+        origin, held = call.origin, self._bodies.open(call.gone)
+        if not origin.is_counted:
+            return RunningRequest(origin, self._dispatcher, _UNCOUNTED, held, self._forget)
+        if self._tracing is not None:
+            origin.begin_trace(self._tracing)
+        return RunningRequest(origin, self._dispatcher, self.metrics, held, self._forget, call.wants_report)
 
     def _admit(self, running: RunningRequest, call: GenerationCall) -> None:
         """Admits the request. Raises ApiError if too many requests are open, or the key's limits are reached."""
         running.admission = call.admission
-        if not call.context.is_counted:
+        if not call.origin.is_counted:
             return
         if len(self._open) >= self.settings.max_concurrent_requests:
             raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
@@ -215,8 +215,8 @@ class GenerationService:
         """Returns a prepared request whose choices have been made. Raises ApiError."""
         try:
             prepared = await sink.while_preparing(call.prepare(body, running.origin))
-            if call.context.routing_key:
-                prepared = prepared.routed(call.context.routing_key)
+            if call.origin.routing_key:
+                prepared = prepared.routed(call.origin.routing_key)
             if running.error is not None:
                 raise running.error
             self._count_cuts(running, prepared)
@@ -297,7 +297,7 @@ _UNCOUNTED = _Uncounted()
 
 def _is_attended(running: RunningRequest) -> bool:
     """Whether a client waits for the response."""
-    return not running.caller.background and running.context.is_counted
+    return not running.caller.background and running.origin.is_counted
 
 
 def _alone(error: ApiError) -> ApiError:

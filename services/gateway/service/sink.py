@@ -23,7 +23,6 @@ from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import Gone, HeldBytes
 from services.gateway.request.choice import Delta
-from services.gateway.request.context import CallContext
 from services.gateway.request.errors import AnswerForm, ApiError, Headers
 from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
@@ -48,7 +47,7 @@ async def never() -> None:
 class GenerationCall:
     """A call of a generating operation."""
 
-    context: CallContext
+    origin: Origin
     prepare: Prepare  # parses the body, tokenizes the prompts and checks them against the model
     # Holds the bytes that it reads. Raises ApiError, ClientGone.
     read_body: Callable[[HeldBytes], Awaitable[ReceivedBody]] = no_body

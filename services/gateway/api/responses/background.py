@@ -12,10 +12,9 @@ from services.gateway.api.responses.output import numbered
 from services.gateway.api.responses.stream import FollowedStream
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.background.follow import Follow
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import GenerationRequest
-from services.gateway.request.origin import Origin
+from services.gateway.request.origin import Caller, Origin
 from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import Detached, Respond
 from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus

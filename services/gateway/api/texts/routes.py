@@ -34,10 +34,9 @@ from services.gateway.http.answer import HttpPort, json_response
 from services.gateway.parsers.output_parser import MakeParser, Schema
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import Body
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request
 from services.gateway.request.generation import ModelInfo, PromptInput
-from services.gateway.request.origin import Origin, origin_of
+from services.gateway.request.origin import Caller, Origin, origin_of
 from services.gateway.service.sink import MakeOperation
 from services.shared import limits
 

@@ -31,8 +31,8 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
 from services.gateway.request.body_budget import BodyBudget
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
+from services.gateway.request.origin import Caller
 from services.local.ports import free_ports
 from services.shared.control_values import put_values
 from services.shared.rpc.control_token import read_token

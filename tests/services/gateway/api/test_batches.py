@@ -18,7 +18,7 @@ from rootstock.v1 import common_pb2 as pb
 from services.gateway.batches import batch_run, batch_runner, lanes
 from services.gateway.batches.line_call import LineCalls, Told
 from services.gateway.keys import key_file, key_ring
-from services.gateway.request.caller import Caller
+from services.gateway.request.origin import Caller
 from services.gateway.state.batch_record import BatchStatus
 from services.gateway.state.batch_store import BatchStore, LineResult, batch_lease
 from services.gateway.state.lease import Lease, Leases

@@ -16,8 +16,8 @@ from services.gateway.background import background_runner
 from services.gateway.background.background_run import BackgroundRun, First, RunPorts
 from services.gateway.background.background_runner import BackgroundRunner
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.caller import NOBODY
 from services.gateway.request.errors import ApiError
+from services.gateway.request.origin import NOBODY
 from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
 from services.gateway.state.lease import Lease
