@@ -19,7 +19,7 @@ from services.shared.rpc.port_guard import PortGuard, checked
 
 CLOSE_S = 1.0  # smallest time for connections to close, also after the grace period
 ENDED = 128 + signal.SIGTERM  # exit status of a process that SIGTERM ends, by the shells' convention
-GOING_AWAY = "the server is shutting down"
+SHUTTING_DOWN = "the server is shutting down"
 HEALTH = "/grpc.health.v1.Health/"  # prefix of the health service's methods
 LIVENESS = ""  # name of the process's liveness in the health service; the name of the service means readiness
 
@@ -108,7 +108,7 @@ class OpenCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def _begin(self, context: grpc.aio.ServicerContext) -> None:
         """Counts a call. Aborts it if close() was called before."""
         if self._closed:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
         self._open += 1
         self._none.clear()
         context.add_done_callback(self._end)
