@@ -16,7 +16,7 @@ from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
 from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
-from services.shared.rpc.port_guard import PortGuard
+from services.shared.rpc.grpc_server import PortGuard
 from services.shared.settings import WRONG_SETTINGS, load
 from services.shared.tls.certificate_files import BadTls
 from services.shared.tls.metrics import TlsMetrics

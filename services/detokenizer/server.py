@@ -22,7 +22,7 @@ from services.detokenizer.text import TokenTexts
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.observe.log_fields import fields
-from services.shared.rpc.message_reader import GOING_AWAY, GoingAway, MessageReader
+from services.shared.rpc.grpc_server import GOING_AWAY, GoingAway, MessageReader
 
 if TYPE_CHECKING:
     from services.shared.observe.spans import Tracing

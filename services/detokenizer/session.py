@@ -14,8 +14,7 @@ from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.text import IncrementalDetokenizer, StopStringBuffer
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.observe.log_fields import fields
-from services.shared.observe.tracing import trace_fields
+from services.shared.observe.log_fields import fields, trace_fields
 
 if TYPE_CHECKING:
     from services.shared.observe.spans import Attributes, Span, Tracing

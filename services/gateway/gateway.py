@@ -68,7 +68,7 @@ from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import is_loopback, read_token
 from services.shared.rpc.dialer import Dialer
-from services.shared.rpc.port_guard import PortGuard
+from services.shared.rpc.grpc_server import PortGuard
 from services.shared.rpc.token_check import start_guarded_server
 from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import MutualTls, mutual_tls

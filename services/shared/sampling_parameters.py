@@ -1,15 +1,15 @@
-"""The table of sampling parameters: names, ranges, defaults and neutral values. Plain data; standard library only.
+"""The table of sampling parameters and the defaults of a model. Plain data; standard library only.
 
-The table gives the gateway's body types, the checks of gateway and worker, the wire values, the defaults that a model may
-choose, and the tables in docs/reference/api.md and docs/reference/sglang-api.md. Limits of entries and characters are in
-services/shared/limits.py.
+The table has names, ranges, defaults and neutral values. It gives the gateway's body types, the checks of gateway and worker,
+the wire values, the defaults that a model may choose, and the tables in docs/reference/api.md and docs/reference/sglang-api.md.
+Limits of entries and characters are in services/shared/limits.py.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -354,3 +354,33 @@ def renamed(api: Api) -> Mapping[str, str]:
     """Returns the API's name of each wire field whose name differs. Of several names, the first one counts."""
     rows = [row for row in reversed(PARAMETERS) if api in row.names and row.wire and "." not in row.wire]
     return {row.wire: row.names[api] for row in rows if row.wire != row.names[api]}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The values of parameters that a request leaves out. The worker makes them, and the gateway puts them into requests.
+
+    The fields are the rows with `of_model`. The values in this class are the API's; a model or an operator may choose others.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def over(self, values: Mapping[str, Any]) -> SamplingDefaults:
+        """Returns the defaults with these values replaced. The values must have passed default_fault()."""
+        return replace(self, **{name: SCALAR[name].resolved(value) for name, value in values.items()})
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in DEFAULT_NAMES}
+
+
+API_DEFAULTS = SamplingDefaults()
+DEFAULT_NAMES = tuple(field.name for field in fields(SamplingDefaults))
+
+
+def default_fault(name: str, value: Any) -> str:
+    """Returns the fault of a value for a parameter in DEFAULT_NAMES, or "" if the value is valid."""
+    return SCALAR[name].fault(value)

@@ -13,7 +13,7 @@ import grpc
 
 from rootstock.v1 import tokenizer_pb2 as pb
 from services.shared import limits
-from services.shared.rpc.message_reader import GOING_AWAY, GoingAway, MessageReader
+from services.shared.rpc.grpc_server import GOING_AWAY, GoingAway, MessageReader
 from services.tokenizer.refusal import Refusal, busy
 
 MESSAGE_BYTES = 1 << 20  # approximate size at which a message of responses is sent

@@ -23,8 +23,7 @@ from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.index.block_hash import HASH_BYTES, block_hashes
-from services.shared.observe.log_fields import fields
-from services.shared.observe.tracing import trace_fields
+from services.shared.observe.log_fields import fields, trace_fields
 from services.tokenizer.encode_queue import EncodeQueue
 from services.tokenizer.encode_stream import EncodeStream
 from services.tokenizer.memory import ByteBudget, HeapTrimmer

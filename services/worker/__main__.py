@@ -20,7 +20,7 @@ from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
-from services.shared.rpc.port_guard import PortGuard
+from services.shared.rpc.grpc_server import PortGuard
 from services.shared.settings import WRONG_SETTINGS, load, served_name
 from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls

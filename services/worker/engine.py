@@ -17,7 +17,7 @@ from services.shared.index.block_hash import block_hash
 from services.shared.observe.log_fields import fields
 from services.shared.observe.progress import step
 from services.shared.output_formats import detect_in
-from services.shared.sampling_defaults import SamplingDefaults
+from services.shared.sampling_parameters import SamplingDefaults
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler

@@ -21,8 +21,18 @@ from services.gateway.api.openai.types import ChatCompletionRequest, CompletionR
 from services.gateway.api.request_body import SamplingBody
 from services.gateway.api.sglang.types import NativeSampling
 from services.local.parameter_tables import PAGES, TABLES, rendered
-from services.shared.sampling_defaults import API_DEFAULTS, NAMES
-from services.shared.sampling_parameters import PARAMETERS, SCALAR, SCALARS, UNSERVED, Api, Kind, SamplingParameter, of_api
+from services.shared.sampling_parameters import (
+    API_DEFAULTS,
+    DEFAULT_NAMES,
+    PARAMETERS,
+    SCALAR,
+    SCALARS,
+    UNSERVED,
+    Api,
+    Kind,
+    SamplingParameter,
+    of_api,
+)
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,7 +174,7 @@ def test_core_has_the_tables_defaults() -> None:
 def test_sampling_defaults_are_the_fields_that_a_model_sets() -> None:
     of_model = {row.wire: row.default for row in SCALARS if row.of_model}
     assert API_DEFAULTS.as_dict() == of_model
-    assert set(NAMES) == {field.name for field in worker_pb2.SamplingDefaults.DESCRIPTOR.fields}
+    assert set(DEFAULT_NAMES) == {field.name for field in worker_pb2.SamplingDefaults.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from services.shared.observe.log_fields import FIELDS
-from services.shared.observe.tracing import start_tracing, trace_fields
+from services.shared.observe.log_fields import FIELDS, trace_fields
+from services.shared.observe.tracing import start_tracing
 from services.shared.settings import ServiceSettings, load
 from tests.services.collector import CALLER, SAMPLED, TRACE, UNSAMPLED, Collector
 

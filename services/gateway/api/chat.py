@@ -36,8 +36,7 @@ from services.gateway.request.generation import (
 from services.gateway.request.origin import Caller, Origin
 from services.shared import limits
 from services.shared.output_formats import NONE, OutputFormats
-from services.shared.sampling_defaults import SamplingDefaults
-from services.shared.sampling_parameters import Api
+from services.shared.sampling_parameters import Api, SamplingDefaults
 
 Message = Mapping[str, Any]  # role, content, and where it has them reasoning_content, tool_calls and tool_call_id
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", …}}

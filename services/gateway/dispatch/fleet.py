@@ -24,7 +24,7 @@ from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
-from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults, fault
+from services.shared.sampling_parameters import API_DEFAULTS, DEFAULT_NAMES, SamplingDefaults, default_fault
 
 logger = logging.getLogger(__name__)
 
@@ -288,8 +288,8 @@ def _agree(pool: Pool) -> None:
 def _defaults_of(info: worker_pb2.WorkerInfo) -> SamplingDefaults:
     """Returns the sampling defaults of a worker without invalid values, for which clients would get errors."""
     given = info.sampling_defaults
-    values = {name: getattr(given, name) for name in NAMES if given.HasField(name)}
-    wrong = {name: text for name, value in values.items() if (text := fault(name, value))}
+    values = {name: getattr(given, name) for name in DEFAULT_NAMES if given.HasField(name)}
+    wrong = {name: text for name, value in values.items() if (text := default_fault(name, value))}
     if wrong:
         logger.error("a worker's sampling defaults are left out", extra=fields(worker=info.worker_id, faults=wrong))
     return API_DEFAULTS.over({name: value for name, value in values.items() if name not in wrong})

@@ -20,7 +20,7 @@ from services.gateway.request.generation import ModelVersion
 from services.gateway.request.request import RunningRequest
 from services.shared.index.block_hash import block_hashes
 from services.shared.index.prefix_index import split_hashes
-from services.shared.sampling_defaults import NAMES
+from services.shared.sampling_parameters import DEFAULT_NAMES
 
 Link: TypeAlias = "WorkerLink[Placement]"
 Pool: TypeAlias = "ModelPool[Placement]"
@@ -249,7 +249,7 @@ class Placement:
         else:
             if params.max_tokens is not None or params.session is None:
                 into.max_new_tokens = params.most_tokens(len(choice.prompt.ids), model.context_len)
-            for name in NAMES:
+            for name in DEFAULT_NAMES:
                 if not into.HasField(name):
                     setattr(into, name, getattr(model.defaults, name))
             if choice.seed is not None:

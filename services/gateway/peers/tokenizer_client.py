@@ -24,8 +24,7 @@ from services.gateway.peers.tokenizer_replica import TokenizerReplica
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.field_names import CHAT, NO_NAMES, FieldNames
 from services.gateway.request.trace import EncodeCall
-from services.shared.observe.log_fields import fields
-from services.shared.observe.tracing import trace_fields
+from services.shared.observe.log_fields import fields, trace_fields
 from services.shared.output_formats import OutputFormats
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 

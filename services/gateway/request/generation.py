@@ -19,9 +19,8 @@ from services.gateway.request.field_names import FieldNames
 from services.gateway.request.logprobs import values_per_token
 from services.gateway.request.origin import Caller
 from services.shared import limits
-from services.shared.index.block_hash import root_hash
-from services.shared.index.cache_namespace import cache_namespace
-from services.shared.sampling_defaults import API_DEFAULTS, SamplingDefaults
+from services.shared.index.block_hash import cache_namespace, root_hash
+from services.shared.sampling_parameters import API_DEFAULTS, SamplingDefaults
 
 _UINT64_MASK = (1 << 64) - 1
 

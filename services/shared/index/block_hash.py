@@ -1,4 +1,4 @@
-"""The hashes of token blocks in the prefix index, for the workers that publish and the gateways that look up.
+"""The hashes of token blocks in the prefix index and the namespaces of cached prefixes, for workers and gateways.
 
 A block has BLOCK_TOKENS tokens; incomplete blocks have no hash. The hash of a block (xxh3, 64 bits) includes the hash of the
 block before it. The first block is chained to a root hash of everything that makes equal tokens give different KV: the model,
@@ -16,6 +16,17 @@ import xxhash
 INDEX_VERSION = "1"
 BLOCK_TOKENS = 64
 HASH_BYTES = 8
+
+
+def cache_namespace(lora: str, salt: str) -> str:
+    """Joins an adapter and a salt. Requests share KV only within one namespace; different pairs give different namespaces."""
+    return f"{len(lora)}:{lora}{salt}" if lora or salt else ""
+
+
+def salt_of(namespace: str) -> str:
+    """Returns the salt of a namespace."""
+    length, _, rest = namespace.partition(":")
+    return rest[int(length) :] if namespace else ""
 
 
 def root_hash(model: str, revision: str, tokenizer: str, namespace: str) -> bytes:

@@ -1,27 +1,39 @@
-"""The gRPC server of every service: options, health, open calls, and serving until a signal with a grace period."""
+"""The gRPC server of every service: options, health, checks of callers, open calls, messages of a stream, and a drained stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from services.shared.limits import MAX_MESSAGE_BYTES
-from services.shared.rpc.port_guard import PortGuard, checked
+from services.shared.observe.log_fields import fields
+from services.shared.tls.mutual_tls import TOKEN_KEY, MutualTls
+from services.shared.tls.roles import Role
 
 CLOSE_S = 1.0  # smallest time for connections to close, also after the grace period
 ENDED = 128 + signal.SIGTERM  # exit status of a process that SIGTERM ends, by the shells' convention
-SHUTTING_DOWN = "the server is shutting down"
+SHUTTING_DOWN = "the server is shutting down"  # status of a call after the drain
+GOING_AWAY = "the service is going away"  # status of a stream that a stopping service ends
+DRAIN_QUIET_S = 0.02  # time without a message after which a stopping service ends a stream
+DRAIN_S = 0.2  # longest time that a stopping service reads a stream
 HEALTH = "/grpc.health.v1.Health/"  # prefix of the health service's methods
 LIVENESS = ""  # name of the process's liveness in the health service; the name of the service means readiness
+LOG_S = 60.0  # pause between two log lines about the same refused client
+MAX_LOGGED = 1024  # refused clients that are remembered for this pause
+
+Behavior = Callable[[Any, Any], Any]  # the implementation of a call: (request, context) → response
+Message = TypeVar("Message")
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +87,106 @@ class HealthService:
     async def set_live(self, live: bool) -> None:
         state = health_pb2.HealthCheckResponse
         await self.servicer.set(LIVENESS, state.SERVING if live else state.NOT_SERVING)
+
+
+class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
+    """Checks the certificate's role and the token of each call.
+
+    gRPC itself refuses connections whose certificate another authority has signed. This interceptor must be the first one, so
+    that refused calls do not count as open calls.
+    """
+
+    def __init__(self, mtls: MutualTls, *callers: Role) -> None:
+        """Creates the guard.
+
+        Args:
+            callers: roles whose certificates may call.
+        """
+        self._mtls = mtls
+        self._callers = frozenset(caller.value.encode() for caller in callers)
+        self._log_at: dict[str, float] = {}  # time of the next log line by client host
+        # A handler of the stream kind reads no message, so it fits calls of every kind.
+        self._no_token = grpc.stream_stream_rpc_method_handler(self._refuse_token)
+
+    def open(self, server: grpc.aio.Server, address: str) -> int:
+        """Adds the port. Raises RuntimeError if it is taken."""
+        return int(server.add_secure_port(address, self._mtls.server_credentials()))
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        tokens = self._mtls.tokens
+        if tokens is not None and not tokens.accepts(_given(details.invocation_metadata)):
+            return self._no_token
+        handler = await continuation(details)
+        return handler if handler is None else checked(handler, self._check)
+
+    async def _check(self, context: grpc.aio.ServicerContext) -> None:
+        names = context.auth_context().get("peer_dns", ())
+        if self._callers.isdisjoint(names):
+            shown = ", ".join(name.decode(errors="replace") for name in names) or "nothing"
+            wanted = " or ".join(sorted(caller.decode() for caller in self._callers))
+            await self._refuse(
+                context,
+                "certificate",
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"the caller's certificate must name {wanted}, but it names {shown}",
+            )
+
+    async def _refuse_token(self, _request: object, context: grpc.aio.ServicerContext) -> NoReturn:
+        names = context.auth_context().get("peer_dns", ())
+        caller = ", ".join(name.decode(errors="replace") for name in names)
+        await self._refuse(context, "token", grpc.StatusCode.UNAUTHENTICATED, f"{caller} has not sent the services' token")
+
+    async def _refuse(self, context: grpc.aio.ServicerContext, reason: str, code: grpc.StatusCode, why: str) -> NoReturn:
+        self._mtls.refused[reason] += 1
+        self._log(context.peer(), why)
+        await context.abort(code, why)
+        raise AssertionError("abort raises")
+
+    def _log(self, peer: str, why: str) -> None:
+        """Logs a refusal, at most once in LOG_S per client host. The client's port differs between connections."""
+        host = peer.rpartition(":")[0]
+        now = time.monotonic()
+        if now < self._log_at.get(host, 0.0):
+            return
+        if len(self._log_at) >= MAX_LOGGED:
+            self._log_at.clear()
+        self._log_at[host] = now + LOG_S
+        logger.warning("call refused: %s", why, extra=fields(peer=host))
+
+
+def _given(metadata: Any) -> bytes:
+    for key, value in metadata or ():
+        if key == TOKEN_KEY:
+            return value if isinstance(value, bytes) else str(value).encode()
+    return b""
+
+
+def checked(
+    handler: grpc.RpcMethodHandler, check: Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+) -> grpc.RpcMethodHandler:
+    """Returns a handler that awaits `check` before the call, for calls of every kind. `check` aborts the call to refuse it."""
+    kinds = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+    name = "_".join(kinds)
+    make = getattr(grpc, f"{name}_rpc_method_handler")
+    return make(_behind(check, getattr(handler, name)), handler.request_deserializer, handler.response_serializer)
+
+
+def _behind(check: Callable[[grpc.aio.ServicerContext], Awaitable[None]], behavior: Behavior) -> Behavior:
+    """Wraps a behavior in a function of the same kind: a coroutine or an asynchronous generator. gRPC distinguishes them."""
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await check(context)
+        return await behavior(request, context)
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        await check(context)
+        async with contextlib.aclosing(behavior(request, context)) as answers:
+            async for answer in answers:
+                yield answer
+
+    return stream if inspect.isasyncgenfunction(behavior) else call
 
 
 class OpenCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -222,3 +334,42 @@ def stop_signal() -> asyncio.Event:
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stop.set)
     return stop
+
+
+class GoingAway(Exception):
+    """The service stops and has read the messages in transit. The handler must end the stream."""
+
+
+class MessageReader(Generic[Message]):
+    """The messages of one stream, until the client ends it or the service stops.
+
+    When the service stops, messages that the client has already sent are still read. The handler creates the reader and must
+    call close() at the end of the stream.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext, stopping: asyncio.Event) -> None:
+        self._context = context
+        self._last = asyncio.create_task(_last_read(stopping))
+
+    async def next(self) -> Message | None:
+        """Returns the next message, or None at the end of the stream. Raises GoingAway if the service stops."""
+        read = asyncio.ensure_future(self._context.read())
+        try:
+            await asyncio.wait([read, self._last], return_when=asyncio.FIRST_COMPLETED)
+            if not read.done() and time.monotonic() < self._last.result():
+                await asyncio.wait([read], timeout=DRAIN_QUIET_S)
+            if not read.done():
+                raise GoingAway
+            message = read.result()
+            return None if message is grpc.aio.EOF else message
+        finally:
+            read.cancel()
+
+    def close(self) -> None:
+        self._last.cancel()
+
+
+async def _last_read(stopping: asyncio.Event) -> float:
+    """Waits until the service stops. Returns the time (time.monotonic) until which messages are still read."""
+    await stopping.wait()
+    return time.monotonic() + DRAIN_S

@@ -9,7 +9,7 @@ import grpc
 
 from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import accepts
-from services.shared.rpc.port_guard import PortGuard
+from services.shared.rpc.grpc_server import PortGuard
 
 METADATA_KEY = "authorization"
 

@@ -11,7 +11,7 @@ import grpc
 
 from rootstock.v1 import control_pb2_grpc
 from services.shared.rpc.control_token import read_token, require_token_beyond_loopback
-from services.shared.rpc.port_guard import PortGuard
+from services.shared.rpc.grpc_server import PortGuard
 from services.shared.rpc.token_check import start_guarded_server
 from services.worker.control.profiles import Profiles
 from services.worker.control.servicer import ControlServicer

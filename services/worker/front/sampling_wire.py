@@ -12,8 +12,7 @@ from typing import Any
 from rootstock.v1 import common_pb2 as pb
 from services.shared import limits
 from services.shared import sampling_parameters as table
-from services.shared.sampling_defaults import API_DEFAULTS, SamplingDefaults
-from services.shared.sampling_parameters import SMALLEST_POSITIVE, SamplingParameter
+from services.shared.sampling_parameters import API_DEFAULTS, SMALLEST_POSITIVE, SamplingDefaults, SamplingParameter
 from services.worker.core.contracts.sampling import (
     DEFAULT_STREAM_INTERVAL,
     DryParams,

@@ -17,11 +17,10 @@ from dataclasses import replace
 import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.shared.index.cache_namespace import cache_namespace
+from services.shared.index.block_hash import cache_namespace
 from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_SESSION_ID_CHARS
-from services.shared.observe.log_fields import fields
-from services.shared.observe.tracing import trace_fields
-from services.shared.sampling_defaults import SamplingDefaults
+from services.shared.observe.log_fields import fields, trace_fields
+from services.shared.sampling_parameters import SamplingDefaults
 from services.worker.core.contracts.messages import Prefetch, PromptKeys, Submit
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
 from services.worker.core.contracts.tree_name import tree_name

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.shared.observe.log_fields import fields
-from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults, fault
+from services.shared.sampling_parameters import API_DEFAULTS, DEFAULT_NAMES, SamplingDefaults, default_fault
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ def parse_preferences(text: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("preferred_sampling_params must be a JSON object")
     for name, value in values.items():
-        if name not in NAMES:
-            raise ValueError(f"preferred_sampling_params may hold {', '.join(NAMES)} only")
-        if wrong := fault(name, value):
+        if name not in DEFAULT_NAMES:
+            raise ValueError(f"preferred_sampling_params may hold {', '.join(DEFAULT_NAMES)} only")
+        if wrong := default_fault(name, value):
             raise ValueError(f"preferred_sampling_params: {name} {wrong}")
     return values
 
@@ -70,8 +70,8 @@ def _of_model(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} does not hold a JSON object")
-    given = {name: values[name] for name in NAMES if values.get(name) is not None}
-    wrong = {name: text for name, value in given.items() if (text := fault(name, value))}
+    given = {name: values[name] for name in DEFAULT_NAMES if values.get(name) is not None}
+    wrong = {name: text for name, value in given.items() if (text := default_fault(name, value))}
     samples = values.get(DO_SAMPLE)
     if samples is False:
         given["temperature"] = 0.0

@@ -14,7 +14,7 @@ import pytest
 
 from rootstock.v1 import tokenizer_pb2 as pb
 from services.shared import limits
-from services.shared.rpc.message_reader import DRAIN_S, GOING_AWAY
+from services.shared.rpc.grpc_server import DRAIN_S, GOING_AWAY
 from services.tokenizer import encode_stream
 from tests.services.tokenizer.serving import Serving, serving
 

@@ -30,7 +30,7 @@ from services.gateway.state.background_record import BackgroundOrder, Background
 from services.shared.limits import MAX_RECORD_BYTES
 from services.shared.observe.log_fields import fields
 from services.shared.output_formats import OutputFormats
-from services.shared.sampling_defaults import API_DEFAULTS
+from services.shared.sampling_parameters import API_DEFAULTS
 
 logger = logging.getLogger(__name__)
 

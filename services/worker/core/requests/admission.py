@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.shared.index.cache_namespace import cache_namespace
+from services.shared.index.block_hash import cache_namespace
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Prefetch, Submit
 from services.worker.core.contracts.plan import no_tokens

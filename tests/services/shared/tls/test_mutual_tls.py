@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.gateway.peers.reconnect import keep_connected
-from services.shared.rpc import grpc_server, port_guard
+from services.shared.rpc import grpc_server
 from services.shared.rpc.dialer import Dialer, KeptChannel
-from services.shared.rpc.port_guard import PortGuard
+from services.shared.rpc.grpc_server import PortGuard
 from services.shared.settings import of_values
 from services.shared.tls import certificate_files, token_file
 from services.shared.tls.certificate_files import BadTls, CertificateFiles
@@ -139,9 +139,9 @@ def test_server_accepts_only_gateway_certificates(made: Made, tmp_path: Path, ca
                 assert said == f"PERMISSION_DENIED: {wanted}"
             assert worker.refused == {"certificate": 3, "token": 3}
 
-    with caplog.at_level(logging.WARNING, port_guard.__name__):
+    with caplog.at_level(logging.WARNING, grpc_server.__name__):
         run(work)
-    assert len(logged(caplog, port_guard.__name__)) == 1, "one line for each address, and all of these come from one"
+    assert len(logged(caplog, grpc_server.__name__)) == 1, "one line for each address, and all of these come from one"
 
 
 def test_client_refuses_a_certificate_of_another_role(made: Made) -> None:

@@ -11,8 +11,7 @@ import pytest
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.shared import limits
-from services.shared.sampling_defaults import SamplingDefaults
-from services.shared.sampling_parameters import SCALARS, SMALLEST_POSITIVE, Api, Kind, SamplingParameter
+from services.shared.sampling_parameters import SCALARS, SMALLEST_POSITIVE, Api, Kind, SamplingDefaults, SamplingParameter
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
 from services.worker.core.contracts.sampling import (

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from rootstock.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.local.ports import free_ports
-from services.shared.index.block_hash import block_hashes, root_hash
+from services.shared.index.block_hash import block_hashes, cache_namespace, root_hash
 from services.shared.index.block_tier import BlockTier
-from services.shared.index.cache_namespace import cache_namespace
 from services.shared.index.prefix_index import (
     BELOW_TTL_S,
     EVENTS_KEPT,
