@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from services.worker.core.contracts.messages import SessionTurn
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.pools import ReqToTokenPool, TokenToKVPool
+from services.worker.core.kv.memory import KVMemory, ReqToTokenPool, TokenToKVPool
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.planning.committer import Committer
 from services.worker.core.planning.decode_planner import DecodePlanner
@@ -158,8 +157,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "a slot's shared pages are not counted when it begins",
             KVMemory.lease,
-            "self.slots.num_pages[slot] = self.slots.num_shared[slot] = count",
-            "self.slots.num_pages[slot] = count",
+            "self.slots.num_pages[slot] = self.slots.num_shared[slot] = hit.depth",
+            "self.slots.num_pages[slot] = hit.depth",
             "ends at its lease's node",
         ),
         crowd,

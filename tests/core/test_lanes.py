@@ -24,7 +24,7 @@ class TestLate:
                 rates.moved(tier, 4, 4 * READ_S)
         rates.computed(1000, 0, 1000 * COMPUTE_S / PAGE_SIZE)
         memory = tiered().core.memory
-        root = memory.match("", b"", 0).node
+        root = memory.match("", b"", 0)
         wanted = Wanted(0, "", b"", 12)
 
         def running(op_id: int, place: Place, first: int, began: float) -> RunningImport:

@@ -13,10 +13,9 @@ from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import BLOCK_TOKENS
-from services.worker.core.kv.memory import PageTableUpdates
+from services.worker.core.kv.memory import TableUpdates
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.scheduler import ORDERS
 from tests.core.harness import Engine, chained
 from tests.core.test_scheduler_basic import make
 
@@ -29,7 +28,7 @@ class Tree:
     """A radix cache with pages of one token. The number of a page is its token."""
 
     def __init__(self, policy: EvictionPolicy = EvictionPolicy.LRU) -> None:
-        self.cache = RadixCache(1, ORDERS[policy])
+        self.cache = RadixCache(1, policy)
 
     def put(self, *tokens: int, rank: int = 0) -> TreeNode:
         node, _ = self.cache.insert(self.cache.root(""), key(*tokens), np.array(tokens, dtype=np.int32), rank)
@@ -37,7 +36,7 @@ class Tree:
 
     def use(self, *tokens: int) -> None:
         """Counts a hit on the tokens, as an admission does."""
-        self.cache.count_hit(self.cache.match("", key(*tokens)).node)
+        self.cache.count_hit(self.cache.match("", key(*tokens)))
 
     def evicted(self, count: int = 99) -> list[list[int]]:
         """Evicts one page at a time, and returns the evicted edges in order."""
@@ -56,12 +55,12 @@ def test_table_updates_omit_writes_of_ended_leases() -> None:
     memory, sent = engine.core.memory, list[tuple[int, int]]()
     take = memory.take_table_updates
 
-    def taken() -> PageTableUpdates:
-        updates = take()
-        for slot, first, count in zip(updates.slots, updates.firsts, updates.counts, strict=True):
+    def taken() -> TableUpdates:
+        slots, firsts, counts, pages = updates = take()
+        for slot, first, count in zip(slots, firsts, counts, strict=True):
             sent.extend((int(slot), place) for place in range(first, first + count))
         assert len(set(sent)) == len(sent), "in no order"
-        assert len(updates.pages) == len(sent)
+        assert len(pages) == len(sent)
         sent.clear()
         return updates
 
@@ -73,11 +72,11 @@ def test_table_updates_omit_writes_of_ended_leases() -> None:
 
 def test_split_marks_both_halves_of_a_backed_node() -> None:
     backups = BackupQueue(False, True, 0)
-    cache = RadixCache(1, ORDERS[EvictionPolicy.LRU], backups=backups)
+    cache = RadixCache(1, EvictionPolicy.LRU, backups=backups)
     keys = tuple(bytes([page]) for page in range(4))
     node, _ = cache.insert(cache.root(""), key(0, 1, 2, 3), np.arange(4, dtype=np.int32), 0, keys)
     cache.mark_backed(node)
-    upper = cache.match("", key(0, 1, 9)).node
+    upper = cache.match("", key(0, 1, 9))
     assert backups.backed == {keys[1]: upper, keys[3]: node} and upper.backed
 
 
@@ -92,8 +91,9 @@ def test_match_with_an_end_equals_match_of_the_cut_key(end: int) -> None:
     beginning = asked[: max(end, 0)]
     (found, pages), (wanted, count) = whole.cache.peek("", asked, end), alone.cache.peek("", beginning)
     assert found and wanted and pages == count == min(max(end, 0) // TOKEN_BYTES, 5) and found.depth == wanted.depth
-    match, expected = whole.cache.match("", asked, end), alone.cache.match("", beginning)
-    assert match.pages.tolist() == expected.pages.tolist() == [1, 2, 3, 4, 5][:pages] and match.node.depth == pages
+    hit, expected = whole.cache.match("", asked, end), alone.cache.match("", beginning)
+    hit_pages, expected_pages = whole.cache.pages_to(hit).tolist(), alone.cache.pages_to(expected).tolist()
+    assert hit_pages == expected_pages == [1, 2, 3, 4, 5][:pages] and hit.depth == pages
 
 
 class TestEviction:
@@ -254,11 +254,11 @@ class TestNamespaces:
     def test_namespace_is_not_forgotten_while_a_root_is_in_use(self) -> None:
         """A root between match and lock, or with a late unhold, must not be replaced by a second root, which would lose pages."""
         tree = RadixCache(1)
-        empty = tree.match("", b"").node
+        empty = tree.match("", b"")
         tree.lock(empty)
         tree.unlock(empty)
         node, _ = tree.insert(empty, bytes(8), np.arange(2, dtype=np.int32))
-        assert tree.match("", bytes(8)).node is node
+        assert tree.match("", bytes(8)) is node
         tree.hold(empty)
         tree.unhold(empty)
         tree.forget_empty()

@@ -133,12 +133,12 @@ class TestPutBack:
         pair = Relayed()
         pair.answer(0, PROMPT, max_new_tokens=2)
         core, room = pair.first.core, pair.new_room()
-        match = core.memory.match("", np.array(PROMPT[:24], dtype=np.int32).tobytes(), 24)
-        opened = OpenReservation(room, "", b"", match.pages)
+        hit = core.memory.match("", np.array(PROMPT[:24], dtype=np.int32).tobytes(), 24)
+        opened = OpenReservation(room, "", b"", core.memory.tree.pages_to(hit))
         for times in (1, 2):
             for _ in range(times):
                 core.reservations.leave_asker((0, 9))
-                core.reservations.open(opened, (0, 9), match.node, core.memory)
+                core.reservations.open(opened, (0, 9), hit, core.memory)
             if times == 1:
                 core.reservations.leave_asker((0, 9))
             events = core.take_reservation_events()
@@ -351,8 +351,8 @@ class TestRead:
         core.prefetch(Prefetch(0, 0, ids, KvSource(room, ADDRESS, 10), priority=5), pair.second.now)
         for _ in range(4):
             pair.turn()
-        match = core.memory.match("", ids.tobytes(), len(ids))
-        assert len(match.pages) == 10 and match.node.rank == core.config.rank(5) != core.config.rank(0)
+        hit = core.memory.match("", ids.tobytes(), len(ids))
+        assert hit.depth == 10 and hit.rank == core.config.rank(5) != core.config.rank(0)
 
     def test_prefetch_stops_after_a_failed_read(self) -> None:
         pair = Relayed()

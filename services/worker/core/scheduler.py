@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
-from services.worker.core.contracts.config import EvictionPolicy, SchedulerConfig
+from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import COUNTER_NAMES, Counters, StepStats
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
 from services.worker.core.contracts.messages import (
@@ -28,10 +28,8 @@ from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceLog
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.core.contracts.tree_name import is_retired
-from services.worker.core.kv import eviction
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
-from services.worker.core.kv.eviction import EvictionOrder
 from services.worker.core.kv.memory import KVMemory, KVShape
 from services.worker.core.kv.other_tiers import TierStats
 from services.worker.core.planning.committer import Committer
@@ -53,19 +51,11 @@ from services.worker.core.tiers.tiers import TierLimits, Tiers
 TIER_FIELDS = tuple(field.name for field in fields(TierStats))
 
 
-ORDERS: dict[EvictionPolicy, EvictionOrder] = {
-    EvictionPolicy.LRU: eviction.lru,
-    EvictionPolicy.LFU: eviction.lfu,
-    EvictionPolicy.FIFO: eviction.fifo,
-    EvictionPolicy.PRIORITY: eviction.priority,
-}
-
-
 def configured_memory(
     config: SchedulerConfig, events: CacheEventLog | None = None, backups: BackupQueue | None = None
 ) -> KVMemory:
     shape = KVShape(config.num_pages, config.page_size, config.max_running_requests, config.max_pages_per_request)
-    return KVMemory(shape, ORDERS[config.eviction_policy], config.enable_radix_cache, events, backups, is_retired)
+    return KVMemory(shape, config.eviction_policy, config.enable_radix_cache, events, backups, is_retired)
 
 
 class Scheduler:

@@ -14,7 +14,7 @@ TIERS = (
         ("return min(quarantined, memory.num_available - rest)", "return quarantined"),
         ("return min(quarantined, memory.num_available - rest)", "return memory.num_available - rest"),
         ("self._room(wanted, first, memory)", "self._room(wanted, at, memory)"),
-        ("self._pin(wanted.seq, match.node, memory)", "pass"),
+        ("self._pin(wanted.seq, hit, memory)", "pass"),
         ("rest = keys[hit:]", "rest = keys"),
         ("memory.free_quarantined(operation.pages[count:])", "pass"),
         ("            self._due.pop(seq, None)\n", ""),

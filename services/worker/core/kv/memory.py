@@ -15,15 +15,78 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.eviction import EvictionOrder
-from services.worker.core.kv.pools import ReqToTokenPool, TokenToKVPool
-from services.worker.core.kv.radix_cache import Match, RadixCache
+from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
-_EMPTY: I32 = np.empty(0, dtype=np.int32)
+TableUpdates = tuple[I32, I32, I32, I32]
+"""(slots, firsts, counts, pages) of page-table updates, as in BatchPlan."""
+
+_NO_UPDATES: TableUpdates = (np.empty(0, dtype=np.int32),) * 4
+
+
+class TokenToKVPool:
+    """A stack of free pages, named as in SGLang. It has page ids; the executor owns the tensors."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._stack: I32 = np.arange(num_pages, dtype=np.int32)[::-1].copy()
+        self.num_free = num_pages
+
+    def alloc(self, count: int) -> I32:
+        """Allocates pages and returns them as int32[count]. `count` is at most num_free."""
+        assert 0 <= count <= self.num_free, "allocation beyond the pool"
+        self.num_free -= count
+        return self._stack[self.num_free : self.num_free + count][::-1].copy()
+
+    def free(self, pages: I32) -> None:
+        end = self.num_free + len(pages)
+        assert end <= self.num_pages, "a page was freed twice"
+        self._stack[self.num_free : end] = pages
+        self.num_free = end
+
+    def free_pages(self) -> I32:
+        """Returns a copy of the free pages as int32[num_free], for checks."""
+        return self._stack[: self.num_free].copy()
+
+
+class ReqToTokenPool:
+    """Slots and their page tables, named as in SGLang.
+
+    Row s of page_table (int32[slots, pages per request]) is valid for its first num_pages[s] entries. The first num_shared[s]
+    of these pages belong to the radix tree, the others to the slot's lease.
+    """
+
+    def __init__(self, num_slots: int, pages_per_request: int) -> None:
+        self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
+        self.num_pages: I32 = np.zeros(num_slots, dtype=np.int32)
+        self.num_shared: I32 = np.zeros(num_slots, dtype=np.int32)
+        self._free = list(range(num_slots))[::-1]
+        self._is_free = [True] * num_slots
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_leased(self) -> int:
+        return len(self.num_pages) - len(self._free)
+
+    def alloc(self) -> int:
+        assert self._free, "more requests run than there are slots"
+        slot = self._free.pop()
+        assert self.num_pages[slot] == 0, "a free slot holds pages"
+        self._is_free[slot] = False
+        return slot
+
+    def free(self, slot: int) -> None:
+        assert not self._is_free[slot], "a slot was freed twice"
+        self._is_free[slot] = True
+        self.num_pages[slot] = self.num_shared[slot] = 0
+        self._free.append(slot)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,16 +97,6 @@ class Lease:
     node: TreeNode  # tree node at the end of the shared pages
     rank: int = 0  # rank of the request, which its cached pages inherit
     page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; keys of later pages are unknown
-
-
-@dataclass(frozen=True, slots=True)
-class PageTableUpdates:
-    """The four columns of page table updates in a BatchPlan."""
-
-    slots: I32
-    firsts: I32
-    counts: I32
-    pages: I32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +119,7 @@ class KVMemory:
     def __init__(
         self,
         shape: KVShape,
-        order: EvictionOrder,
+        policy: EvictionPolicy,
         enable_radix_cache: bool,
         events: CacheEventLog | None = None,
         backups: BackupQueue | None = None,
@@ -75,7 +128,7 @@ class KVMemory:
         self.page_size = shape.page_size
         self.evicted_pages_total = 0
         self._shape, self._enable_radix_cache = shape, enable_radix_cache
-        self._new_tree: Callable[[], RadixCache] = partial(RadixCache, shape.page_size, order, events, backups, is_retired)
+        self._new_tree: Callable[[], RadixCache] = partial(RadixCache, shape.page_size, policy, events, backups, is_retired)
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +139,7 @@ class KVMemory:
         self.tree = self._new_tree()
         self.quarantined: set[int] = set()
         self._num_pins = 0
-        self._updates: list[tuple[I32, I32, I32, I32]] = []
+        self._updates: list[TableUpdates] = []
         self._runs: list[tuple[int, int, int]] = []  # (slot, first entry, number of entries) of writes after those in _updates
         self._run_pages: list[I32] = []
         self._num_updates = 0  # number of recorded writes in _updates and _runs; each concerns one slot
@@ -101,8 +154,8 @@ class KVMemory:
     def num_leased(self) -> int:
         return self.pages.num_pages - self.pages.num_free - self.tree.num_pages - len(self.quarantined)
 
-    def match(self, namespace: str, key: bytes, limit: int) -> Match:
-        """Returns the longest hit of at most `limit` tokens that leaves at least one token of `key` to compute."""
+    def match(self, namespace: str, key: bytes, limit: int) -> TreeNode:
+        """Returns the end of the longest hit of at most `limit` tokens that leaves at least one token of `key` to compute."""
         return self.tree.match(namespace, key, self._usable(len(key), limit))
 
     def peek(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
@@ -131,29 +184,28 @@ class KVMemory:
         """Returns the whole pages of `num_tokens` tokens that a hit of at most `limit` tokens may cover."""
         return min(num_tokens - 1, limit) // self.page_size if self._enable_radix_cache else 0
 
-    def lock(self, match: Match) -> None:
-        self.tree.lock(match.node)
+    def lock(self, hit: TreeNode) -> None:
+        self.tree.lock(hit)
 
-    def unlock(self, match: Match) -> None:
-        self.tree.unlock(match.node)
+    def unlock(self, hit: TreeNode) -> None:
+        self.tree.unlock(hit)
 
-    def lease(self, match: Match, rank: int = 0, page_keys: tuple[bytes, ...] = ()) -> Lease:
+    def lease(self, hit: TreeNode, rank: int = 0, page_keys: tuple[bytes, ...] = ()) -> Lease:
         """Allocates a slot whose table begins with the pages of the hit.
 
         Args:
-            match: the locked hit. The lease takes over its lock.
+            hit: the locked end of the hit. The lease takes over its lock.
             rank: rank of the request.
             page_keys: page keys of the first pages, as far as they are known.
         """
-        count = len(match.pages)
-        assert match.node.lock_ref > 0, "a lease takes over the lock of its match"
-        assert match.node.depth == count, "a hit ends where its node does"
-        self.tree.count_hit(match.node)
+        assert hit.lock_ref > 0, "a lease takes over the lock of its match"
+        pages = self.tree.pages_to(hit)
+        self.tree.count_hit(hit)
         slot = self.slots.alloc()
-        self.slots.page_table[slot, :count] = match.pages
-        self.slots.num_pages[slot] = self.slots.num_shared[slot] = count
-        self._record(slot, 0, match.pages)
-        return Lease(slot, match.node, rank, page_keys)
+        self.slots.page_table[slot, : hit.depth] = pages
+        self.slots.num_pages[slot] = self.slots.num_shared[slot] = hit.depth
+        self._record(slot, 0, pages)
+        return Lease(slot, hit, rank, page_keys)
 
     def grow(self, lease: Lease, num_tokens: int) -> int:
         """Allocates pages until the lease's table covers `num_tokens` tokens or no page is available.
@@ -299,31 +351,31 @@ class KVMemory:
         for pages in self.tree.forget(node):
             self.pages.free(pages)
 
-    def take_table_updates(self) -> PageTableUpdates:
+    def take_table_updates(self) -> TableUpdates:
         """Returns the writes to the page tables of leased slots since the last call.
 
         No two writes have the same entry, so that they may be applied in any order.
         """
         self._gather_runs()
         if not self._updates:
-            return PageTableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
+            return _NO_UPDATES
         self._num_updates = 0
         if len(self._updates) == 1:
-            updates = PageTableUpdates(*self._updates.pop())
+            updates = self._updates.pop()
         else:
-            updates = PageTableUpdates(*(np.concatenate(part) for part in zip(*self._updates, strict=True)))
+            slots, firsts, counts, pages = (np.concatenate(part) for part in zip(*self._updates, strict=True))
+            updates = slots, firsts, counts, pages
             self._updates.clear()
         return self._without_ended(updates) if self._ended else updates
 
-    def _without_ended(self, updates: PageTableUpdates) -> PageTableUpdates:
+    def _without_ended(self, updates: TableUpdates) -> TableUpdates:
         """Drops the writes of leases that have ended. A later lease of the same slot has its own, later writes."""
-        slots, counts = updates.slots, updates.counts
+        slots, firsts, counts, pages = updates
         until = np.zeros(len(self.slots.num_pages), dtype=np.int64)
         until[list(self._ended)] = list(self._ended.values())
         self._ended.clear()
         stays = np.arange(len(slots)) >= until[slots]
-        pages = updates.pages[np.repeat(stays, counts)]
-        return PageTableUpdates(slots[stays], updates.firsts[stays], counts[stays], pages)
+        return slots[stays], firsts[stays], counts[stays], pages[np.repeat(stays, counts)]
 
     def _alloc(self, count: int) -> I32:
         if count > self.pages.num_free:

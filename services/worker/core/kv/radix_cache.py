@@ -2,34 +2,52 @@
 
 Keys are int32 token ids as bytes, cut at page boundaries. Each namespace has a separate tree. A cached page is pinned while its
 node has a lock, and evictable otherwise. Locks and holds are counted along the whole path to the root, so that an unlocked node
-has no locked descendant. Held nodes are evicted after all others. Recency is a counter. KVMemory is the only owner.
+has no locked descendant. Unlocked leaves are evicted in the order of the policy. Recency is a counter. KVMemory is the owner.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.eviction import EvictionKey, EvictionOrder, lru
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
 STALE_ENTRIES = 64  # stale entries of the eviction queue, in addition to one per node, at which they are removed
 _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 
+EvictionKey = tuple[int, int, int]
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A prefix hit. It is valid until the next call that may evict, or while `node` is locked. `pages` is read-only."""
 
-    node: TreeNode
-    pages: I32
+def _lru(node: TreeNode) -> EvictionKey:
+    return node.holds > 0 and not node.backed, 0, node.stamp
+
+
+def _lfu(node: TreeNode) -> EvictionKey:
+    return node.holds > 0 and not node.backed, node.hits, node.stamp
+
+
+def _fifo(node: TreeNode) -> EvictionKey:
+    return node.holds > 0 and not node.backed, 0, node.born
+
+
+def _priority(node: TreeNode) -> EvictionKey:
+    return node.holds > 0 and not node.backed, -node.rank, node.stamp
+
+
+# The leaf with the lowest key is evicted first. Held nodes come last, unless a lower tier has their pages.
+_EVICTION_KEYS: dict[EvictionPolicy, Callable[[TreeNode], EvictionKey]] = {
+    EvictionPolicy.LRU: _lru,
+    EvictionPolicy.LFU: _lfu,
+    EvictionPolicy.FIFO: _fifo,
+    EvictionPolicy.PRIORITY: _priority,
+}
 
 
 class RadixCache:
@@ -38,7 +56,7 @@ class RadixCache:
     def __init__(
         self,
         page_size: int,
-        order: EvictionOrder = lru,
+        policy: EvictionPolicy = EvictionPolicy.LRU,
         events: CacheEventLog | None = None,
         backups: BackupQueue | None = None,
         is_retired: Callable[[str], bool] = lambda name: False,
@@ -47,13 +65,13 @@ class RadixCache:
 
         Args:
             page_size: tokens of a page.
-            order: eviction order of unlocked leaves.
+            policy: eviction order of unlocked leaves.
             events: log of cached blocks; without a log, blocks are not hashed.
             backups: queue of nodes to copy to lower tiers; None if the worker has no tiers.
             is_retired: returns whether a namespace has a name of a retired tree, as retire() gives it.
         """
         self._page_bytes = page_size * TOKEN_BYTES
-        self._eviction_key = order
+        self._eviction_key = _EVICTION_KEYS[policy]
         self._events = events
         self._backups = backups
         self._is_retired = is_retired
@@ -120,15 +138,27 @@ class RadixCache:
         self._retired = [root for root in self._retired if not _is_empty(root)]
         return freed
 
-    def match(self, namespace: str, key: bytes, end: int | None = None) -> Match:
-        """Returns the longest cached prefix of `key`, or of its first `end` bytes, in whole pages.
+    def match(self, namespace: str, key: bytes, end: int | None = None) -> TreeNode:
+        """Finds the longest cached prefix of `key`, or of its first `end` bytes, in whole pages.
 
         May split a node, and updates the recency of the path. Allocates no page.
+
+        Returns:
+            The node at the end of the prefix, whose depth is the number of pages. It is valid until the next call that may evict,
+            or while it is locked.
         """
-        node, _, parts = self._walk(self.root(namespace), key, len(key) if end is None else min(end, len(key)))
-        pages = _joined(parts)
+        return self._walk(self.root(namespace), key, len(key) if end is None else min(end, len(key)))[0]
+
+    def pages_to(self, node: TreeNode) -> I32:
+        """Returns the pages from the root to the end of a node, as int32[node.depth]. The array is read-only."""
+        parts: list[I32] = []
+        walk = node
+        while walk.parent is not None:
+            parts.append(walk.pages)
+            walk = walk.parent
+        pages = _joined(parts[::-1])
         assert len(pages) == node.depth, "a path has as many pages as its end is deep"
-        return Match(node, pages)
+        return pages
 
     def count_hit(self, node: TreeNode) -> None:
         """Counts an admission on the nodes from the root to `node`."""

@@ -13,8 +13,7 @@ import numpy as np
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.graph_limits import strides
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.radix_cache import Match
-from services.worker.core.kv.tree_node import TOKEN_BYTES
+from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.planning.draft_controller import DraftController
 from services.worker.core.planning.prefill_adder import (
     CLIP_MAX_NEW_TOKENS,
@@ -247,19 +246,19 @@ class ExtendPlanner:
 
     def _displace(self, request: Request, victims: list[Request], ratio: float, flight_step: int, step_id: int) -> None:
         """Retracts victims in order until the request fits. Retracts no request if all victims would not be enough."""
-        match = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
-        self._memory.lock(match)  # the pages of its hit are not available for its other tokens
-        if self._could_be_let_in(request, match, victims, ratio):
-            while not self._has_room(request, match, ratio):
+        hit = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
+        self._memory.lock(hit)  # the pages of its hit are not available for its other tokens
+        if self._could_be_let_in(request, hit, victims, ratio):
+            while not self._has_room(request, hit, ratio):
                 if self._free_slots(request) > 0 and self._lifecycle.release_pins():
                     continue
                 if not victims:
                     break
                 self._lifecycle.retract(victims.pop(0), flight_step, step_id, preempted=True)
             self._queues.batch_is_full = False
-        self._memory.unlock(match)
+        self._memory.unlock(hit)
 
-    def _could_be_let_in(self, request: Request, match: Match, victims: list[Request], ratio: float) -> bool:
+    def _could_be_let_in(self, request: Request, hit: TreeNode, victims: list[Request], ratio: float) -> bool:
         """Returns whether the request would be admitted without the victims. Pages that victims share do not count as free."""
         memory = self._memory
         kept = self._queues.waiting.kept_from(request.rank)
@@ -276,7 +275,7 @@ class ExtendPlanner:
             memory.tree.lock(lease.node)
         adder = self._adder(ratio, 0, frozenset(victim.seq for victim in victims))
         available = pages * self.config.page_size - kept.tokens
-        return self._asked(request, match, adder, available)[0] is not AddResult.NO_TOKEN
+        return self._asked(request, hit, adder, available)[0] is not AddResult.NO_TOKEN
 
     def _own_pages(self, request: Request) -> int:
         """Returns the number of pages that only this request uses; all of its pages if it has a reservation, which can end."""
@@ -285,11 +284,11 @@ class ExtendPlanner:
         slots, slot = self._memory.slots, request.kv.lease.slot
         return int(slots.num_pages[slot]) - (0 if request.kv.num_announced else int(slots.num_shared[slot]))
 
-    def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
-        """Returns whether the request would be admitted now. `match` is locked."""
+    def _has_room(self, request: Request, hit: TreeNode, ratio: float) -> bool:
+        """Returns whether the request would be admitted now. `hit` is locked."""
         if self._free_slots(request) <= 0:
             return False
-        return self._may_add(request, match, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
+        return self._may_add(request, hit, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self, request: Request) -> int:
         """Returns the number of slots for the request, without slots for more urgent held requests."""
@@ -402,14 +401,14 @@ class ExtendPlanner:
 
     def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
         """Locks the prefix hit and admits the request if the rest fits. Otherwise unlocks the hit."""
-        match = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
-        self._memory.lock(match)
-        result, count = self._may_add(request, match, adder)
+        hit = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
+        self._memory.lock(hit)
+        result, count = self._may_add(request, hit, adder)
         if result is not AddResult.CONTINUE:
-            self._memory.unlock(match)
+            self._memory.unlock(hit)
             return result
-        lease = self._lifecycle.admit(request, match, now)
-        added = self._add(request, len(match.pages) * self.config.page_size, count, adder, rows)
+        lease = self._lifecycle.admit(request, hit, now)
+        added = self._add(request, hit.depth * self.config.page_size, count, adder, rows)
         assert added, "admission without a page to begin with"
         rows.admit(request, lease.slot, self._gets_drafts(lease.slot))
         self._prefixes.note(request)
@@ -426,25 +425,25 @@ class ExtendPlanner:
             draftable[slot] = self._draft_controller.hears_another([each for each in running if draftable[each] and each != slot])
         return bool(draftable[slot])
 
-    def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
-        """Returns the result of the budgets and the number of tokens that they allow. `match` is locked."""
+    def _may_add(self, request: Request, hit: TreeNode, adder: PrefillAdder) -> tuple[AddResult, int]:
+        """Returns the result of the budgets and the number of tokens that they allow. `hit` is locked."""
         available = self._memory.num_available * self.config.page_size
         if self._queues.waiting.num_held:
             available -= self._queues.waiting.kept_from(request.rank).tokens
-        result, count = self._asked(request, match, adder, available)
+        result, count = self._asked(request, hit, adder, available)
         if result is AddResult.NO_TOKEN and not self._queues.num_running:
             # If nothing runs, the request must be admitted, because nothing else would free memory. submit() has checked that its
             # prompt fits into the pool. Running operations may hold all pages.
             self._lifecycle.release_pins()
             if self._memory.num_available:
-                start = len(match.pages) * self.config.page_size
+                start = hit.depth * self.config.page_size
                 extend = len(request.kv.token_key) // TOKEN_BYTES - start
                 return AddResult.CONTINUE, adder.chunk(start, extend, _computes_logprobs(request))
         return result, count
 
-    def _asked(self, request: Request, match: Match, adder: PrefillAdder, available: int) -> tuple[AddResult, int]:
+    def _asked(self, request: Request, hit: TreeNode, adder: PrefillAdder, available: int) -> tuple[AddResult, int]:
         """Returns the result of the budgets for a given number of available tokens of KV."""
-        start = len(match.pages) * self.config.page_size
+        start = hit.depth * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
         max_new = request.most_outputs - len(request.progress.output_ids)
         return adder.admit(available, start, extend, max_new, request.params.ignore_eos, _computes_logprobs(request))

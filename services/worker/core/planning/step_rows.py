@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
-from services.worker.core.kv.memory import PageTableUpdates
+from services.worker.core.kv.memory import TableUpdates
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.requests.request import Request
 from services.worker.core.requests.slot_columns import SlotColumns
@@ -117,7 +117,7 @@ class DecodeRows:
 NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
 
 
-def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: PageTableUpdates) -> Step:
+def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: TableUpdates) -> Step:
     """Builds the plan of a step from its rows and the pending page-table updates."""
     num_extend, num_decode = len(extends.requests), len(decodes.requests)
     extend_slots = [r.kv.lease.slot for r in extends.requests if r.kv.lease]
@@ -135,6 +135,7 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         counts, drafts = counts + drafts, _before([0] * num_extend, drafts)
     starts = _before(extends.starts, columns.computed[decodes.slots] - (counts if len(drafts) else 1) if num_decode else _NONE)
     logprobs = np.array(extends.logprobs, dtype=np.int32).T.copy() if extends.logprobs else (_NONE, _NONE, _NONE)
+    table_slots, table_firsts, table_counts, table_pages = updates
     plan = BatchPlan(
         step_id=step_id,
         mode=_MODES[bool(num_extend), bool(num_decode)],
@@ -149,10 +150,10 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         prompt_logprob_offsets=logprobs[1],
         prompt_logprob_nexts=logprobs[2],
         admitted=tuple(extends.admitted),
-        table_slots=updates.slots,
-        table_firsts=updates.firsts,
-        table_counts=updates.counts,
-        table_pages=updates.pages,
+        table_slots=table_slots,
+        table_firsts=table_firsts,
+        table_counts=table_counts,
+        table_pages=table_pages,
         drafts=drafts,
     )
     assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "columns of one step are of one length"
@@ -161,7 +162,7 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         assert len(plan.input_ids) == sum(extends.counts), "a token for every position of the extend rows"
         ends = plan.starts[:num_extend] + plan.num_tokens[:num_extend]
         assert ends.tolist() == columns.computed[slots[:num_extend]].tolist(), "a row ends where its slot is planned to"
-    assert len(updates.slots) == len(updates.firsts) == len(updates.counts) <= len(updates.pages), "an update has a page"
+    assert len(table_slots) == len(table_firsts) == len(table_counts) <= len(table_pages), "an update has a page"
     return Step(plan, extends.requests + decodes.requests, columns.epoch[slots])
 
 

@@ -17,7 +17,6 @@ from services.worker.core.contracts.transfers import Tier
 from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.memory import KVMemory, Lease
 from services.worker.core.kv.other_tiers import OtherTiers, Wanted
-from services.worker.core.kv.radix_cache import Match
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.requests.finish import FinishDecision
 from services.worker.core.requests.outputs import Outputs
@@ -170,16 +169,16 @@ class RequestLifecycle:
         imported = self._tiers is not None and self._tiers.let_go()
         return self._reservations.let_go() or imported
 
-    def admit(self, request: Request, match: Match, now: float) -> Lease:
-        """Allocates a slot for a waiting request. `match` is locked, and the lease takes over the lock."""
+    def admit(self, request: Request, hit: TreeNode, now: float) -> Lease:
+        """Allocates a slot for a waiting request. The lease takes over the lock of `hit`, the end of its prefix hit."""
         kv, progress = request.kv, request.progress
         self._queues.admit(request)
-        lease = kv.lease = self._memory.lease(match, request.rank, tuple(kv.page_keys))
+        lease = kv.lease = self._memory.lease(hit, request.rank, tuple(kv.page_keys))
         if self._tiers is not None:
-            self._tiers.admitted(request.seq, kv.page_keys, len(match.pages))
+            self._tiers.admitted(request.seq, kv.page_keys, hit.depth)
         if kv.source is not None:
             self._leave_source(request)
-        cached = len(match.pages) * self.config.page_size
+        cached = hit.depth * self.config.page_size
         self._trace.add(request.request_id, TraceKind.ADMITTED, cached)
         self._columns.begin(lease.slot, request, cached)
         progress.flight_step = -1
@@ -334,12 +333,12 @@ class RequestLifecycle:
         if is_retired(request.namespace):
             self._reservations.leave_asker((request.peer, request.handle))
             return 0
-        match = self._memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
-        if len(match.pages):
-            opened = OpenReservation(room, request.namespace, tokens, match.pages.copy())
-            self._reservations.open(opened, (request.peer, request.handle), match.node, self._memory)
+        node = self._memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
+        if node.depth:
+            opened = OpenReservation(room, request.namespace, tokens, self._memory.tree.pages_to(node).copy())
+            self._reservations.open(opened, (request.peer, request.handle), node, self._memory)
             self._reservations.complete(room, now)
-        return len(match.pages)
+        return node.depth
 
     def _leave_source(self, request: Request) -> None:
         if request.kv.source is not None:
@@ -353,7 +352,7 @@ class RequestLifecycle:
         """
         if node is not None:
             return node
-        return self._memory.match(request.namespace, request.kv.token_key, request.reuse_limit).node
+        return self._memory.match(request.namespace, request.kv.token_key, request.reuse_limit)
 
     def _release(self, request: Request, lease: Lease) -> None:
         """Frees the slot and the pages of a request. Its committed pages stay in the tree."""

@@ -240,9 +240,9 @@ class Imports:
         """
         if wanted.let_go:
             return []
-        match = memory.match(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)
-        first = len(match.pages)
-        self._pin(wanted.seq, match.node, memory)
+        hit = memory.match(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)
+        first = hit.depth
+        self._pin(wanted.seq, hit, memory)
         if first >= wanted.limit or not self._is_elsewhere(wanted, first):
             return []
         coming = self._lanes.coming.get(wanted.keys[first])
@@ -250,7 +250,7 @@ class Imports:
             if coming.counts and not coming.late:
                 self._lanes.wait_for(coming, wanted)
             return []
-        return self._begin_more(wanted, match.node, first, memory, began)
+        return self._begin_more(wanted, hit, first, memory, began)
 
     def _begin_more(
         self, wanted: Wanted, node: TreeNode, first: int, memory: KVMemory, began: float | None
@@ -314,12 +314,12 @@ class Imports:
         if not count:
             return 0
         size = memory.page_size * TOKEN_BYTES
-        match = memory.match(wanted.tree, wanted.tokens, running.first * memory.page_size)
-        if match.node.depth < running.first:
+        hit = memory.match(wanted.tree, wanted.tokens, running.first * memory.page_size)
+        if hit.depth < running.first:
             return 0
         tokens = wanted.tokens[running.first * size : (running.first + count) * size]
         pages, keys, kept = operation.pages[:count], operation.keys[:count], running.place.tier is not Tier.PEER
-        memory.publish_quarantined(match.node, tokens, pages, wanted.rank, keys, kept)
+        memory.publish_quarantined(hit, tokens, pages, wanted.rank, keys, kept)
         return count
 
     def _comes(self, wanted: Wanted) -> bool:
