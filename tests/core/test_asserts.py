@@ -11,11 +11,10 @@ from services.worker.core.contracts.messages import SessionTurn
 from services.worker.core.kv.memory import KVMemory, ReqToTokenPool, TokenToKVPool
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.planning.committer import Committer
-from services.worker.core.planning.decode_planner import DecodePlanner
 from services.worker.core.planning.extend_planner import ExtendPlanner
 from services.worker.core.planning.intake import Intake
-from services.worker.core.planning.prefill_adder import PrefillAdder
-from services.worker.core.planning.step_rows import build_step
+from services.worker.core.planning.planner import DecodePlanner
+from services.worker.core.planning.step_rows import PrefillAdder, build_step
 from services.worker.core.requests.grammar_gate import GrammarGate
 from services.worker.core.requests.lifecycle import RequestLifecycle
 from services.worker.core.requests.queues import RequestQueues
@@ -293,8 +292,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "starts and counts are swapped",
             build_step,
-            "_before(extends.counts",
-            "_before(extends.starts",
+            "_before(rows.counts",
+            "_before(rows.starts",
             "a row ends where",
         ),
         crowd,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.plan import ForwardMode
-from services.worker.core.planning.decode_planner import NewTokenRatio
-from services.worker.core.planning.prefill_adder import AddResult, PrefillAdder, RunningRows, adapted_chunk
+from services.worker.core.planning.planner import NewTokenRatio
+from services.worker.core.planning.step_rows import AddResult, PrefillAdder, RunningRows, adapted_chunk
 from tests.core.test_scheduler_basic import make
 
 Row = tuple[int, int, bool]  # (largest further output, tokens of KV, ignore_eos)
@@ -30,7 +30,10 @@ def adder(rows: list[Row] | None = None, **changes: Any) -> PrefillAdder:
         "max_requests": 0,
         "max_logprob_tokens": 1 << 20,
     }
-    return PrefillAdder(**{**values, **changes})
+    values |= changes
+    budgets = PrefillAdder(values.pop("page_size"))
+    budgets.begin(**values)
+    return budgets
 
 
 class TestNewTokenRatio:

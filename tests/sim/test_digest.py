@@ -24,7 +24,7 @@ from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotPara
 from services.worker.core.contracts.reservations import KvReservation
 from services.worker.core.contracts.sampling import GrammarSpec, SamplingParams
 from services.worker.core.contracts.transfers import Tier
-from services.worker.core.planning import decode_planner
+from services.worker.core.planning import planner
 from services.worker.core.requests.request import Request
 from tests.sim.deployed_worker import on_gpu
 
@@ -77,14 +77,14 @@ def test_digest_changes_when_retraction_picks_another_victim(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = digest_of(trace, capsys)
-    order = decode_planner.victim_order
+    order = planner.victim_order
     picked: list[int] = []
 
     def reversed_order(request: Request) -> tuple[int, ...]:
         picked.append(request.seq)
         return tuple(-value for value in order(request))
 
-    monkeypatch.setattr(decode_planner, "victim_order", reversed_order)
+    monkeypatch.setattr(planner, "victim_order", reversed_order)
     assert digest_of(trace, capsys) != before
     assert picked, "the trace has retractions"
     monkeypatch.undo()

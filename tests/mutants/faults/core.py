@@ -26,7 +26,7 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/planning/prefill_adder.py",
+        "services/worker/core/planning/step_rows.py",
         ("own = seconds - min(self._alone_s(rows) if rows else self._least_s(), seconds / 2)", "own = seconds"),
         ("self._alone_s(rows) if rows else self._least_s(), seconds", "self._alone_s(rows), seconds"),
         ("own = min(own, OUTLIER * extended", "own = max(own, OUTLIER * extended"),
@@ -125,7 +125,7 @@ CORE = (
     *of("core", "services/worker/core/requests/request.py", ("self.progress.logprob_done - 1)", "self.progress.logprob_done)")),
     *of(
         "core",
-        "services/worker/core/planning/decode_planner.py",
+        "services/worker/core/planning/planner.py",
         ("min(INIT_RATIO * conservativeness, 1.0)", "min(INIT_RATIO * conservativeness, 1.02)"),
         ("(self._init - self._floor) / DECAY_STEPS", "(self._init - self._floor) / (DECAY_STEPS - 1)"),
         ("/ (sum_max_new + 1))", "/ sum_max_new)"),
@@ -133,11 +133,11 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/planning/prefill_adder.py",
+        "services/worker/core/planning/step_rows.py",
         ("CLIP_MAX_NEW_TOKENS = 4096", "CLIP_MAX_NEW_TOKENS = 4097"),
         ("np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()", "rows.remaining.sum()"),
         (
-            "self._chunk = max(chunked_prefill_size - num_decode_rows, page_size)",
+            "self._chunk = max(chunked_prefill_size - num_decode_rows, self._page_size)",
             "self._chunk = max(chunked_prefill_size - num_decode_rows, 1)",
         ),
         ("need >= available - self._reserved", "need > available - self._reserved"),

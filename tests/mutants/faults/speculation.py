@@ -88,7 +88,7 @@ SPECULATION = (
     ),
     *of(
         "speculation",
-        "services/worker/core/planning/decode_planner.py",
+        "services/worker/core/planning/planner.py",
         ("left = np.where(columns.draftable[slots], ", "left = np.where(True, "),
         only="test_rules_guesses",
     ),

@@ -15,17 +15,18 @@ from services.worker.core.contracts.graph_limits import strides
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.planning.draft_controller import DraftController
-from services.worker.core.planning.prefill_adder import (
+from services.worker.core.planning.step_rows import (
     CLIP_MAX_NEW_TOKENS,
     NO_ROWS,
     AddResult,
     ChunkPace,
     PrefillAdder,
     RunningRows,
+    Step,
+    StepRows,
     adapted_chunk,
     paced_chunk,
 )
-from services.worker.core.planning.step_rows import ExtendRows, Step
 from services.worker.core.requests.gates import ADMIT, Gate, GateDecision, PoolGate, PrefixGate, Verdict, too_small
 from services.worker.core.requests.lifecycle import RequestLifecycle
 from services.worker.core.requests.policy import due_before, preemptible, service_order, victim_order
@@ -56,50 +57,48 @@ class ExtendPlanner:
             self._gates.append(self._prefixes.look)
         self.running_limit = config.max_running_requests  # requests that may run at once, at most the number of slots
         self._pace = ChunkPace()
+        self._adder = PrefillAdder(config.page_size)
 
-    def plan(
-        self, now: float, ratio: float, num_decode_rows: int, flight: Step | None, step_id: int, may_admit: bool
-    ) -> ExtendRows:
-        """Returns the extend rows of the next step.
+    def plan(self, rows: StepRows, now: float, ratio: float, flight: Step | None, step_id: int, may_admit: bool) -> None:
+        """Adds extend rows to the next step.
 
         Args:
+            rows: the rows of the step. Its decode rows are set if they share the step.
             now: present time.
             ratio: the new-token ratio.
-            num_decode_rows: tokens of the decode rows in the same step.
             flight: the uncommitted step, or None.
             step_id: number of the next step.
             may_admit: whether waiting requests may be admitted.
         """
-        rows = ExtendRows()
         if not self._queues.extending and (self._queues.batch_is_full or not len(self._queues.waiting)):
-            return rows
-        adder = self._adder(ratio, num_decode_rows)
+            return
+        num_decode_tokens = rows.num_decode_tokens
+        self._begin_budgets(ratio, num_decode_tokens)
         may_admit &= not self._queues.batch_is_full
         several = self._queues.shares.num_flows > 1
         started = sorted(self._queues.extending, key=_fair_turn if several else _turn)
         before = may_admit and bool(started) and (several or self._prefixes.concerns_anybody or self._outranked(started[0]))
         if before:
             self._prefixes.begin(_extending(flight) + started)
-            self._admit_before(started, adder, rows, now, step_id)
+            self._admit_before(started, rows, now, step_id)
             started.sort(key=_fair_turn if several else _turn)  # admissions have moved the turns of their flows
-        held = self._strides(num_decode_rows, may_admit) if started and not rows.requests else {}
+        held = self._strides(num_decode_tokens, may_admit) if started and not rows.extends else {}
         while started:
             request = started.pop(0)
-            going = request.kv.lease is None or self._continue(request, adder, rows, held.get(request.seq))
-            if not going and not rows.requests and flight is None:
+            going = request.kv.lease is None or self._continue(request, rows, held.get(request.seq))
+            if not going and not rows.extends and flight is None:
                 self._relieve(request, now, step_id)
-            if several and rows.requests and not adder.exhausted:
-                started = self._fairly_again(started, adder, rows, now, step_id, may_admit)
+            if several and rows.extends and not self._adder.exhausted:
+                started = self._fairly_again(started, rows, now, step_id, may_admit)
         if before:
             self._prefixes.end_pass()
         if may_admit and not self._queues.extending:
-            self._prefixes.begin(_extending(flight) + rows.requests)
+            self._prefixes.begin(_extending(flight) + rows.extends)
             order = service_order(self.config, self._queues.waiting, self._queues.decoding, self._memory, self._random, several)
-            full = self._admit_waiting(order, adder, rows, now, step_id)
+            full = self._admit_waiting(order, rows, now, step_id)
             self._queues.batch_is_full = full and self._queues.num_running > 0 and not self._queues.waiting.num_held
             self._prefixes.end_pass()
             self._prefixes.freed.clear()
-        return rows
 
     def step_ended(self, extended: int, rows: int, seconds: float) -> None:
         """Records the time of a step for the pace of chunks."""
@@ -144,22 +143,21 @@ class ExtendPlanner:
         tokens = self._pace.tokens(config.adaptive_chunk_s, waiting, steps)
         return min(adapted, paced_chunk(config.chunked_prefill_size, config.page_size, tokens) + num_decode_rows)
 
-    def _adder(self, ratio: float, num_decode_rows: int, gone: Collection[int] = ()) -> PrefillAdder:
-        """Creates the budgets of a step.
+    def _begin_budgets(self, ratio: float, num_decode_tokens: int, gone: Collection[int] = ()) -> None:
+        """Sets the budgets of a step.
 
         Args:
             ratio: the new-token ratio.
-            num_decode_rows: tokens of the decode rows in the same step.
+            num_decode_tokens: tokens of the decode rows in the same step.
             gone: seqs of running requests whose output is not reserved for.
         """
         config = self.config
-        return PrefillAdder(
-            page_size=config.page_size,
+        self._adder.begin(
             rows=self._running_rows(gone),
             new_token_ratio=ratio,
             max_prefill_tokens=config.max_prefill_tokens,
-            chunked_prefill_size=self._chunk_size(num_decode_rows),
-            num_decode_rows=num_decode_rows,
+            chunked_prefill_size=self._chunk_size(num_decode_tokens),
+            num_decode_rows=num_decode_tokens,
             max_requests=config.prefill_max_requests,
             max_logprob_tokens=config.max_prompt_logprob_tokens,
         )
@@ -193,12 +191,11 @@ class ExtendPlanner:
         found = strides(limits, starts.tolist(), left.tolist(), num_decode_rows + len(slots))
         return {} if found is None else {r.seq: count for r, count in zip(self._queues.extending, found, strict=True)}
 
-    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, at_most: int | None) -> bool:
+    def _continue(self, request: Request, rows: StepRows, at_most: int | None) -> bool:
         """Plans the next chunk of a started extend.
 
         Args:
             request: the extending request.
-            adder: the budgets.
             rows: the rows of the step.
             at_most: largest number of tokens, or None for no limit.
 
@@ -209,8 +206,8 @@ class ExtendPlanner:
         assert lease is not None
         start = int(self._columns.computed[lease.slot])
         remaining = int(self._columns.target[lease.slot]) - start
-        count = adder.chunk(start, min(remaining, at_most or remaining), _computes_logprobs(request))
-        return count <= 0 or self._add(request, start, count, adder, rows)
+        count = self._adder.chunk(start, min(remaining, at_most or remaining), _computes_logprobs(request))
+        return count <= 0 or self._add(request, start, count, rows)
 
     def _relieve(self, request: Request, now: float, step_id: int) -> None:
         """Frees pages for a started extend without a page, while no step is in flight.
@@ -273,9 +270,9 @@ class ExtendPlanner:
         pages = memory.num_available + sum(self._own_pages(victim) for victim in victims)
         for lease in leases:
             memory.tree.lock(lease.node)
-        adder = self._adder(ratio, 0, frozenset(victim.seq for victim in victims))
+        self._begin_budgets(ratio, 0, frozenset(victim.seq for victim in victims))
         available = pages * self.config.page_size - kept.tokens
-        return self._asked(request, hit, adder, available)[0] is not AddResult.NO_TOKEN
+        return self._asked(request, hit, available)[0] is not AddResult.NO_TOKEN
 
     def _own_pages(self, request: Request) -> int:
         """Returns the number of pages that only this request uses; all of its pages if it has a reservation, which can end."""
@@ -288,7 +285,8 @@ class ExtendPlanner:
         """Returns whether the request would be admitted now. `hit` is locked."""
         if self._free_slots(request) <= 0:
             return False
-        return self._may_add(request, hit, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
+        self._begin_budgets(ratio, 0)
+        return self._may_add(request, hit)[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self, request: Request) -> int:
         """Returns the number of slots for the request, without slots for more urgent held requests."""
@@ -296,7 +294,7 @@ class ExtendPlanner:
         free = min(self._memory.slots.num_free, self.running_limit - queues.num_running)
         return free - queues.waiting.kept_from(request.rank).slots if queues.waiting.num_held else free
 
-    def _admit_before(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
+    def _admit_before(self, started: list[Request], rows: StepRows, now: float, step_id: int) -> None:
         """Admits the waiting requests that precede the next chunk of the started extends, which may have many chunks left.
 
         These are more urgent requests, requests of flows with an earlier turn, and requests that arrived before a started extend
@@ -306,11 +304,9 @@ class ExtendPlanner:
         turn = max(map(_turn, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
         order = chain(sorted(overtaken, key=_turn), self._due_before(started[0]))
-        self._admit_beside(order, started, adder, rows, now, step_id)
+        self._admit_beside(order, started, rows, now, step_id)
 
-    def _fairly_again(
-        self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int, may_admit: bool
-    ) -> list[Request]:
+    def _fairly_again(self, started: list[Request], rows: StepRows, now: float, step_id: int, may_admit: bool) -> list[Request]:
         """Admits the waiting requests that now precede the first started extend. Planned tokens have changed the turns.
 
         Returns:
@@ -318,17 +314,15 @@ class ExtendPlanner:
         """
         left = sorted((request for request in started if request.kv.lease is not None), key=_fair_turn)
         if left and may_admit:
-            self._admit_beside(self._due_before(left[0]), left, adder, rows, now, step_id)
+            self._admit_beside(self._due_before(left[0]), left, rows, now, step_id)
             left.sort(key=_fair_turn)
         return left
 
-    def _admit_beside(
-        self, order: Iterable[Request], started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int
-    ) -> None:
+    def _admit_beside(self, order: Iterable[Request], started: list[Request], rows: StepRows, now: float, step_id: int) -> None:
         """Admits requests while the KV that the started extends need is set aside."""
-        adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
-        self._admit_waiting(order, adder, rows, now, step_id)
-        adder.set_aside = 0
+        self._adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
+        self._admit_waiting(order, rows, now, step_id)
+        self._adder.set_aside = 0
 
     def _due_before(self, first: Request) -> Iterator[Request]:
         """Yields the waiting requests that precede `first`, the next started extend.
@@ -345,7 +339,7 @@ class ExtendPlanner:
         ranks = self._queues.waiting.ranks()
         return bool(ranks) and ranks[0] < first.rank
 
-    def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> bool:
+    def _admit_waiting(self, order: Iterable[Request], rows: StepRows, now: float, step_id: int) -> bool:
         """Admits the requests in the given order.
 
         The pass stops at a request that does not fit, at a request that this plan has retracted, and when a budget is exhausted.
@@ -357,7 +351,7 @@ class ExtendPlanner:
         has_tiers = self._lifecycle.has_tiers
         for request in order:
             assert request.phase is Phase.WAITING and not request.held, "a request to admit waits and is not held"
-            if adder.exhausted or request.progress.parked_step == step_id:
+            if self._adder.exhausted or request.progress.parked_step == step_id:
                 return False
             if self._free_slots(request) <= 0:
                 return True
@@ -368,7 +362,7 @@ class ExtendPlanner:
                 self._lifecycle.end(request, answer.ending, now)
             if answer is not ADMIT:
                 continue
-            result = self._admit(request, adder, rows, now)
+            result = self._admit(request, rows, now)
             if result is not AddResult.CONTINUE:
                 return result is AddResult.NO_TOKEN
         return False
@@ -399,16 +393,16 @@ class ExtendPlanner:
         assert request.kv.lease is not None
         return int(self._columns.target[request.kv.lease.slot] - self._columns.computed[request.kv.lease.slot])
 
-    def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
+    def _admit(self, request: Request, rows: StepRows, now: float) -> AddResult:
         """Locks the prefix hit and admits the request if the rest fits. Otherwise unlocks the hit."""
         hit = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
         self._memory.lock(hit)
-        result, count = self._may_add(request, hit, adder)
+        result, count = self._may_add(request, hit)
         if result is not AddResult.CONTINUE:
             self._memory.unlock(hit)
             return result
         lease = self._lifecycle.admit(request, hit, now)
-        added = self._add(request, hit.depth * self.config.page_size, count, adder, rows)
+        added = self._add(request, hit.depth * self.config.page_size, count, rows)
         assert added, "admission without a page to begin with"
         rows.admit(request, lease.slot, self._gets_drafts(lease.slot))
         self._prefixes.note(request)
@@ -425,12 +419,12 @@ class ExtendPlanner:
             draftable[slot] = self._draft_controller.hears_another([each for each in running if draftable[each] and each != slot])
         return bool(draftable[slot])
 
-    def _may_add(self, request: Request, hit: TreeNode, adder: PrefillAdder) -> tuple[AddResult, int]:
+    def _may_add(self, request: Request, hit: TreeNode) -> tuple[AddResult, int]:
         """Returns the result of the budgets and the number of tokens that they allow. `hit` is locked."""
         available = self._memory.num_available * self.config.page_size
         if self._queues.waiting.num_held:
             available -= self._queues.waiting.kept_from(request.rank).tokens
-        result, count = self._asked(request, hit, adder, available)
+        result, count = self._asked(request, hit, available)
         if result is AddResult.NO_TOKEN and not self._queues.num_running:
             # If nothing runs, the request must be admitted, because nothing else would free memory. submit() has checked that its
             # prompt fits into the pool. Running operations may hold all pages.
@@ -438,17 +432,17 @@ class ExtendPlanner:
             if self._memory.num_available:
                 start = hit.depth * self.config.page_size
                 extend = len(request.kv.token_key) // TOKEN_BYTES - start
-                return AddResult.CONTINUE, adder.chunk(start, extend, _computes_logprobs(request))
+                return AddResult.CONTINUE, self._adder.chunk(start, extend, _computes_logprobs(request))
         return result, count
 
-    def _asked(self, request: Request, hit: TreeNode, adder: PrefillAdder, available: int) -> tuple[AddResult, int]:
+    def _asked(self, request: Request, hit: TreeNode, available: int) -> tuple[AddResult, int]:
         """Returns the result of the budgets for a given number of available tokens of KV."""
         start = hit.depth * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
         max_new = request.most_outputs - len(request.progress.output_ids)
-        return adder.admit(available, start, extend, max_new, request.params.ignore_eos, _computes_logprobs(request))
+        return self._adder.admit(available, start, extend, max_new, request.params.ignore_eos, _computes_logprobs(request))
 
-    def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:
+    def _add(self, request: Request, start: int, count: int, rows: StepRows) -> bool:
         """Plans `count` tokens from `start` on, or fewer if the pages do not suffice.
 
         Returns:
@@ -470,7 +464,7 @@ class ExtendPlanner:
         rows.add(request, start, count, last)
         columns.computed[lease.slot] = start + count
         max_new = request.most_outputs - len(request.progress.output_ids)
-        adder.added(count, target - start - count, max_new, request.params.ignore_eos, logprobs)
+        self._adder.added(count, target - start - count, max_new, request.params.ignore_eos, logprobs)
         if last:
             columns.planned_out[lease.slot] += 1
             self._lifecycle.decode(request)

@@ -6,16 +6,185 @@ the other counters later. docs/design/scheduler.md#which-rows-a-step-has has the
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import Counters
+from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.planning.decode_planner import DecodePlanner, NewTokenRatio
 from services.worker.core.planning.draft_controller import DraftController
 from services.worker.core.planning.extend_planner import ExtendPlanner
-from services.worker.core.planning.step_rows import NO_DECODES, ExtendRows, Step, build_step
+from services.worker.core.planning.step_rows import Step, StepRows, build_step
+from services.worker.core.requests.gates import too_small
 from services.worker.core.requests.lifecycle import RequestLifecycle
+from services.worker.core.requests.policy import victim_order
 from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.request import Request
 from services.worker.core.requests.slot_columns import SlotColumns
+
+INIT_RATIO = 0.7
+MIN_RATIO_FACTOR = 0.14
+DECAY_STEPS = 600
+RETRACT_DECODE_STEPS = 20
+
+
+class NewTokenRatio:
+    """The share of the running requests' remaining output that admission reserves (docs/design/scheduler.md#new_token_ratio).
+
+    The ratio starts high, decays linearly with decode steps to a floor, rises with a retraction, and starts again if the worker
+    is idle.
+    """
+
+    def __init__(self, conservativeness: float) -> None:
+        self.rebase(conservativeness)
+
+    def rebase(self, conservativeness: float) -> None:
+        """Starts again with another factor of the initial ratio."""
+        self._init = min(INIT_RATIO * conservativeness, 1.0)
+        self._floor = self._init * MIN_RATIO_FACTOR
+        self._decay = (self._init - self._floor) / DECAY_STEPS
+        self.value = self._init
+        assert 0 <= self._floor <= self._init <= 1, "a share"
+
+    def step(self) -> None:
+        """Lowers the ratio after a decode step without retraction."""
+        self.value = max(self.value - self._decay, self._floor)
+
+    def raise_on_retract(self, num_decoded: int, batch_size: int, sum_max_new: int) -> None:
+        """Sets the ratio after a retraction, by the remaining rows.
+
+        Args:
+            num_decoded: output tokens of these rows so far.
+            batch_size: number of these rows.
+            sum_max_new: largest number of output tokens that these rows may have.
+        """
+        assert num_decoded >= 0 and batch_size > 0, "some rows stay"
+        self.value = min(1.0, (num_decoded + RETRACT_DECODE_STEPS * batch_size) / (sum_max_new + 1))
+
+    def reset(self) -> None:
+        self.value = self._init
+
+
+class DecodePlanner:
+    """Plans the decode rows of a step, and retracts requests if there are no pages for the next tokens."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        memory: KVMemory,
+        columns: SlotColumns,
+        counters: Counters,
+        lifecycle: RequestLifecycle,
+        ratio: NewTokenRatio,
+        draft_controller: DraftController | None,
+    ) -> None:
+        self.config = config  # replaced by Planner.retune()
+        self._queues, self._memory, self._columns, self._counters = queues, memory, columns, counters
+        self._lifecycle, self._ratio = lifecycle, ratio
+        self._draft_controller = draft_controller  # unset if the executor does not draft
+        self._decode_steps = 0
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of decoding requests that may have further output."""
+        return len(self._candidates()[0])
+
+    def plan(self, rows: StepRows, now: float, flight_step: int, step_id: int) -> None:
+        """Sets the decode rows of a step, with pages for all tokens. May retract requests, or end the last one."""
+        self._retract_for_test(flight_step, step_id)
+        before = self._counters.retractions_total
+        requests, slots, need = self._make_room(now, flight_step, step_id)
+        if self._counters.retractions_total > before:
+            self._raise_ratio()
+        if not requests:
+            return
+        if len(need):
+            self._memory.grow_each(need)
+        self._columns.computed[slots] += 1
+        self._columns.planned_out[slots] += 1
+        rows.decodes, rows.decode_slots = requests, slots
+        if self._draft_controller is not None:
+            rows.drafts = self._drafts(slots, self._draft_controller)
+        self._decode_steps += 1
+        if self._counters.retractions_total == before:
+            self._ratio.step()
+
+    def _candidates(self) -> tuple[list[Request], NDArray[np.int64], NDArray[np.int32]]:
+        """Returns the decoding requests that may have further output, their slots, and the slots that need one more page."""
+        columns = self._columns
+        slots = self._queues.decoding_slots()
+        requests = list(self._queues.decoding)
+        more = columns.planned_out[slots] < columns.max_new[slots]
+        if not more.all():
+            requests = [r for r, m in zip(requests, more.tolist(), strict=True) if m]
+            slots = slots[more]
+        room = self._memory.slots.num_pages[slots] * self.config.page_size - columns.computed[slots]
+        need = slots[room <= 0]
+        assert not len(need) or room[room.argmin()] == 0, "a row was planned beyond its pages"
+        return requests, slots, need.astype(np.int32)
+
+    def _drafts(self, slots: NDArray[np.int64], draft_controller: DraftController) -> NDArray[np.int32]:
+        """Returns the number of draft tokens of each row, and allocates pages for them.
+
+        The number of a row is limited by DraftController, by the row's remaining output and by the size of the step. If the free
+        pages do not suffice, no row gets draft tokens, because draft tokens evict no pages.
+        """
+        columns = self._columns
+        most = min(self.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
+        left = np.where(columns.draftable[slots], columns.max_new[slots] - columns.planned_out[slots], 0)
+        drafts = draft_controller.choose(slots, np.minimum(left, most)) if most else draft_controller.crowded(slots)
+        over = columns.computed[slots] + drafts - self._memory.slots.num_pages[slots] * self.config.page_size
+        need = -(-np.maximum(over, 0) // self.config.page_size)
+        if need.sum() > self._memory.pages.num_free:
+            drafts[:], need[:] = 0, 0
+        for number in range(int(need.max())):
+            self._memory.grow_each(slots[need > number].astype(np.int32))
+        assert drafts.min() >= 0, "no more output is planned than there may be"
+        columns.computed[slots] += drafts
+        columns.planned_out[slots] += drafts
+        return drafts.astype(np.int32)
+
+    def _make_room(
+        self, now: float, flight_step: int, step_id: int
+    ) -> tuple[list[Request], NDArray[np.int64], NDArray[np.int32]]:
+        """Retracts requests until there are pages for the next decode step.
+
+        Extending requests may be retracted, too. The last request is not retracted: it waits while a step or an operation may
+        free pages, and otherwise ends with an error.
+
+        Returns:
+            The requests of the decode rows, their slots, and the slots that need one more page.
+        """
+        while True:
+            requests, slots, need = self._candidates()
+            if len(need) <= self._memory.num_available:
+                return requests, slots, need
+            if self._lifecycle.release_pins():
+                continue
+            victims = requests + self._queues.extending
+            if len(victims) > 1:
+                self._lifecycle.retract(min(victims, key=victim_order), flight_step, step_id)
+            elif flight_step >= 0 or self._lifecycle.pages_may_come_back:
+                return [], slots[:0], need[:0]
+            else:
+                self._lifecycle.end(requests[0], too_small(self.config), now)
+
+    def _retract_for_test(self, flight_step: int, step_id: int) -> None:
+        """Retracts a request at the configured interval of decode steps."""
+        every = self.config.retract_interval
+        victims = self._queues.decoding
+        if every and victims and self._decode_steps % every == every - 1:
+            self._lifecycle.retract(min(victims, key=victim_order), flight_step, step_id)
+            self._decode_steps += 1
+
+    def _raise_ratio(self) -> None:
+        rows = self._queues.decoding
+        if not rows:
+            return
+        decoded = sum(len(r.progress.output_ids) for r in rows)
+        self._ratio.raise_on_retract(decoded, len(rows), sum(r.most_outputs for r in rows))
 
 
 class Planner:
@@ -67,34 +236,32 @@ class Planner:
         self._step_id += 1
         assert flight_step < self._step_id, "steps are numbered in the order of their plans"
         self.extends.preempt(self.ratio.value, flight, self._step_id)
-        if self._decodes_are_due() and (step := self._decode_only(now, flight_step)):
-            return step
+        rows = StepRows()
+        if self._decodes_are_due():
+            self._extends_in_a_row = 0
+            self._decodes.plan(rows, now, flight_step, self._step_id)
+        if not rows.decodes:
+            self._plan_both(rows, now, flight, flight_step)
+        if not rows.extends and not rows.decodes:
+            return None
+        self._extends_in_a_row = self._extends_in_a_row + 1 if rows.extends and not rows.decodes else 0
+        return build_step(self._step_id, rows, self._columns, self._memory.take_table_updates())
+
+    def _plan_both(self, rows: StepRows, now: float, flight: Step | None, flight_step: int) -> None:
+        """Plans extend rows. Plans decode rows if they share the step, or if there are no extend rows."""
         # Requests that extend again after decoding share a step with decodes, which a step of extends alone would delay.
         shared = self.config.enable_mixed_chunk or any(r.progress.output_ids for r in self._queues.extending)
         before = self._counters.retractions_total
-        decodes = self._decodes.plan(now, flight_step, self._step_id) if shared else NO_DECODES
+        if shared:
+            self._decodes.plan(rows, now, flight_step, self._step_id)
         # A request that this plan retracts is not admitted in it, because its token in flight is not committed.
         may_admit = self._counters.retractions_total == before
-        extends = self.extends.plan(
-            now, self.ratio.value, decodes.num_tokens if decodes.requests else 0, flight, self._step_id, may_admit
-        )
-        if not extends.requests and not shared:
-            decodes = self._decodes.plan(now, flight_step, self._step_id)
-        if not extends.requests and not decodes.requests:
-            return None
-        self._extends_in_a_row = self._extends_in_a_row + 1 if extends.requests and not decodes.requests else 0
-        return build_step(self._step_id, extends, decodes, self._columns, self._memory.take_table_updates())
+        self.extends.plan(rows, now, self.ratio.value, flight, self._step_id, may_admit)
+        if not rows.extends and not shared:
+            self._decodes.plan(rows, now, flight_step, self._step_id)
 
     def _decodes_are_due(self) -> bool:
         """Returns whether decode rows have waited for the allowed number of extend steps."""
         if not self._extends_in_a_row:
             return False
         return 0 < self.extends.steps_in_a_row <= self._extends_in_a_row and self._decodes.num_candidates > 0
-
-    def _decode_only(self, now: float, flight_step: int) -> Step | None:
-        """Returns a step without extend rows, or None if no request can decode."""
-        self._extends_in_a_row = 0
-        decodes = self._decodes.plan(now, flight_step, self._step_id)
-        if not decodes.requests:
-            return None
-        return build_step(self._step_id, ExtendRows(), decodes, self._columns, self._memory.take_table_updates())

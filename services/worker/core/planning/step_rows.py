@@ -1,7 +1,13 @@
-"""The rows of a step while it is planned, and the plan that is built from them."""
+"""The rows and the budgets of the step that is being planned, and the plan that is built from the rows.
+
+The budgets (docs/design/scheduler.md#admission-and-budgets) are in tokens: total (KV that admitted requests may need), input
+(tokens of this step), chunk (size at which prompts are cut), logprob (prompt tokens with logprobs). ExtendPlanner asks and acts.
+"""
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,9 +22,16 @@ from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.requests.request import Request
 from services.worker.core.requests.slot_columns import SlotColumns
 
+CLIP_MAX_NEW_TOKENS = 4096
+MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size
+MIN_PACED_SHARE = 32  # a paced chunk has at least 1/32 of its full size
+FADES = 0.7  # weight of earlier times when a new time is recorded
+OUTLIER = 4.0  # multiple of the average that a time counts as at most
+BUCKETS = 32  # classes of decode steps, by the bit length of the number of rows
+MOST_TOKENS = 1 << 30  # limit of the tokens of a step
 T = TypeVar("T", bound=np.generic)
-
 _NONE: I32 = np.empty(0, dtype=np.int32)
+_NO_SLOTS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 _NONE_SAMPLED: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, (True, True): ForwardMode.MIXED}
 
@@ -46,17 +59,32 @@ class Step:
         return [Extend((r.peer, r.handle), start, count) for r, start, count in islice(rows, self.plan.num_extend)]
 
 
-@dataclass(slots=True)
-class ExtendRows:
-    """The extend rows as parallel lists."""
+def _no_slots() -> NDArray[np.int64]:
+    """Returns a shared empty array, which must not be written to."""
+    return _NO_SLOTS
 
-    requests: list[Request] = field(default_factory=list)
+
+@dataclass(slots=True)
+class StepRows:
+    """The rows of the step that is being planned."""
+
+    # Extend rows as parallel lists
+    extends: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     sample: list[bool] = field(default_factory=list)
     input_ids: list[NDArray[np.int32]] = field(default_factory=list)
     admitted: list[SlotParams] = field(default_factory=list)
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)  # (row, offset, next token) of rows with prompt logprobs
+    # Decode rows as parallel columns
+    decodes: list[Request] = field(default_factory=list)
+    decode_slots: NDArray[np.int64] = field(default_factory=_no_slots)
+    drafts: I32 = field(default_factory=no_tokens)  # see BatchPlan.drafts; empty unless the executor drafts
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Number of tokens that the decode rows compute."""
+        return len(self.decodes) + (int(self.drafts.sum()) if len(self.drafts) else 0)
 
     def admit(self, request: Request, slot: int, drafted_for: bool) -> None:
         """Adds the parameters of a request that begins in this step.
@@ -79,7 +107,7 @@ class ExtendRows:
         assert last == (start + count == known), "the last chunk ends with the last known token, no other does"
         if request.params.prompt_logprobs_from >= 0:
             self._add_logprobs(request, start, count)
-        self.requests.append(request)
+        self.extends.append(request)
         self.starts.append(start)
         self.counts.append(count)
         self.sample.append(last)
@@ -96,45 +124,29 @@ class ExtendRows:
         following = int(request.prompt_ids[end]) if end < length else -1
         offset = request.progress.logprob_planned - 1 - start
         assert 0 <= offset < count, "the first logprob that is wanted lies in the row"
-        self.logprobs.append((len(self.requests), offset, following))
+        self.logprobs.append((len(self.extends), offset, following))
         request.progress.logprob_planned = min(end, length - 1) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """The decode rows as parallel columns."""
-
-    requests: list[Request]
-    slots: NDArray[np.int64]
-    drafts: I32 = field(default_factory=no_tokens)  # see BatchPlan.drafts; empty unless the executor drafts
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that the rows compute."""
-        return len(self.requests) + (int(self.drafts.sum()) if len(self.drafts) else 0)
-
-
-NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
-
-
-def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: TableUpdates) -> Step:
+def build_step(step_id: int, rows: StepRows, columns: SlotColumns, updates: TableUpdates) -> Step:
     """Builds the plan of a step from its rows and the pending page-table updates."""
-    num_extend, num_decode = len(extends.requests), len(decodes.requests)
-    extend_slots = [r.kv.lease.slot for r in extends.requests if r.kv.lease]
-    assert len(decodes.slots) == num_decode, "each decode row has a slot"
-    slots = _before(extend_slots, decodes.slots)
-    drafts = decodes.drafts
+    num_extend, num_decode = len(rows.extends), len(rows.decodes)
+    extend_slots = [r.kv.lease.slot for r in rows.extends if r.kv.lease]
+    assert len(rows.decode_slots) == num_decode, "each decode row has a slot"
+    slots = _before(extend_slots, rows.decode_slots)
+    drafts = rows.drafts
     counts, sampled = _NONE, _NONE_SAMPLED
     if num_decode:
         counts, sampled = np.empty(num_decode, dtype=np.int32), np.empty(num_decode, dtype=np.bool_)
         counts.fill(1)
         sampled.fill(True)
-    sample = _before(extends.sample, sampled)
+    sample = _before(rows.sample, sampled)
     if len(drafts):
         assert len(drafts) == num_decode and drafts.min() >= 0, "drafts of each decode row"
         counts, drafts = counts + drafts, _before([0] * num_extend, drafts)
-    starts = _before(extends.starts, columns.computed[decodes.slots] - (counts if len(drafts) else 1) if num_decode else _NONE)
-    logprobs = np.array(extends.logprobs, dtype=np.int32).T.copy() if extends.logprobs else (_NONE, _NONE, _NONE)
+    decode_starts = columns.computed[rows.decode_slots] - (counts if len(drafts) else 1) if num_decode else _NONE
+    starts = _before(rows.starts, decode_starts)
+    logprobs = np.array(rows.logprobs, dtype=np.int32).T.copy() if rows.logprobs else (_NONE, _NONE, _NONE)
     table_slots, table_firsts, table_counts, table_pages = updates
     plan = BatchPlan(
         step_id=step_id,
@@ -142,14 +154,14 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         num_extend=num_extend,
         slots=slots.astype(np.int32),
         starts=starts.astype(np.int32, copy=False),
-        num_tokens=_before(extends.counts, counts),
-        input_ids=_joined(extends.input_ids),
+        num_tokens=_before(rows.counts, counts),
+        input_ids=_joined(rows.input_ids),
         sample=sample,
         mask_rows=(columns.masked[slots] & sample).nonzero()[0].astype(np.int32),
         prompt_logprob_rows=logprobs[0],
         prompt_logprob_offsets=logprobs[1],
         prompt_logprob_nexts=logprobs[2],
-        admitted=tuple(extends.admitted),
+        admitted=tuple(rows.admitted),
         table_slots=table_slots,
         table_firsts=table_firsts,
         table_counts=table_counts,
@@ -159,11 +171,11 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
     assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "columns of one step are of one length"
     if num_extend:
         assert len(set(extend_slots)) == num_extend, "each extend row has a slot of its own"
-        assert len(plan.input_ids) == sum(extends.counts), "a token for every position of the extend rows"
+        assert len(plan.input_ids) == sum(rows.counts), "a token for every position of the extend rows"
         ends = plan.starts[:num_extend] + plan.num_tokens[:num_extend]
         assert ends.tolist() == columns.computed[slots[:num_extend]].tolist(), "a row ends where its slot is planned to"
     assert len(table_slots) == len(table_firsts) == len(table_counts) <= len(table_pages), "an update has a page"
-    return Step(plan, extends.requests + decodes.requests, columns.epoch[slots])
+    return Step(plan, rows.extends + rows.decodes, columns.epoch[slots])
 
 
 def _joined(rows: Sequence[I32]) -> I32:
@@ -179,3 +191,259 @@ def _before(values: Sequence[int], rest: NDArray[T]) -> NDArray[T]:
         return rest
     first = np.array(values, dtype=rest.dtype)
     return np.concatenate([first, rest]) if len(rest) else first
+
+
+class AddResult(enum.IntEnum):
+    CONTINUE = 0
+    NO_TOKEN = 1  # the KV pool is exhausted: batch_is_full
+    OTHER = 2  # a budget of this step is exhausted
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRows:
+    """Parallel columns of the running requests."""
+
+    remaining: NDArray[np.int64]  # [n], largest number of further output tokens
+    held: NDArray[np.int64]  # [n], tokens of KV that become free when the request ends
+    ignore_eos: NDArray[np.bool_]  # [n]
+
+
+NO_ROWS = RunningRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_))
+
+
+class PrefillAdder:
+    """The remaining budgets of the step that is being planned.
+
+    Decode rows of the same step take from the input and chunk budgets. Each of these keeps at least one page, so that decode rows
+    never starve extends.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        """Creates budgets that begin() has to set before any other call."""
+        self._page_size = page_size
+
+    def begin(
+        self,
+        rows: RunningRows,
+        new_token_ratio: float,
+        max_prefill_tokens: int,
+        chunked_prefill_size: int,
+        num_decode_rows: int,
+        max_requests: int,
+        max_logprob_tokens: int,
+    ) -> None:
+        """Sets the budgets of a step.
+
+        Args:
+            rows: the running requests.
+            new_token_ratio: share of their remaining output that is reserved.
+            max_prefill_tokens: input budget.
+            chunked_prefill_size: chunk budget; 0 for none.
+            num_decode_rows: tokens of the decode rows in the same step.
+            max_requests: extend rows of the step; 0 for no limit.
+            max_logprob_tokens: logprob budget.
+        """
+        assert len(rows.remaining) == len(rows.held) == len(rows.ignore_eos), "columns of the same rows"
+        self._rows = rows
+        self._ratio = new_token_ratio
+        self._added: list[tuple[int, int, bool]] = []  # (remaining output, KV, ignore_eos) of this step's rows
+        outputs = float(np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()) if len(rows.remaining) else 0.0
+        self._reserved = outputs * new_token_ratio
+        self._input = max(max_prefill_tokens - num_decode_rows, self._page_size)
+        self._chunk = max(chunked_prefill_size - num_decode_rows, self._page_size) if chunked_prefill_size else None
+        self._logprobs = max_logprob_tokens
+        self._requests_left = max_requests or None
+        self._pending = 0
+        self._empty = True
+        self.set_aside = 0  # tokens of KV for rows that will be added later
+
+    def chunk(self, start: int, remaining: int, logprobs: bool) -> int:
+        """Returns the tokens of an extend that this step takes: all remaining ones, a part that ends with a page, or 0.
+
+        Args:
+            start: first position of the extend.
+            remaining: tokens left to extend.
+            logprobs: whether the logprob budget limits the extend.
+        """
+        assert start >= 0 and remaining > 0, "an extend with nothing left to compute"
+        if self._requests_left == 0:
+            return 0
+        if self._chunk is None and not logprobs:
+            return remaining if remaining <= self._input or self._empty else 0
+        room = self._input if self._chunk is None else min(self._input, self._chunk)
+        if logprobs:
+            room = min(room, self._logprobs)
+        if remaining <= room:
+            return remaining
+        end = (start + room) // self._page_size * self._page_size
+        return max(end - start, 0)
+
+    def admit(
+        self, available: int, start: int, extend: int, max_new: int, ignore_eos: bool, logprobs: bool
+    ) -> tuple[AddResult, int]:
+        """Decides whether a waiting request may begin.
+
+        Args:
+            available: tokens of KV that are free or evictable while the request's hit is locked.
+            start: first position to extend.
+            extend: tokens to extend.
+            max_new: largest number of further output tokens.
+            ignore_eos: whether the request cannot stop early.
+            logprobs: whether it needs logprobs of its prompt.
+
+        Returns:
+            The result, and the number of tokens that this step computes; 0 unless the result is CONTINUE.
+        """
+        available -= self.set_aside
+        need = self._ceil(extend) + min(max_new, CLIP_MAX_NEW_TOKENS)
+        if ignore_eos:
+            if not self._fits_until_finishes(available, extend, max_new):
+                return AddResult.NO_TOKEN, 0
+        elif need >= available - self._reserved:
+            return AddResult.NO_TOKEN, 0
+        if self._input <= 0:
+            return AddResult.OTHER, 0
+        count = self.chunk(start, extend, logprobs)
+        return (AddResult.CONTINUE, count) if count > 0 else (AddResult.OTHER, 0)
+
+    def added(self, count: int, remaining: int, max_new: int, ignore_eos: bool, logprobs: bool) -> None:
+        """Takes a planned row from the budgets. The KV of its tokens is already allocated.
+
+        Args:
+            count: tokens of the row.
+            remaining: tokens left to extend after the row.
+            max_new: largest number of further output tokens.
+            ignore_eos: whether the request cannot stop early.
+            logprobs: whether the row computes logprobs of its prompt.
+        """
+        assert count > 0 and remaining >= 0, "a row computes a token, and no more than are left"
+        self._empty = False
+        self._input -= count
+        self._logprobs -= count if logprobs else 0
+        if self._requests_left is not None:
+            self._requests_left -= 1
+            assert self._requests_left >= 0, "more rows than a step may have"
+        if self._chunk is not None:
+            self._chunk -= count
+        self._reserved += self._ceil(remaining) + min(max_new, CLIP_MAX_NEW_TOKENS)
+        self._pending += self._ceil(remaining)
+        assert not logprobs or self._logprobs >= 0, "more prompt logprobs than a step may compute"
+        self._added.append((max_new, count + remaining, ignore_eos))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further row fits into the step."""
+        return self._input <= 0 or (self._chunk is not None and self._chunk <= 0) or self._requests_left == 0
+
+    def _fits_until_finishes(self, available: int, extend: int, max_new: int) -> bool:
+        """Simulates all rows until they finish, and returns whether the KV suffices at each finish.
+
+        A row that may stop early counts as finished after the share `new_token_ratio` of its remaining output.
+        """
+        running = self._rows
+        left = np.where(running.ignore_eos, running.remaining, (running.remaining * self._ratio).astype(np.int64))
+        added = [(more if ignores else int(more * self._ratio), held) for more, held, ignores in self._added]
+        late = np.array([*added, (max_new, extend)], dtype=np.int64)
+        steps = np.concatenate([left, late[:, 0]])
+        order = np.argsort(steps, kind="stable")
+        steps, held = steps[order], np.concatenate([running.held, late[:, 1]])[order]
+        alive = np.arange(len(steps), 0, -1)
+        free = available - self._pending - self._ceil(extend) + np.cumsum(held) - held
+        return bool((free - steps * alive > alive * self._page_size).all())
+
+    def _ceil(self, tokens: int) -> int:
+        return -(-tokens // self._page_size) * self._page_size
+
+
+def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, half_at: int) -> int:
+    """Returns the chunk size while `num_decoding` rows wait for their next token.
+
+    The size is in whole pages, at least one. At `half_at` rows it is half of the full size. If the full size or `half_at` is 0,
+    it is the full size.
+    """
+    if not chunked_prefill_size or not half_at:
+        return chunked_prefill_size
+    size = max(chunked_prefill_size * half_at // (half_at + num_decoding), chunked_prefill_size // MIN_CHUNK_SHARE)
+    return max(size // page_size * page_size, page_size)
+
+
+def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
+    """Returns the chunk size of a step that may compute `tokens` tokens.
+
+    The size is in whole pages and at least 1/MIN_PACED_SHARE of the full size. If the full size is 0, it is 0.
+    """
+    if not chunked_prefill_size:
+        return 0
+    size = min(max(tokens, chunked_prefill_size // MIN_PACED_SHARE), chunked_prefill_size)
+    return max(size // page_size * page_size, page_size)
+
+
+class ChunkPace:
+    """Sizes chunks so that decode rows wait at most a given time for their next token, by the times of recent steps.
+
+    The estimated time of a step is the time of its decode rows alone plus a time per extended token. A step without decode rows
+    takes the time of the fewest rows that were measured. The time per token follows the contexts of the prompts. The caller gives
+    the times, so that the same calls give the same chunks.
+    """
+
+    def __init__(self) -> None:
+        self._extended = self._seconds = 0.0  # faded sums of tokens and seconds, so that larger steps have more weight
+        self._decode_s = [0.0] * BUCKETS  # seconds of a step without extends, by bucket; 0: unknown
+
+    def took(self, extended: int, rows: int, seconds: float, least: int) -> None:
+        """Records the time of a step.
+
+        Args:
+            extended: number of extended tokens.
+            rows: number of decode rows.
+            seconds: time of the step; 0 if unknown.
+            least: number of extended tokens from which on the time per token is updated.
+        """
+        assert extended >= 0 and rows >= 0, "counts of a step"
+        if seconds <= 0:
+            return
+        if not extended:
+            before = self._decode_s[rows.bit_length()]
+            now = FADES * before + (1 - FADES) * min(seconds, OUTLIER * before) if before else seconds
+            self._decode_s[rows.bit_length()] = now
+        elif extended >= least:
+            own = seconds - min(self._alone_s(rows) if rows else self._least_s(), seconds / 2)
+            if self._extended:
+                own = min(own, OUTLIER * extended * self._seconds / self._extended)
+            self._extended, self._seconds = FADES * self._extended + extended, FADES * self._seconds + own
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the time per token is known."""
+        return self._extended > 0
+
+    def steps(self, within_s: float, decoding: int, size: int) -> int:
+        """Returns the number of extend steps of `size` tokens that fit into `within_s` with one decode step; at least 1.
+
+        The time per token must be known.
+        """
+        step_s = size * self._seconds / self._extended + self._least_s()
+        return max(math.ceil(min((within_s - self._alone_s(decoding)) / step_s, MOST_TOKENS)), 1)
+
+    def tokens(self, within_s: float, decoding: int, steps: int) -> int:
+        """Returns the size of extend steps in tokens, so that the extend steps and one decode step fit into `within_s`.
+
+        If the decode rows need most of the time, the extends get as much time as the decode rows, and at most `within_s`, because
+        shorter chunks would only add steps. The time per token must be known.
+
+        Args:
+            within_s: time limit in seconds.
+            decoding: number of decode rows.
+            steps: number of extend steps before the decode step; 0 if the extends share the step of the decode rows.
+        """
+        alone = self._alone_s(decoding)
+        left = max(within_s - alone - steps * self._least_s(), min(alone, within_s))
+        return int(min(left / max(steps, 1) / self._seconds * self._extended, MOST_TOKENS))
+
+    def _alone_s(self, rows: int) -> float:
+        """Returns the time of a step with `rows` decode rows, or with fewer rows if that is unknown; 0 if both are unknown."""
+        return next((seconds for seconds in self._decode_s[rows.bit_length() : 0 : -1] if seconds), 0.0)
+
+    def _least_s(self) -> float:
+        """Returns the shortest known time of a step; 0 if none is known."""
+        return min((seconds for seconds in self._decode_s if seconds), default=0.0)
