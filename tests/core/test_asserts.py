@@ -10,9 +10,8 @@ import pytest
 from services.worker.core.contracts.messages import SessionTurn
 from services.worker.core.kv.memory import KVMemory, ReqToTokenPool, TokenToKVPool
 from services.worker.core.kv.radix_cache import RadixCache
-from services.worker.core.planning.committer import Committer
+from services.worker.core.planning.committer import Committer, Intake
 from services.worker.core.planning.extend_planner import ExtendPlanner
-from services.worker.core.planning.intake import Intake
 from services.worker.core.planning.planner import DecodePlanner
 from services.worker.core.planning.step_rows import PrefillAdder, build_step
 from services.worker.core.requests.grammar_gate import GrammarGate
@@ -337,8 +336,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "a token is added twice",
             Intake.take,
-            "taken.num_tokens = len(requests)",
-            "[request.progress.output_ids.append(0) for request in requests]\n    taken.num_tokens = len(requests)",
+            "for request, token in zip(requests, tokens.tolist(), strict=True):",
+            "for request, token in zip(requests * 2, tokens.tolist() * 2, strict=True):",
             "after each token",
         ),
         long_ones,

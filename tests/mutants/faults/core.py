@@ -75,9 +75,9 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/planning/intake.py",
+        "services/worker/core/planning/committer.py",
         ("place == len(forced) and matcher.terminated", "matcher.terminated"),
-        ("            if ending is not None:\n                return ending\n        if forced:", "        if forced:"),
+        ("            if ending is not None:\n                return ending, True\n", ""),
         ("if ending is None and request.jump:", "if ending is None:"),
     ),
     *of(

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.counters import Counters
+from services.worker.core.contracts.grammar import Matcher
+from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.planning.draft_controller import DraftController
-from services.worker.core.planning.intake import Intake
 from services.worker.core.planning.step_rows import Step
-from services.worker.core.requests.finish import FinishDecision, TextRules, check_fault
+from services.worker.core.requests.finish import FinishDecision, TextRules, check_fault, check_finished, refused
 from services.worker.core.requests.lifecycle import RequestLifecycle
 from services.worker.core.requests.outputs import Outputs
 from services.worker.core.requests.request import Phase, Request
@@ -25,6 +26,154 @@ from services.worker.core.requests.slot_columns import SlotColumns
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+
+_OUTSIDE_GRAMMAR = FinishDecision(
+    FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token does not fit the request's grammar"
+)
+_GIVEN_OUTSIDE_GRAMMAR = refused("the output does not fit the request's grammar", "output_ids")
+_NO_VECTOR = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
+_NO_SCORE = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no score for this request")
+
+
+class Intake:
+    """Applies tokens to requests, and decides which requests end. Uses no slots and no pages."""
+
+    def __init__(self, vocab_size: int, rules: TextRules, counters: Counters) -> None:
+        self._vocab_size = vocab_size
+        self._rules = rules
+        self._counters = counters
+
+    def take(
+        self,
+        requests: list[Request],
+        tokens: NDArray[np.int32],
+        look: Mask,
+        rows: I64,
+        result: StepResult,
+    ) -> tuple[dict[int, FinishDecision], list[int]]:
+        """Applies tokens to requests, in parallel columns.
+
+        Args:
+            requests: the requests.
+            tokens: int32[n], the next token of each request.
+            look: bool[n], whether the request may end or needs its grammar with this token. Other requests only get the token.
+            rows: int64[n], row of each token in the result.
+            result: the step's result, for faults, logprobs, vectors and scores.
+
+        Returns:
+            The endings by index in `requests`, and the indices of the requests whose grammar has added tokens.
+        """
+        assert len(requests) == len(tokens) == len(look) == len(rows), "columns of the same rows"
+        endings: dict[int, FinishDecision] = {}
+        jumped: list[int] = []
+        looked = np.flatnonzero(look).tolist()
+        for at in looked:
+            ending = self._before_output(requests[at], int(tokens[at]), int(rows[at]), result)
+            if ending is not None:
+                endings[at] = ending
+        if endings:
+            for at, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
+                if at not in endings:
+                    request.progress.output_ids.append(token)
+        else:
+            for request, token in zip(requests, tokens.tolist(), strict=True):
+                request.progress.output_ids.append(token)
+        self._counters.generated_tokens_total += len(requests) - len(endings)
+        if result.logprobs:
+            for at, row in enumerate(rows.tolist()):
+                if requests[at].wants_logprobs and at not in endings and row in result.logprobs:
+                    requests[at].progress.logprobs.append(result.logprobs[row])
+        for at in looked:
+            if at not in endings:
+                ending, has_jumped = self._after_output(requests[at])
+                if ending is not None:
+                    endings[at] = ending
+                elif has_jumped:
+                    jumped.append(at)
+        return endings, jumped
+
+    def take_given(self, request: Request) -> FinishDecision | None:
+        """Applies the given output of a request that has its matcher, as if the last token had just been sampled.
+
+        Returns:
+            The ending, or None if the request continues.
+        """
+        ids, num_followed = request.progress.output_ids, request.progress.num_followed
+        assert num_followed < len(ids), "a matcher has yet to take the last token"
+        matcher = request.matcher
+        if matcher is not None and not all(matcher.accept(token) for token in ids[num_followed:-1]):
+            ending: FinishDecision | None = _refused(matcher, _GIVEN_OUTSIDE_GRAMMAR)
+        else:
+            ending, _ = self._after_output(request, _GIVEN_OUTSIDE_GRAMMAR)
+        if matcher is not None:
+            matcher.take_cost()  # so that many resumed requests do not count as one slow step
+        return ending
+
+    def take_one(self, request: Request, token: int, row: int, result: StepResult) -> tuple[FinishDecision | None, bool]:
+        """Applies one token to one request.
+
+        Returns:
+            The ending, or None if the request continues, and whether its grammar has added tokens.
+        """
+        one, here = np.array([token], dtype=np.int32), np.array([row], dtype=np.int64)
+        endings, jumped = self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
+        return endings.get(0), bool(jumped)
+
+    def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> FinishDecision | None:
+        """Returns the ending of a request that gets no token: after a fault, or because it ends with its prompt."""
+        params = request.params
+        if params.samples:
+            return check_fault(token, self._vocab_size, result.faults.get(row))
+        if row in result.faults:
+            return check_fault(0, self._vocab_size, result.faults[row])
+        if params.embedding is not None:
+            vector = result.embeddings.get(row)
+            return _NO_VECTOR if vector is None else FinishDecision(FinishReason.EMBEDDED, embedding=vector)
+        if params.score is not None:
+            values = result.label_logprobs.get(row)
+            return _NO_SCORE if values is None else FinishDecision(FinishReason.SCORED, label_logprobs=values)
+        return FinishDecision(FinishReason.LENGTH)
+
+    def _after_output(self, request: Request, outside: FinishDecision = _OUTSIDE_GRAMMAR) -> tuple[FinishDecision | None, bool]:
+        """Advances the grammar by the newest token and checks whether the request ends.
+
+        Args:
+            request: the request.
+            outside: ending if the grammar does not allow the token.
+
+        Returns:
+            The ending, or None if the request continues, and whether the grammar has added tokens.
+        """
+        matcher = request.matcher
+        if matcher is None:
+            return check_finished(request, self._rules), False
+        if not matcher.accept(request.progress.output_ids[-1]):
+            return _refused(matcher, outside), False
+        ending = check_finished(request, self._rules, matcher.terminated)
+        if ending is None and request.jump:
+            return self._jump(request, matcher)
+        return ending, False
+
+    def _jump(self, request: Request, matcher: Matcher) -> tuple[FinishDecision | None, bool]:
+        """Appends the tokens that the grammar forces, up to the end of the request.
+
+        Returns:
+            The ending, or None if the request continues, and whether there were such tokens.
+        """
+        forced = matcher.forced()
+        for place, token in enumerate(forced, 1):
+            request.progress.output_ids.append(token)
+            self._counters.generated_tokens_total += 1
+            ending = check_finished(request, self._rules, place == len(forced) and matcher.terminated)
+            if ending is not None:
+                return ending, True
+        return None, bool(forced)
+
+
+def _refused(matcher: Matcher, outside: FinishDecision) -> FinishDecision:
+    if matcher.fault:
+        return refused(matcher.fault, "grammar")
+    return outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +234,7 @@ class Committer:
         self._memory, self._columns, self._counters, self._outputs = memory, columns, counters, outputs
         self._lifecycle = lifecycle
         self._draft_controller = draft_controller  # unset if the executor does not draft
-        self._intake = Intake(vocab_size, rules)
+        self._intake = Intake(vocab_size, rules, counters)
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         """Applies the result of a step to its requests. Called once per step, in the order of the plans."""
@@ -119,11 +268,10 @@ class Committer:
 
     def take_given(self, request: Request, now: float) -> None:
         """Applies the given output of a waiting request that has its matcher. The output may end the request."""
-        taken = self._intake.take_given(request)
-        self._counters.generated_tokens_total += taken.num_tokens
+        ending = self._intake.take_given(request)
         request.rekey()
-        if taken.endings:
-            self._lifecycle.end(request, taken.endings[0], now)
+        if ending is not None:
+            self._lifecycle.end(request, ending, now)
 
     def _publish_extends(self, step: Step, sound: Mask) -> None:
         """Publishes the computed pages of prompts. Rows with a fault publish nothing."""
@@ -211,13 +359,12 @@ class Committer:
             look = self._may_end(here, tokens, count)
             if run.result.faults:
                 look |= np.isin(places, list(run.result.faults))
-            taken = self._intake.take([requests[i] for i in at.tolist()], tokens, look, places, run.result)
+            ended_here, jumped_here = self._intake.take([requests[i] for i in at.tolist()], tokens, look, places, run.result)
             columns.num_out[here] = count
             walked[at] += 1
-            self._counters.generated_tokens_total += taken.num_tokens
-            endings |= {int(at[i]): ending for i, ending in taken.endings.items()}
-            jumped += [int(at[i]) for i in taken.jumped]
-            goes_on[at[[*taken.endings, *taken.jumped]]] = False
+            endings |= {int(at[i]): ending for i, ending in ended_here.items()}
+            jumped += [int(at[i]) for i in jumped_here]
+            goes_on[at[[*ended_here, *jumped_here]]] = False
         for i in np.flatnonzero(run.drafted[rows]).tolist():
             run.note(requests[i], int(rows[i]), int(walked[i]))
         cut = np.flatnonzero(~goes_on)
@@ -256,15 +403,14 @@ class Committer:
         look = self._may_end(slots, tokens, count)
         if result.faults:
             look |= np.isin(rows, list(result.faults))
-        taken = self._intake.take(requests, tokens, look, rows, result)
+        endings, jumped = self._intake.take(requests, tokens, look, rows, result)
         columns.num_out[slots] = count
-        self._counters.generated_tokens_total += taken.num_tokens
-        for at in taken.jumped:
+        for at in jumped:
             self._lifecycle.extend_again(requests[at])
-        if taken.jumped:
+        if jumped:
             count = columns.num_out[slots]
-        self._emit(slots, tokens, count, requests, taken.endings)
-        for at, ending in taken.endings.items():
+        self._emit(slots, tokens, count, requests, endings)
+        for at, ending in endings.items():
             self._lifecycle.end(requests[at], ending, now)
 
     def _emit(
@@ -314,15 +460,14 @@ class Committer:
             told, places = (result, range(row, row + 1)) if run is None else (run.result, run.places(row))
             walked = 0
             for place in places:
-                taken = self._intake.take_one(request, int(told.tokens[place]), place, told)
-                self._counters.generated_tokens_total += taken.num_tokens
+                ending, has_jumped = self._intake.take_one(request, int(told.tokens[place]), place, told)
                 walked += 1
-                if taken.endings or taken.jumped:
+                if ending is not None or has_jumped:
                     break
             if run is not None:
                 run.note(request, row, walked)
             request.rekey()
-            if taken.endings:
-                self._lifecycle.end(request, taken.endings[0], now)
+            if ending is not None:
+                self._lifecycle.end(request, ending, now)
             elif len(progress.output_ids) - progress.num_sent >= request.interval or progress.num_sent == 0:
                 self._outputs.add_news(request)
