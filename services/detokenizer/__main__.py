@@ -9,8 +9,8 @@ import sys
 from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
-from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.server import DetokenizerServicer
+from services.detokenizer.session import DetokenizerMetrics
 from services.detokenizer.settings import DetokenizerSettings
 from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
 from services.shared.observe import log, metrics_server

@@ -15,8 +15,7 @@ import grpc
 
 from rootstock.v1 import detokenizer_pb2 as pb
 from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
-from services.detokenizer.metrics import DetokenizerMetrics
-from services.detokenizer.session import BadBatch, Session, TooManyOpen
+from services.detokenizer.session import BadBatch, DetokenizerMetrics, Session, TooManyOpen
 from services.detokenizer.settings import DetokenizerSettings
 from services.detokenizer.text import TokenTexts
 from services.shared import limits

@@ -1,4 +1,4 @@
-"""The open requests of one Decode stream. No I/O; calls must not overlap.
+"""The open requests of one Decode stream, and the metrics of all streams. No I/O; calls of one session must not overlap.
 
 DecodeOpen creates the state of a request. Its finished row, a handle in `closes`, or the end of the session frees the state.
 """
@@ -9,8 +9,9 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
 from rootstock.v1 import detokenizer_pb2 as pb
-from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.text import IncrementalDetokenizer, StopStringBuffer
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
@@ -20,8 +21,38 @@ if TYPE_CHECKING:
     from services.shared.observe.spans import Attributes, Span, Tracing
 
 FINISHED, FAILED, CLOSED = "finish", "failure", "close"  # values of the span attribute rootstock.ended_by
+_BUCKETS_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 
 logger = logging.getLogger(__name__)
+
+
+class DetokenizerMetrics:
+    """The metrics of the service, all named rootstock_detokenizer_*."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        prefix = "rootstock_detokenizer_"
+        self.batches = Counter(prefix + "batches", "Decoded batches.", registry=registry)
+        self.tokens = Counter(prefix + "tokens", "Decoded token ids, without replayed ones.", registry=registry)
+        self.chars = Counter(prefix + "chars", "Characters of decoded text sent to gateways.", registry=registry)
+        self.held_rows = Counter(prefix + "held_rows", "Rows with token ids whose text was held back.", registry=registry)
+        self.replayed_tokens = Counter(
+            prefix + "replayed_tokens", "Token ids decoded again to rebuild the state of requests.", registry=registry
+        )
+        self.unknown_rows = Counter(
+            prefix + "unknown_rows", "Rows whose handle was not open or whose decoding failed.", registry=registry
+        )
+        self.failed_rows = Counter(prefix + "failed_rows", "Requests whose decoding failed with an exception.", registry=registry)
+        self.streams = Gauge(prefix + "streams", "Open Decode streams.", registry=registry)
+        self.open_requests = Gauge(prefix + "open_requests", "Open requests of all streams.", registry=registry)
+        self.seconds = Histogram(prefix + "batch_seconds", "Seconds to decode one batch.", buckets=_BUCKETS_S, registry=registry)
+
+    def count(self, tokens: int, chars: int, held_rows: int, unknown_rows: int) -> None:
+        """Counts one decoded batch."""
+        self.batches.inc()
+        self.tokens.inc(tokens)
+        self.chars.inc(chars)
+        self.held_rows.inc(held_rows)
+        self.unknown_rows.inc(unknown_rows)
 
 
 class BadBatch(ValueError):
@@ -44,17 +75,19 @@ class _Request:
         self._num_ids = 0  # output ids that this stream has decoded, without replayed ones
         skip_special = opened.skip_special_tokens if opened.HasField("skip_special_tokens") else True
         self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special, opened.kept_tokens)
-        self._buffer = StopStringBuffer(opened.stop, opened.include_stop)
+        # None if no stop string holds text back.
+        self._stops = StopStringBuffer(opened.stop, opened.include_stop) if opened.stop else None
         self._to_skip = opened.emitted_chars  # characters still to drop because an earlier stream has sent them
-        self._replayed = self._unsent(self._buffer.push(self._decoder.push(opened.replay_ids)))
+        self._replayed = self._unsent(self._decoder.push(opened.replay_ids))
 
     def push(self, ids: list[int]) -> str:
         self._num_ids += len(ids)
         replayed, self._replayed = self._replayed, ""
-        return replayed + self._unsent(self._buffer.push(self._decoder.push(ids)))
+        return replayed + self._unsent(self._decoder.push(ids))
 
     def finish(self, matched_stop: str) -> str:
-        return self._unsent(self._buffer.push(self._decoder.finish()) + self._buffer.finish(matched_stop))
+        text = self._unsent(self._decoder.finish())
+        return text if self._stops is None else text + self._skipping(self._stops.finish(matched_stop))
 
     def begin_span(self, tracing: Tracing, opened: pb.DecodeOpen) -> None:
         """Starts a span if the request is traced."""
@@ -74,6 +107,10 @@ class _Request:
             self._span.end()
 
     def _unsent(self, text: str) -> str:
+        """Returns the part of the decoded text that belongs to no stop string and that no earlier stream has sent."""
+        return self._skipping(text if self._stops is None else self._stops.push(text))
+
+    def _skipping(self, text: str) -> str:
         skipped = min(self._to_skip, len(text))
         self._to_skip -= skipped
         return text[skipped:]

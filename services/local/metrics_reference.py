@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
-from services.detokenizer.metrics import DetokenizerMetrics
+from services.detokenizer.session import DetokenizerMetrics
 from services.gateway.dispatch.fleet_collector import FleetCollector
 from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, RequestMetrics, StoreMetrics
 from services.shared.observe.histogram import LabelledHistogram

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import detokenizer_pb2 as pb
 from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
-from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.server import DetokenizerServicer
+from services.detokenizer.session import DetokenizerMetrics
 from services.detokenizer.settings import DetokenizerSettings
 from services.detokenizer.text import TokenTexts
 from services.shared import limits

@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import detokenizer_pb2 as pb
 from services.detokenizer import session as session_module
-from services.detokenizer.metrics import DetokenizerMetrics
-from services.detokenizer.session import BadBatch, Session, TooManyOpen
+from services.detokenizer.session import BadBatch, DetokenizerMetrics, Session, TooManyOpen
 from services.detokenizer.text import IncrementalDetokenizer
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
