@@ -123,21 +123,21 @@ class Renderer:
     def _shown(self, name: str, messages: list[Message], variables: Mapping[str, Any]) -> str:
         """Renders the chat in the forms of its template. Raises InvalidField with the message at which the template fails."""
         template, forms, tools = self._templates[name], self._forms[name], bool(variables["tools"])
-        ordered = forms.ordered(messages, tools)
-        chat = forms.spelled(ordered.turns, tools)
+        turns, is_tried = forms.ordered(messages, tools)
+        chat = forms.spelled(turns, tools)
         begun = time.monotonic()
         found = self._rendered(template, chat, variables)
         if isinstance(found, str):
             return found
         at = self._failing(template, chat, variables)
-        others = forms.others(chat, ordered, None if isinstance(found, TemplateRefusal) else at, tools)
+        others = forms.others(chat, turns, None if isinstance(found, TemplateRefusal) else at, tools, is_tried)
         for other in itertools.islice(others, MAX_OTHERS):
             if time.monotonic() - begun > OTHERS_SECONDS:
                 break
             text = self._rendered(template, other, variables)
             if isinstance(text, str) and PRINTED_PART not in text:
                 return text
-        where = "messages" if at is None else f"messages[{ordered.turns[at].index}]"
+        where = "messages" if at is None else f"messages[{turns[at].index}]"
         raise InvalidField(f"{where}: {_said(found)}")
 
     def _failing(self, template: ChatTemplate, chat: list[Message], variables: Mapping[str, Any]) -> int | None:

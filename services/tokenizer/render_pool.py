@@ -18,10 +18,11 @@ from typing import Any
 
 import grpc
 
+from rootstock.v1 import tokenizer_pb2 as pb
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.refusal import Refusal, busy, invalid, too_much
 
-LARGE_BYTES = 1 << 18  # a process ends after a job or a text of this size, to return its memory
+LARGE_BYTES = 1 << 18  # a process ends after a request or a text of this size, to return its memory
 WRITE_BYTES = 1 << 16  # size of one write; the pipe copies the part that it cannot take at once
 NO_TEMPLATE = "this model has no chat template; use /v1/completions, or give the tokenizer a template with --chat-template FILE"
 RETRY_S = 30.0  # pause after a failed start if no process has started yet: the template or the machine may be at fault
@@ -46,22 +47,6 @@ class RenderSetup:
     def start_seconds(self) -> float:
         """Time limit of a process's start."""
         return self.seconds * START_FACTOR
-
-
-@dataclass(frozen=True)
-class RenderJob:
-    """A chat to render. The fields are those of EncodeChatRequest."""
-
-    messages_json: bytes
-    tools_json: bytes
-    template_kwargs_json: bytes
-    add_generation_prompt: bool
-    continue_final_message: bool
-    read_variables: tuple[str, ...] = ()  # variables that the template must read; it is refused otherwise
-
-    @property
-    def is_large(self) -> bool:
-        return len(self.messages_json) + len(self.tools_json) + len(self.template_kwargs_json) > LARGE_BYTES
 
 
 class BrokenTemplate(Exception):
@@ -145,7 +130,7 @@ class RenderPool:
     def __init__(self, setup: RenderSetup, max_processes: int, metrics: TokenizerMetrics) -> None:
         self._setup = setup
         self._slots = asyncio.Semaphore(max_processes)
-        self._large_slots = asyncio.Semaphore(max(1, max_processes - 1))  # one slot is reserved for small jobs
+        self._large_slots = asyncio.Semaphore(max(1, max_processes - 1))  # one slot is reserved for small requests
         self._metrics = metrics
         self._idle: list[_Process] = []
         self._running: set[asyncio.Task[str]] = set()
@@ -162,19 +147,19 @@ class RenderPool:
         except Refusal as refusal:
             logger.error("chat requests are refused: %s", refusal.message)
 
-    async def render(self, job: RenderJob) -> str:
+    async def render(self, request: pb.EncodeChatRequest) -> str:
         """Returns the rendered chat. Raises Refusal.
 
-        If the caller is cancelled while its small job is being rendered, the job is completed and its process is reused. Other
-        jobs are cancelled, and the process of a large one is killed.
+        If the caller is cancelled while its small request is being rendered, the rendering is completed and its process is
+        reused. Other requests are cancelled, and the process of a large one is killed.
         """
         self._check()
-        begun = asyncio.Event()
-        rendering = self._spawn(self._render(job, begun))
+        begun, is_large = asyncio.Event(), request_bytes(request) > LARGE_BYTES
+        rendering = self._spawn(self._render(request, is_large, begun))
         try:
             return await asyncio.shield(rendering)
         except asyncio.CancelledError:
-            if job.is_large or not begun.is_set():  # the caller gives its share of the byte budget back now
+            if is_large or not begun.is_set():  # the caller gives its share of the byte budget back now
                 rendering.cancel()
             raise
 
@@ -202,18 +187,18 @@ class RenderPool:
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved, also if the caller was cancelled
 
-    async def _render(self, job: RenderJob, begun: asyncio.Event) -> str:
-        """Renders a job in a process of its own. Sets `begun` when the job has a slot. Raises Refusal."""
+    async def _render(self, request: pb.EncodeChatRequest, is_large: bool, begun: asyncio.Event) -> str:
+        """Renders a chat in a process of its own. Sets `begun` when the request has a slot. Raises Refusal."""
         async with contextlib.AsyncExitStack() as stack:
-            if job.is_large:
+            if is_large:
                 await stack.enter_async_context(self._large_slots)
             await stack.enter_async_context(self._slots)
             begun.set()
-            self._check()  # a job that was served earlier may have found the template broken
+            self._check()  # a request that was served earlier may have found the template broken
             process = await self._take()
             with self._metrics.render_seconds.time():
-                reply, body = await self._run(process, job)
-            if reply.get("ends") or job.is_large or len(body) > LARGE_BYTES:
+                reply, body = await self._run(process, request)
+            if reply.get("ends") or is_large or len(body) > LARGE_BYTES:
                 await process.end()
                 await self._replace()
             else:
@@ -253,12 +238,20 @@ class RenderPool:
         self._compiles, self._fault = True, ""
         return process
 
-    async def _run(self, process: _Process, job: RenderJob) -> tuple[dict[str, Any], bytes]:
-        bodies = (job.messages_json, job.tools_json, job.template_kwargs_json)
-        flags = {name: getattr(job, name) for name in ("add_generation_prompt", "continue_final_message", "read_variables")}
+    async def _run(self, process: _Process, request: pb.EncodeChatRequest) -> tuple[dict[str, Any], bytes]:
+        bodies = (request.messages_json, request.tools_json, request.template_kwargs_json)
+        continues = request.continue_final_message
+        header = {
+            "sizes": [len(body) for body in bodies],
+            "add_generation_prompt": request.add_generation_prompt
+            if request.HasField("add_generation_prompt")
+            else not continues,
+            "continue_final_message": continues,
+            "read_variables": list(request.read_variables),
+        }
         try:
             async with asyncio.timeout(self._setup.seconds):
-                return await process.exchange({"sizes": [len(body) for body in bodies], **flags}, *bodies)
+                return await process.exchange(header, *bodies)
         except TimeoutError:
             raise too_much(await self._killed(process, f"took longer than {self._setup.seconds:g} s")) from None
         except (EOFError, ConnectionError):
@@ -272,3 +265,8 @@ class RenderPool:
         self._metrics.render_kills.inc()
         logger.warning("killed a rendering process: the chat template %s", why)
         return f"messages: the chat template {why}"
+
+
+def request_bytes(request: pb.EncodeChatRequest) -> int:
+    """Returns the size of the request's JSON texts."""
+    return len(request.messages_json) + len(request.tools_json) + len(request.template_kwargs_json)

@@ -24,13 +24,12 @@ from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.index.block_hash import HASH_BYTES, block_hashes
 from services.shared.observe.log_fields import fields, trace_fields
-from services.tokenizer.encode_queue import EncodeQueue
 from services.tokenizer.encode_stream import EncodeStream
+from services.tokenizer.encoding import EncodedText, EncodeJob, EncodeQueue, PieceEncoder, UncuttableText
 from services.tokenizer.memory import ByteBudget, HeapTrimmer
 from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.piece_encoder import EncodedText, PieceEncoder, TokenLimit, UncuttableText, limited
 from services.tokenizer.refusal import Refusal, invalid, too_much
-from services.tokenizer.render_pool import RenderJob, RenderPool, RenderSetup
+from services.tokenizer.render_pool import RenderPool, RenderSetup, request_bytes
 from services.tokenizer.settings import TokenizerSettings
 
 if TYPE_CHECKING:
@@ -163,26 +162,18 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
     async def _encode_chat(self, request: pb.EncodeChatRequest, span: Span | None) -> pb.EncodeResponse:
         _check_request_id(request.request_id)
         _check_hash_root(request.hash_root)
-        size = len(request.messages_json) + len(request.tools_json) + len(request.template_kwargs_json)
+        size = request_bytes(request)
         if size > self._settings.max_request_chars * MAX_BYTES_PER_CHAR:
             raise too_much(f"messages_json: {size} bytes with tools and template_kwargs")
-        continues = request.continue_final_message
-        if continues and request.HasField("add_generation_prompt") and request.add_generation_prompt:
+        if request.continue_final_message and request.HasField("add_generation_prompt") and request.add_generation_prompt:
             raise invalid("continue_final_message: cannot be set together with add_generation_prompt")
         async with self._share(size):
-            text = await self._rendered(request, span)
+            with _child_span(span, "render"):
+                text = await self._renderers.render(request)
             # The template has already written the special tokens.
             response = await self._encode([text], False, request, span)
         response.rendered_end = text[-RENDERED_END_CHARS:]
         return response
-
-    async def _rendered(self, request: pb.EncodeChatRequest, span: Span | None) -> str:
-        continues = request.continue_final_message
-        starts = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continues
-        names = tuple(request.read_variables)
-        job = RenderJob(request.messages_json, request.tools_json, request.template_kwargs_json, starts, continues, names)
-        with _child_span(span, "render"):
-            return await self._renderers.render(job)
 
     @asynccontextmanager
     async def _share(self, size: int) -> AsyncIterator[None]:
@@ -198,15 +189,13 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
                 self._heap.trim_later()
 
     async def _encode(self, texts: Sequence[str], add_special_tokens: bool, request: R, span: Span | None) -> pb.EncodeResponse:
-        chars = sum(map(len, texts))
+        job = EncodeJob(texts, add_special_tokens, request.max_tokens, request.cuts)
+        chars = job.chars
         if chars > self._settings.max_request_chars:
             raise too_much(f"texts: {chars} characters, at most {self._settings.max_request_chars}")
-        limit = TokenLimit(request.max_tokens, request.cuts)
+        is_short = chars <= self._settings.max_batch_chars
         with _child_span(span, "encode", {"rootstock.texts": len(texts), "rootstock.chars": chars}):
-            if chars <= self._settings.max_batch_chars:
-                prompts = [limited(ids, limit) for ids in await self._queue.encode(texts, add_special_tokens)]
-            else:
-                prompts = await self._encode_long(texts, add_special_tokens, limit)
+            prompts = await (self._queue.encode(job) if is_short else self._encode_long(job))
         tokens = sum(len(prompt.ids) for prompt in prompts)
         if span is not None:
             span.set({"rootstock.tokens": tokens})
@@ -215,15 +204,11 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
             return _response(prompts, request.hash_root)
         return await asyncio.get_running_loop().run_in_executor(self._executor, _response, prompts, request.hash_root)
 
-    async def _encode_long(self, texts: Sequence[str], add_special_tokens: bool, limit: TokenLimit) -> list[EncodedText]:
+    async def _encode_long(self, job: EncodeJob) -> list[EncodedText]:
         """Encodes a long request in pieces, one request at a time. Raises Refusal."""
         stopped = Event()
-
-        def work() -> list[EncodedText]:
-            return self._pieces.encode_all(texts, add_special_tokens, limit, stopped)
-
         async with self._long_lane:
-            encoding = asyncio.get_running_loop().run_in_executor(self._executor, work)
+            encoding = asyncio.get_running_loop().run_in_executor(self._executor, self._pieces.encode, job, stopped)
             try:
                 return await asyncio.shield(encoding)
             except UncuttableText:

@@ -77,7 +77,7 @@ ELSEWHERE = {
     "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "longer than the longest window"),
     "MAX_BATCH_RESULT_BYTES": (GATEWAY + "batches/test_line_results.py", "MAX_BATCH_RESULT_BYTES + 1"),
     "MAX_WORD_CHARS": (
-        "tests/services/tokenizer/test_piece_encoder.py",
+        "tests/services/tokenizer/test_encoding_pieces.py",
         "test_piece_encoder_refuses_uncuttable_text_above_the_limit",
     ),
     "MAX_CALL_DEPTH": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_CALL_DEPTH"),

@@ -139,7 +139,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/worker/front/test_outbox.py",
         "tests/services/worker/loop/test_watchdog.py",
         "tests/services/worker/test_draft_folder.py",
-        "tests/services/tokenizer/test_piece_encoder.py",
+        "tests/services/tokenizer/test_encoding_pieces.py",
         "tests/services/detokenizer/test_text.py",
         "tests/services/shared/test_probe.py",
         "tests/services/worker/control/test_control_command_line.py",

@@ -1,4 +1,6 @@
-"""Finds the form of each message and the order of roles that a template shows, by rendering small chats. Standard library only.
+"""The forms in which a template can get a message, and the search for the forms and the order of roles that it shows.
+
+The search renders small chats. This file imports the standard library only.
 
 A form or an order is right if the template renders the small chat and the result contains the text of each message. A template
 that reads only text may leave out a call. A template that prints a list of parts shows Python or JSON syntax. Each kind of
@@ -7,22 +9,39 @@ message and each order of kinds is tried once, and the process remembers the res
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from services.tokenizer.history.spelling import (
-    CONTENT_FORMS,
-    ContentForm,
-    ContentKind,
-    Spelling,
-    arguments_of,
-    content_kind,
-    with_arguments,
-    with_content,
-    with_short_ids,
+from services.tokenizer.history.turns import (
+    CONSEQUENT,
+    REPAIRS,
+    STRICT,
+    Message,
+    Repair,
+    Turn,
+    Turns,
+    developers_as_systems,
+    text_of,
 )
-from services.tokenizer.history.turns import CONSEQUENT, REPAIRS, STRICT, Message, Repair, Turn, Turns, developers_as_systems
+
+ContentKind = Literal["text", "parts", "missing"]
+ArgumentsKind = Literal["object", "text", "none"]  # none: a call without a function
+# given: the client's parts. text: a string, empty for missing content. part: a list with one part. null: None. absent: no field.
+ContentForm = Literal["given", "text", "part", "null", "absent"]
+# object: a mapping. text: a string, as in the API. named: a mapping with the text as the value of TEXT_NAME.
+ArgumentsForm = Literal["object", "text", "named"]
+CONTENT_FORMS: dict[ContentKind, tuple[ContentForm, ...]] = {
+    "text": ("text", "part"),
+    "parts": ("given", "text", "part"),
+    "missing": ("text", "null", "absent", "part"),
+}
+TEXT_NAME = "arguments"  # the only name in a `named` object
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 # Renders messages, with or without tools. Returns None if the template fails.
 Render = Callable[[list[Message], bool], str | None]
@@ -33,34 +52,113 @@ MAX_ORDERS = 512  # orders that are remembered
 
 _MARK = "a7f3c9"  # a text that no template contains
 _ID = "call_5f0c1d2e3a4b59687786a5b4"  # the form of this server's call ids
+_CALLS: tuple[tuple[ArgumentsKind, ...], ...] = ((), ("object",), ("object", "object"))  # of a shape in an order
 _USER: Message = {"role": "user", "content": "Find it."}
 _ANSWER: Message = {"role": "assistant", "content": "Found."}
 
 
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """The forms of a message."""
+
+    content: ContentForm = "text"
+    arguments: ArgumentsForm = "object"
+    short_ids: bool = False  # ids of calls have nine letters and digits; other ids become a digest
+
+
+def content_kind(message: Message) -> ContentKind:
+    content = message.get("content")
+    if isinstance(content, str):
+        return "text" if content else "missing"
+    return "missing" if content is None else "parts"
+
+
+def with_content(message: Message, form: ContentForm) -> Message:
+    """Returns the message itself if its content has this form already."""
+    if form == "given" or (form == "text" and isinstance(message.get("content"), str)):
+        return message
+    rest = {name: value for name, value in message.items() if name != "content"}
+    if form == "absent":
+        return rest
+    text = text_of(message)
+    content: Any = None if form == "null" else text if form == "text" else [{"type": "text", "text": text}]
+    return {"role": message["role"], "content": content, **rest}
+
+
+def arguments_of(call: Any) -> dict[str, Any] | str | None:
+    """Returns the arguments of a call.
+
+    Returns:
+        The object; the text itself if it is not a JSON object; None for a call without a function.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return None
+    given = function.get("arguments")
+    if given is None or given == "" or isinstance(given, dict):
+        return given or {}
+    if not isinstance(given, str):
+        return json.dumps(given, ensure_ascii=False)
+    try:
+        parsed = json.loads(given)
+        if "\\u" in given:
+            parsed = json.loads(_whole_pairs(json.dumps(parsed, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+        return given
+    return parsed if isinstance(parsed, dict) else given
+
+
+def _whole_pairs(text: str) -> str:
+    """Returns the text with U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def with_arguments(call: Any, arguments: dict[str, Any] | str, form: ArgumentsForm) -> Any:
+    """Returns the call with arguments in this form. The arguments are those that arguments_of() returned."""
+    value: Any = arguments
+    if form == "text" and not isinstance(arguments, str):
+        given = call["function"].get("arguments")
+        value = given if isinstance(given, str) and given else json.dumps(arguments, ensure_ascii=False)
+    elif form == "named":
+        value = {TEXT_NAME: arguments}
+    return {**call, "function": {**call["function"], "arguments": value}}
+
+
+def with_short_ids(message: Message, index: int) -> Message:
+    """Returns the message with short ids in its calls and in tool_call_id.
+
+    Args:
+        index: index of the message in the chat, part of the id of a call that has no id.
+    """
+    if isinstance(message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
+    calls: Sequence[Any] = message.get("tool_calls", ())
+    if calls:
+        ids = [call.get("id") for call in calls]
+        named = [given if isinstance(given, str) else f"{index}-{at}" for at, given in enumerate(ids)]
+        message = {**message, "tool_calls": [{**call, "id": short_id(name)} for call, name in zip(calls, named, strict=True)]}
+    return message
+
+
+def short_id(given: str) -> str:
+    return given if _SHORT_ID.fullmatch(given) else blake2b(given.encode(errors="replace")).hexdigest()[:9]
+
+
 class Shape(NamedTuple):
-    """The properties of a message on which its form depends."""
+    """The properties of a message on which its form and its place in the order of roles depend.
+
+    In an order, calls have objects as arguments, and two calls stand for more.
+    """
 
     role: str
     content: ContentKind
-    arguments: str  # "object", "text" or "none" (a call without a function); empty if the message has no calls
+    calls: tuple[ArgumentsKind, ...]  # kind of each call's arguments; for a form, of one call
     reasons: bool
-    tools: bool  # the request has tools
 
-
-class Ordered(NamedTuple):
-    """A chat in the order that its template shows."""
-
-    turns: Turns
-    is_tried: bool  # whether the template has rendered a small chat of this order
-
-
-class _TurnKind(NamedTuple):
-    """The properties of a turn on which the order of roles depends."""
-
-    role: str
-    content: ContentKind
-    num_calls: int  # 2 stands for more
-    reasons: bool
+    @property
+    def arguments(self) -> ArgumentsKind | None:
+        """Kind of the first call's arguments, or None if the message has no call."""
+        return self.calls[0] if self.calls else None
 
 
 class TemplateForms:
@@ -73,22 +171,27 @@ class TemplateForms:
     def __init__(self, render: Render, knows_developer: bool) -> None:
         self._render = render
         self._knows_developer = knows_developer
-        self._spellings: dict[Shape, Spelling] = {}
+        self._spellings: dict[tuple[Shape, bool], Spelling] = {}
         self._short_ids: dict[bool, bool] = {}
-        self._orders: dict[tuple[tuple[_TurnKind, ...], bool], tuple[Repair, ...] | None] = {}
+        self._orders: dict[tuple[tuple[Shape, ...], bool], tuple[Repair, ...] | None] = {}
 
-    def ordered(self, messages: Sequence[Message], tools: bool) -> Ordered:
-        """Returns the turns after the fewest repairs with which the template shows them."""
+    def ordered(self, messages: Sequence[Message], tools: bool) -> tuple[Turns, bool]:
+        """Puts a chat into the order that the template shows.
+
+        Returns:
+            The turns after the fewest repairs with which the template shows them, and whether the template has rendered a small
+            chat of this order.
+        """
         turns: Turns = [Turn(index, message) for index, message in enumerate(messages)]
         if not self._knows_developer:
             turns = developers_as_systems(turns)
-        order = _shortened([_kind(turn) for turn in turns]), tools
+        order = _shortened([_shape(turn) for turn in turns]), tools
         if order not in self._orders:
             if len(self._orders) >= MAX_ORDERS:
                 self._orders.clear()
             self._orders[order] = self._repairs(*order)
         repairs = self._orders[order]
-        return Ordered(_repaired(turns, repairs or ()), repairs is not None)
+        return _repaired(turns, repairs or ()), repairs is not None
 
     def spelled(self, turns: Turns, tools: bool) -> list[Message]:
         """Returns the messages in the forms of their shapes."""
@@ -98,14 +201,16 @@ class TemplateForms:
     def _shortens(self, turns: Turns, tools: bool) -> bool:
         return any(turn.calls for turn in turns) and self._needs_short_ids(tools)
 
-    def others(self, messages: list[Message], ordered: Ordered, at: int | None, tools: bool) -> Iterator[list[Message]]:
+    def others(
+        self, messages: list[Message], turns: Turns, at: int | None, tools: bool, is_tried: bool
+    ) -> Iterator[list[Message]]:
         """Yields other forms of a chat that the template has refused.
 
         Args:
-            messages: the refused form, made of ordered.turns.
+            messages: the refused form, made of the turns.
             at: index of the message at which the template failed; None if it is not known or another form cannot help.
+            is_tried: whether the template has rendered a small chat of this order; see ordered().
         """
-        turns = ordered.turns
         if at is not None:
             message, short = turns[at].message, self._shortens(turns, tools)
             for content in CONTENT_FORMS[content_kind(message)]:
@@ -115,7 +220,7 @@ class TemplateForms:
                         other = with_short_ids(other, at)
                     if other != messages[at]:
                         yield [*messages[:at], other, *messages[at + 1 :]]
-        if not ordered.is_tried:
+        if not is_tried:
             yield self.spelled(_repaired(turns, STRICT), tools)
 
     def _spelled(self, message: Message, tools: bool, short: bool, at: int) -> Message:
@@ -123,45 +228,47 @@ class TemplateForms:
         calls = message.get("tool_calls", ())
         content = content_kind(message)
         if not calls:
-            result = with_content(message, self._spelling(Shape(message["role"], content, "", reasons, tools)).content)
+            result = with_content(message, self._spelling(Shape(message["role"], content, (), reasons), tools).content)
         else:
             given = [arguments_of(call) for call in calls]
-            shapes = [Shape(message["role"], content, _arguments_kind(each), reasons, tools) for each in given]
+            shapes = [Shape(message["role"], content, (_arguments_kind(each),), reasons) for each in given]
             spelled = [
-                call if each is None else with_arguments(call, each, self._spelling(shape).arguments)
+                call if each is None else with_arguments(call, each, self._spelling(shape, tools).arguments)
                 for call, each, shape in zip(calls, given, shapes, strict=True)
             ]
-            result = {**with_content(message, self._spelling(shapes[0]).content), "tool_calls": spelled}
+            result = {**with_content(message, self._spelling(shapes[0], tools).content), "tool_calls": spelled}
         return with_short_ids(result, at) if short else result
 
-    def _spelling(self, shape: Shape) -> Spelling:
-        found = self._spellings.get(shape)
+    def _spelling(self, shape: Shape, tools: bool) -> Spelling:
+        found = self._spellings.get((shape, tools))
         if found is None:
             if len(self._spellings) >= MAX_ORDERS:  # a client may send any role
                 self._spellings.clear()
-            found = self._spellings[shape] = self._tried(shape)
+            found = self._spellings[shape, tools] = self._tried(shape, tools)
         return found
 
     def _needs_short_ids(self, tools: bool) -> bool:
         if tools not in self._short_ids:
-            self._short_ids[tools] = self._tried(Shape("assistant", "missing", "object", False, tools), (False, True)).short_ids
+            self._short_ids[tools] = self._tried(
+                Shape("assistant", "missing", ("object",), False), tools, (False, True)
+            ).short_ids
         return self._short_ids[tools]
 
-    def _tried(self, shape: Shape, short_ids: Sequence[bool] | None = None) -> Spelling:
+    def _tried(self, shape: Shape, tools: bool, short_ids: Sequence[bool] | None = None) -> Spelling:
         """Returns the first spelling that the template shows, or the first that it renders, or the first of all."""
-        ids = short_ids or ((self._needs_short_ids(shape.tools),) if shape.arguments else (False,))
+        ids = short_ids or ((self._needs_short_ids(tools),) if shape.arguments else (False,))
         arguments: tuple[Any, ...] = ("text", "named") if shape.arguments == "text" else ("object", "text")
         ways = [
             Spelling(content, form, short)
             for short, form, content in product(ids, arguments if shape.arguments else ("object",), CONTENT_FORMS[shape.content])
         ]
         rendered: Spelling | None = None
-        for before, behind in self._surroundings(shape):
-            without = self._render([*before, *behind], shape.tools) or ""
+        for before, behind in self._surroundings(shape, tools):
+            without = self._render([*before, *behind], tools) or ""
             for way in ways:
                 message = _probe(shape, way)
                 chat = [*before, message, *behind]
-                text = self._render([with_short_ids(m, 0) for m in chat] if way.short_ids else chat, shape.tools)
+                text = self._render([with_short_ids(m, 0) for m in chat] if way.short_ids else chat, tools)
                 if text is None or _prints_nothing_as(way, text, without):
                     continue
                 if _is_shown(shape, text):
@@ -169,27 +276,27 @@ class TemplateForms:
                 rendered = rendered or way
         return rendered or ways[0]
 
-    def _surroundings(self, shape: Shape) -> Iterator[tuple[list[Message], list[Message]]]:
+    def _surroundings(self, shape: Shape, tools: bool) -> Iterator[tuple[list[Message], list[Message]]]:
         """Yields lists of messages to put before and after a message of this shape, the usual ones first."""
         if shape.role == "user":
             yield [], []
         elif shape.role == "assistant":
-            user = self._spelled(_USER, shape.tools, False, 0)
+            user = self._spelled(_USER, tools, False, 0)
             if shape.arguments:
                 yield [user], [{"role": "tool", "tool_call_id": _ID, "content": "There."}]
             yield [user], [user]
             yield [user], []
         elif shape.role in ("tool", "function"):
             call: Message = {"role": "assistant", "tool_calls": [_call({"what": "x"}, _ID)]}
-            short = self._needs_short_ids(shape.tools)
-            yield [self._spelled(each, shape.tools, short, 0) for each in (_USER, call)], []
-            yield [self._spelled(each, shape.tools, False, 0) for each in (_USER, _ANSWER)], []
+            short = self._needs_short_ids(tools)
+            yield [self._spelled(each, tools, short, 0) for each in (_USER, call)], []
+            yield [self._spelled(each, tools, False, 0) for each in (_USER, _ANSWER)], []
         else:
-            user = self._spelled(_USER, shape.tools, False, 0)
+            user = self._spelled(_USER, tools, False, 0)
             yield [], [user]
             yield [user], []
 
-    def _repairs(self, order: tuple[_TurnKind, ...], tools: bool) -> tuple[Repair, ...] | None:
+    def _repairs(self, order: tuple[Shape, ...], tools: bool) -> tuple[Repair, ...] | None:
         """Returns the fewest repairs with which the template shows most texts of a small chat.
 
         Returns:
@@ -236,38 +343,38 @@ def _differs(first: Turns, second: Turns) -> bool:
     return [turn.message for turn in first] != [turn.message for turn in second]
 
 
-def _kind(turn: Turn) -> _TurnKind:
-    return _TurnKind(turn.role, content_kind(turn.message), min(len(turn.calls), 2), "reasoning_content" in turn.message)
+def _shape(turn: Turn) -> Shape:
+    return Shape(turn.role, content_kind(turn.message), _CALLS[min(len(turn.calls), 2)], "reasoning_content" in turn.message)
 
 
-def _shortened(kinds: Sequence[_TurnKind]) -> tuple[_TurnKind, ...]:
+def _shortened(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
     """Returns the order with one exchange of each sort and at most two turns of a kind in a row."""
-    exchanges: list[list[_TurnKind]] = [[]]
-    for kind in kinds:
+    exchanges: list[list[Shape]] = [[]]
+    for shape in shapes:
         last = exchanges[-1]
-        if kind.role == "user" and last and last[-1].role != "user":
-            exchanges.append([kind])
-        elif last[-2:] != [kind, kind]:
-            last.append(kind)
+        if shape.role == "user" and last and last[-1].role != "user":
+            exchanges.append([shape])
+        elif last[-2:] != [shape, shape]:
+            last.append(shape)
     seen = {tuple(exchange): exchange for exchange in reversed(exchanges[:-1])}
     found = [exchange for exchange in exchanges[:-1] if seen.get(tuple(exchange)) is exchange]
-    return tuple(kind for exchange in [*found, exchanges[-1]] for kind in exchange)[:MAX_ORDER]
+    return tuple(shape for exchange in [*found, exchanges[-1]] for shape in exchange)[:MAX_ORDER]
 
 
-def _small_chat(order: Sequence[_TurnKind]) -> Turns:
+def _small_chat(order: Sequence[Shape]) -> Turns:
     turns: list[Turn] = []
     waiting: list[str] = []  # ids of calls without a result
-    for at, kind in enumerate(order):
-        message: Message = {"role": kind.role}
-        if kind.content != "missing":
+    for at, shape in enumerate(order):
+        message: Message = {"role": shape.role}
+        if shape.content != "missing":
             text = f"q{at}{_MARK}t"
-            message["content"] = text if kind.content == "text" else [{"type": "text", "text": text}]
-        if kind.reasons:
+            message["content"] = text if shape.content == "text" else [{"type": "text", "text": text}]
+        if shape.reasons:
             message |= dict.fromkeys(("reasoning_content", "thinking"), "Hm.")
-        if kind.num_calls:
-            waiting = [f"{_ID[:-3]}{at:02}{number}" for number in range(kind.num_calls)]
+        if shape.calls:
+            waiting = [f"{_ID[:-3]}{at:02}{number}" for number in range(len(shape.calls))]
             message["tool_calls"] = [_call({"what": f"q{at}{_MARK}{number}"}, name) for number, name in enumerate(waiting)]
-        if kind.role == "tool" and waiting:
+        if shape.role == "tool" and waiting:
             message["tool_call_id"] = waiting.pop(0)
         turns.append(Turn(at, message))
     return turns
@@ -284,7 +391,7 @@ def _call(arguments: Any, name: str) -> Message:
     return {"id": name, "type": "function", "function": {"name": "find", "arguments": arguments}}
 
 
-def _arguments_kind(arguments: dict[str, Any] | str | None) -> str:
+def _arguments_kind(arguments: dict[str, Any] | str | None) -> ArgumentsKind:
     return "none" if arguments is None else "text" if isinstance(arguments, str) else "object"
 
 

@@ -25,9 +25,9 @@ WORKER = (
     ),
     *of(
         "worker",
-        "services/tokenizer/piece_encoder.py",
+        "services/tokenizer/encoding.py",
         ("if at and self._boundaries.drops_blank else text[at:end]", "if self._boundaries.drops_blank else text[at:end]"),
-        only="test_piece_encoder",
+        only="test_encoding_pieces",
     ),
     *of(
         "worker",
@@ -76,7 +76,7 @@ WORKER = (
     *of(
         "worker",
         "services/tokenizer/render_pool.py",
-        ("if job.is_large or not begun.is_set():", "if job.is_large:"),
+        ("if is_large or not begun.is_set():", "if is_large:"),
         ("            if self._compiles:\n", "            if False:\n"),
         ("time() + RETRY_S if is_temporary else 0.0", "time() + RETRY_S if False else 0.0"),
         only="test_render_pool",

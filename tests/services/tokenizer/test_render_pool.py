@@ -12,17 +12,18 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from rootstock.v1 import tokenizer_pb2 as pb
 from services.tokenizer import render_pool
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.refusal import Refusal
-from services.tokenizer.render_pool import LARGE_BYTES, RenderJob, RenderPool, RenderSetup
+from services.tokenizer.render_pool import LARGE_BYTES, RenderPool, RenderSetup
 
 SLOW = "{% for i in range(60) %}{% for j in range(4000) %}{% set x = i * j %}{% endfor %}{% endfor %}"
 ORDINARY = asyncio.create_subprocess_exec
 
 
-def job(text: str = "hi") -> RenderJob:
-    return RenderJob(json.dumps([{"role": "user", "content": text}]).encode(), b"", b"", True, False)
+def request(text: str = "hi") -> pb.EncodeChatRequest:
+    return pb.EncodeChatRequest(messages_json=json.dumps([{"role": "user", "content": text}]).encode())
 
 
 @asynccontextmanager
@@ -58,7 +59,7 @@ def test_pool_does_not_render_requests_cancelled_in_the_queue() -> None:
             order: list[str] = []
 
             async def ask(name: str) -> None:
-                order.append(await renderers.render(job(name)))
+                order.append(await renderers.render(request(name)))
 
             first = asyncio.create_task(ask("first"))
             await asyncio.sleep(0)
@@ -81,12 +82,12 @@ def test_pool_retries_after_a_failed_first_start(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
         async with pool() as renderers:
             monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
-            assert await refused(renderers.render(job())) is grpc.StatusCode.FAILED_PRECONDITION, (
+            assert await refused(renderers.render(request())) is grpc.StatusCode.FAILED_PRECONDITION, (
                 "the template may take too long to compile"
             )
             later = asyncio.get_running_loop().time() + render_pool.RETRY_S
             monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: later)
-            assert await renderers.render(job()) == "hi"
+            assert await renderers.render(request()) == "hi"
 
     asyncio.run(run())
 
@@ -102,7 +103,7 @@ def test_pool_starts_one_process_when_many_requests_retry(monkeypatch: pytest.Mo
         monkeypatch.setattr(asyncio, "create_subprocess_exec", counted)
         async with pool() as renderers:
             renderers._retry_at = asyncio.get_running_loop().time()
-            refusals = await asyncio.gather(*(renderers.render(job()) for _ in range(10)), return_exceptions=True)
+            refusals = await asyncio.gather(*(renderers.render(request()) for _ in range(10)), return_exceptions=True)
             assert all(isinstance(refusal, Refusal) for refusal in refusals)
             assert len(started) == 2, "one process starts with the pool and one for all requests"
 
@@ -115,11 +116,11 @@ def test_pool_is_busy_when_a_later_process_does_not_start(monkeypatch: pytest.Mo
         async with pool() as renderers:
             monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
             text = "x" * LARGE_BYTES
-            assert await renderers.render(job(text)) == text, (
+            assert await renderers.render(request(text)) == text, (
                 "a rendered text is returned although no process replaces the ended one"
             )
-            assert await refused(renderers.render(job())) is grpc.StatusCode.ABORTED
+            assert await refused(renderers.render(request())) is grpc.StatusCode.ABORTED
             monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
-            assert await renderers.render(job()) == "hi"
+            assert await renderers.render(request()) == "hi"
 
     asyncio.run(run())

@@ -1,15 +1,22 @@
-"""Encodes long texts in pieces with bounded memory. The ids are those of the text encoded at once.
+"""Encodes the texts of requests: short texts of several requests in one call, long texts in pieces with bounded memory.
 
-A piece ends where boundaries.py allows a cut. A text without such a place in limits.MAX_WORD_CHARS characters is refused. A text
-that has more tokens than its request can use is not encoded further.
+A short request that finds a free lane is encoded at once. Requests that arrive while all lanes are busy are encoded together by
+the first free lane. Batches therefore form only under load, and no request waits for a batch to fill.
+
+The ids of a text in pieces are those of the text encoded at once. A piece ends where boundaries.py allows a cut. A text without
+such a place in limits.MAX_WORD_CHARS characters is refused. A text that has more tokens than its request can use is not encoded
+further.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -26,6 +33,134 @@ SLICE_CHARS = 1 << 18  # characters counted at a time
 _BLANKS = re.compile(r"[^\S\r\n]+")  # also matches four control characters
 _DENOMINATOR = 1 << 40  # TokenLowerBound counts in units of 1 / _DENOMINATOR tokens
 
+Encode = Callable[[Sequence[str], bool], list[list[int]]]  # (texts, add_special_tokens) → ids of each text
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """The ids of a text within the limit of its request."""
+
+    ids: Sequence[int]
+    at_least: int = 0  # lower bound of the token count of a text above the limit; 0 if the ids are complete
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    """The texts of one request, and the number of tokens that it can use."""
+
+    texts: Sequence[str]
+    add_special_tokens: bool
+    max_tokens: int = 0  # limit for each text; 0 for no limit
+    truncates: bool = False  # a text above the limit gives its first ids; otherwise it gives no ids
+
+    @property
+    def chars(self) -> int:
+        """Number of characters in all texts."""
+        return sum(map(len, self.texts))
+
+    def limited(self, ids: Sequence[int]) -> EncodedText:
+        """Applies the limit to the ids of a text. For a text above the limit, the first ids suffice if they exceed the limit."""
+        if not self.max_tokens or len(ids) <= self.max_tokens:
+            return EncodedText(ids)
+        return EncodedText(ids[: self.max_tokens] if self.truncates else (), len(ids))
+
+
+Waiting = tuple[EncodeJob, asyncio.Future[list[list[int]]]]  # a job in the queue, and the ids of each of its texts
+
+
+class EncodeQueue:
+    """The waiting requests and the lanes that encode them in the executor's threads. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        encode: Encode,
+        executor: Executor,
+        *,
+        lanes: int,
+        max_texts: int,
+        max_chars: int,
+        observe_texts: Callable[[float], None],
+    ) -> None:
+        self._encode = encode
+        self._executor = executor
+        self._lanes = lanes
+        self._max_texts = max_texts
+        self._max_chars = max_chars
+        self._observe_texts = observe_texts
+        self._waiting: deque[Waiting] = deque()
+        self._working = 0  # lanes that will read the queue again before they end
+        self._tasks: set[asyncio.Task[None]] = set()  # keeps running lanes from being garbage-collected
+
+    async def encode(self, job: EncodeJob) -> list[EncodedText]:
+        """Encodes the texts of a job. Raises the tokenizer's exception if it fails."""
+        done: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((job, done))
+        if self._working < self._lanes:
+            self._working += 1
+            lane = asyncio.create_task(self._work())
+            self._tasks.add(lane)
+            lane.add_done_callback(self._tasks.discard)
+        return [job.limited(ids) for ids in await done]
+
+    async def _work(self) -> None:
+        # The lane ends in the loop iteration in which it finds the queue empty, so a later job starts a new lane.
+        try:
+            await self._drain()
+        finally:
+            self._working -= 1
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        while batch := self._take():
+            texts = [text for job, _ in batch for text in job.texts]
+            self._observe_texts(len(texts))
+            try:
+                ids = await loop.run_in_executor(self._executor, self._encode, texts, batch[0][0].add_special_tokens)
+            except Exception as error:
+                await self._fail(batch, error)
+                continue
+            _hand_out(batch, ids)
+
+    def _take(self) -> list[Waiting]:
+        """Removes and returns the longest run of waiting jobs that fits in one call, at least one. Drops cancelled jobs."""
+        batch: list[Waiting] = []
+        texts = chars = 0
+        while self._waiting:
+            job, done = self._waiting[0]
+            if done.cancelled():
+                self._waiting.popleft()
+                continue
+            texts, chars = texts + len(job.texts), chars + job.chars
+            alike = not batch or job.add_special_tokens == batch[0][0].add_special_tokens
+            if batch and not (alike and texts <= self._max_texts and chars <= self._max_chars):
+                break
+            batch.append(self._waiting.popleft())
+        return batch
+
+    async def _fail(self, batch: list[Waiting], error: Exception) -> None:
+        """Reports the error to a single job. Encodes the jobs of a larger batch again one by one, so that only one job fails."""
+        if len(batch) == 1:
+            _, done = batch[0]
+            if not done.done():
+                done.set_exception(error)
+            return
+        loop = asyncio.get_running_loop()
+        for job, done in batch:
+            try:
+                ids = await loop.run_in_executor(self._executor, self._encode, job.texts, job.add_special_tokens)
+            except Exception as own:
+                await self._fail([(job, done)], own)
+            else:
+                _hand_out([(job, done)], ids)
+
+
+def _hand_out(batch: list[Waiting], ids: list[list[int]]) -> None:
+    at = 0
+    for job, done in batch:
+        if not done.done():
+            done.set_result(ids[at : at + len(job.texts)])
+        at += len(job.texts)
+
 
 class UncuttableText(Exception):
     """A text has too many characters without a place where it may be cut."""
@@ -37,29 +172,6 @@ class _NoStitch(Exception):
 
 class EncodingStopped(Exception):
     """The caller has set `stopped` during the encoding."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLimit:
-    """The number of tokens that a request can use, and the result for a longer text."""
-
-    max_tokens: int = 0  # 0: no limit
-    truncates: bool = False  # a longer text gives its first ids; otherwise it gives no ids
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedText:
-    """The ids of a text within the limit of its request."""
-
-    ids: Sequence[int]
-    at_least: int = 0  # lower bound of the token count of a text above the limit; 0 if the ids are complete
-
-
-def limited(ids: Sequence[int], limit: TokenLimit) -> EncodedText:
-    """Applies the limit to the ids of a text. For a text above the limit, the first ids suffice if they exceed the limit."""
-    if not limit.max_tokens or len(ids) <= limit.max_tokens:
-        return EncodedText(ids)
-    return EncodedText(ids[: limit.max_tokens] if limit.truncates else (), len(ids))
 
 
 class PieceEncoder:
@@ -75,19 +187,19 @@ class PieceEncoder:
         self._lower_bound = TokenLowerBound(tokenizer)
         self._before, self._after = _special_ids(tokenizer)
 
-    def encode_all(self, texts: Sequence[str], add_special_tokens: bool, limit: TokenLimit, stopped: Event) -> list[EncodedText]:
-        """Encodes texts in order. Texts that fit together in one piece are encoded in parallel.
+    def encode(self, job: EncodeJob, stopped: Event) -> list[EncodedText]:
+        """Encodes the texts of a job in order. Texts that fit together in one piece are encoded in parallel.
 
         Raises:
             UncuttableText: a text cannot be cut into pieces.
             EncodingStopped: `stopped` was set.
         """
         found: list[EncodedText] = []
-        for group in self._groups(texts):
+        for group in self._groups(job.texts):
             if len(group) == 1:
-                found.append(self.encode(group[0], add_special_tokens, limit, stopped))
+                found.append(self._encode(group[0], job, stopped))
             else:
-                found += [limited(array("I", ids), limit) for ids in self._tokenizer.encode_batch(group, add_special_tokens)]
+                found += [job.limited(array("I", ids)) for ids in self._tokenizer.encode_batch(group, job.add_special_tokens)]
             if stopped.is_set():
                 raise EncodingStopped
         return found
@@ -101,30 +213,30 @@ class PieceEncoder:
             group.append(text)
         yield group
 
-    def encode(self, text: str, add_special_tokens: bool, limit: TokenLimit, stopped: Event) -> EncodedText:
-        """Encodes a text in pieces. Raises UncuttableText or EncodingStopped."""
-        if limit.max_tokens and not limit.truncates:
+    def _encode(self, text: str, job: EncodeJob, stopped: Event) -> EncodedText:
+        """Encodes a text of the job in pieces. Raises UncuttableText or EncodingStopped."""
+        if job.max_tokens and not job.truncates:
             at_least = self._lower_bound.of(text)
-            if at_least > limit.max_tokens:
+            if at_least > job.max_tokens:
                 return EncodedText((), at_least)
         try:
-            ids = self._joined(text, add_special_tokens, limit.max_tokens, True, stopped)
+            ids = self._joined(text, job, True, stopped)
         except _NoStitch:
-            ids = self._joined(text, add_special_tokens, limit.max_tokens, False, stopped)
-        return limited(ids, limit)
+            ids = self._joined(text, job, False, stopped)
+        return job.limited(ids)
 
-    def _joined(self, text: str, add_special_tokens: bool, max_tokens: int, among_blanks: bool, stopped: Event) -> Sequence[int]:
-        """Returns all ids of the text, or the first ones if there are more than max_tokens.
+    def _joined(self, text: str, job: EncodeJob, among_blanks: bool, stopped: Event) -> Sequence[int]:
+        """Returns all ids of the text, or the first ones if there are more than the job can use.
 
         Args:
             among_blanks: whether long runs of blanks may be cut.
         """
-        ids = array("I", self._before if add_special_tokens else ())
+        ids = array("I", self._before if job.add_special_tokens else ())
         for piece in self._pieces(text, among_blanks, stopped):
             ids.extend(piece)
-            if max_tokens and len(ids) > max_tokens:
+            if job.max_tokens and len(ids) > job.max_tokens:
                 return ids
-        ids.extend(self._after if add_special_tokens else ())
+        ids.extend(self._after if job.add_special_tokens else ())
         return ids
 
     def _pieces(self, text: str, among_blanks: bool, stopped: Event) -> Iterator[list[int]]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.shared.hf_tokenizer import HfTokenizer
-from services.tokenizer.piece_encoder import EncodingStopped, PieceEncoder, TokenLimit, UncuttableText
+from services.tokenizer.encoding import EncodedText, EncodeJob, EncodingStopped, PieceEncoder, UncuttableText
 from tests.services.tokenizer.piece_tokenizers import LONGEST_BLANKS, MAKERS
 
 # The second has tokens that contain blanks, and its pre-tokenizer does not split texts.
@@ -31,6 +31,11 @@ class Counting(HfTokenizer):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         self.chars.append(sum(map(len, texts)))
         return super().encode_batch(texts, add_special_tokens)
+
+
+def encoded(encoder: PieceEncoder, text: str, special: bool = True, max_tokens: int = 0, truncates: bool = False) -> EncodedText:
+    (found,) = encoder.encode(EncodeJob([text], special, max_tokens, truncates), Event())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,7 @@ def test_piece_encoder_gives_the_ids_of_the_whole_text(
 ) -> None:
     (whole,) = made[kind].encode_batch([text], special)
     for encoder in (encoders[kind], long_pieces[kind]):
-        found = encoder.encode(text, special, TokenLimit(most, begins), Event())
+        found = encoded(encoder, text, special, most, begins)
         if most and len(whole) > most:
             assert list(found.ids) == (whole[:most] if begins else []) and most < found.at_least <= len(whole)
         else:
@@ -79,12 +84,12 @@ def test_piece_encoder_cuts_a_long_text(made: dict[str, HfTokenizer], kind: str)
     encoder = PieceEncoder(counting, piece_chars=1000)
     text = "Hello there, how are you today? " * 500
     counting.chars.clear()
-    found = encoder.encode(text, True, TokenLimit(), Event())
+    found = encoded(encoder, text)
     assert list(found.ids) == made[kind].encode_batch([text], True)[0]
     if kind not in CUT_NOWHERE:
         assert max(counting.chars) <= 1000
         counting.chars.clear()
-        first = encoder.encode(text, True, TokenLimit(10, truncates=True), Event())
+        first = encoded(encoder, text, max_tokens=10, truncates=True)
         assert list(first.ids) == list(found.ids)[:10] and sum(counting.chars) <= 1000
 
 
@@ -104,7 +109,7 @@ def test_piece_encoder_cuts_a_run_of_blanks(made: dict[str, HfTokenizer], kind: 
     encoder = PieceEncoder(counting, piece_chars=4000, max_word_chars=5000)
     text = around[0] + " " * (300 * LONGEST_BLANKS) + around[1]
     counting.chars.clear()
-    found = encoder.encode(text, True, TokenLimit(400), Event())
+    found = encoded(encoder, text, max_tokens=400)
     assert max(counting.chars) <= 4000
     assert (list(found.ids), found.at_least) == (made[kind].encode_batch([text], True)[0], 0)
 
@@ -113,17 +118,17 @@ def test_piece_encoder_does_not_encode_a_text_above_the_limit(made: dict[str, Hf
     counting = Counting(made["blanks in bytes"])
     encoder = PieceEncoder(counting)
     counting.chars.clear()
-    found = encoder.encode("x" * 100_000, True, TokenLimit(99_999), Event())
+    found = encoded(encoder, "x" * 100_000, max_tokens=99_999)
     assert (list(found.ids), found.at_least, counting.chars) == ([], 100_000, [])
-    blanks = encoder.encode(" " * LONGEST_BLANKS * 1000, True, TokenLimit(999), Event())
+    blanks = encoded(encoder, " " * LONGEST_BLANKS * 1000, max_tokens=999)
     assert (blanks.at_least, counting.chars) == (1000, [])
 
 
 def test_piece_encoder_refuses_uncuttable_text_above_the_limit(made: dict[str, HfTokenizer]) -> None:
     encoder = PieceEncoder(made["split by a pattern"], piece_chars=100, max_word_chars=1000)
-    assert len(encoder.encode("x" * 1000, True, TokenLimit(), Event()).ids)
+    assert len(encoded(encoder, "x" * 1000).ids)
     with pytest.raises(UncuttableText):
-        encoder.encode("x" * 1001, True, TokenLimit(), Event())
+        encoded(encoder, "x" * 1001)
 
 
 def test_piece_encoder_stops_when_stopped_is_set(made: dict[str, HfTokenizer]) -> None:
@@ -132,12 +137,12 @@ def test_piece_encoder_stops_when_stopped_is_set(made: dict[str, HfTokenizer]) -
     counting.chars.clear()
     stopped.set()
     with pytest.raises(EncodingStopped):
-        encoder.encode("hello " * 1000, True, TokenLimit(), stopped)
+        encoder.encode(EncodeJob(["hello " * 1000], True), stopped)
     assert counting.chars == []
 
 
 def test_piece_encoder_keeps_the_order_of_texts(made: dict[str, HfTokenizer]) -> None:
     encoder = PieceEncoder(made["byte_fallback"], piece_chars=100)
     texts = ["hello", "", "there " * 100, "you", "x" * 99, "fine"]
-    found = encoder.encode_all(texts, True, TokenLimit(), Event())
+    found = encoder.encode(EncodeJob(texts, True), Event())
     assert [list(one.ids) for one in found] == made["byte_fallback"].encode_batch(texts, True)

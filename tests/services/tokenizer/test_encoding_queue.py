@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.tokenizer.encode_queue import EncodeQueue
+from services.tokenizer.encoding import EncodeJob, EncodeQueue
 
 
 class Gate:
@@ -31,6 +31,10 @@ def queue(gate: Gate, executor: ThreadPoolExecutor, max_texts: int = 8, max_char
     return EncodeQueue(gate, executor, lanes=1, max_texts=max_texts, max_chars=max_chars, observe_texts=lambda _: None)
 
 
+async def ids_of(waiting: EncodeQueue, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+    return [list(text.ids) for text in await waiting.encode(EncodeJob(texts, add_special_tokens))]
+
+
 @pytest.mark.parametrize(
     ("name", "jobs", "calls"),
     [
@@ -46,9 +50,9 @@ def test_queue_forms_batches_within_limits(name: str, jobs: list[tuple[list[str]
         gate = Gate()
         with ThreadPoolExecutor(1) as executor:
             waiting = queue(gate, executor)
-            first = asyncio.create_task(waiting.encode(["first"], True))
+            first = asyncio.create_task(ids_of(waiting, ["first"]))
             await asyncio.sleep(0)
-            rest = [asyncio.create_task(waiting.encode(*job)) for job in jobs]
+            rest = [asyncio.create_task(ids_of(waiting, *job)) for job in jobs]
             await asyncio.sleep(0.01)
             gate.open.set()
             assert await first == [[5]]
@@ -63,7 +67,7 @@ def test_bad_text_fails_only_one_request() -> None:
         gate = Gate()
         with ThreadPoolExecutor(1) as executor:
             waiting = queue(gate, executor)
-            tasks = [asyncio.create_task(waiting.encode([text], True)) for text in ("first", "good", "bad", "better")]
+            tasks = [asyncio.create_task(ids_of(waiting, [text])) for text in ("first", "good", "bad", "better")]
             await asyncio.sleep(0.01)
             gate.open.set()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -78,9 +82,9 @@ def test_queue_does_not_encode_a_cancelled_request() -> None:
         gate = Gate()
         with ThreadPoolExecutor(1) as executor:
             waiting = queue(gate, executor)
-            tasks = [asyncio.create_task(waiting.encode(["first"], True))]
+            tasks = [asyncio.create_task(ids_of(waiting, ["first"]))]
             await asyncio.sleep(0.01)
-            tasks += [asyncio.create_task(waiting.encode([text], True)) for text in ("gone", "here")]
+            tasks += [asyncio.create_task(ids_of(waiting, [text])) for text in ("gone", "here")]
             await asyncio.sleep(0.01)
             tasks[1].cancel()
             await asyncio.sleep(0)
@@ -94,7 +98,7 @@ def test_queue_does_not_encode_a_cancelled_request() -> None:
 def test_queue_encodes_a_job_that_arrives_when_a_lane_ends() -> None:
     async def client(waiting: EncodeQueue) -> int:
         for number in range(1500):
-            assert await waiting.encode(["x" * (number % 7)], True) == [[number % 7]]
+            assert await ids_of(waiting, ["x" * (number % 7)]) == [[number % 7]]
         return 1500
 
     async def run() -> list[int]:
