@@ -43,18 +43,15 @@ from services.worker.index.publisher import IndexPublisher
 from services.worker.loop.first_steps import run_first_steps
 from services.worker.loop.inbox import Inbox
 from services.worker.loop.loop import Loop, MaskSource
-from services.worker.loop.pulse import Pulse
-from services.worker.loop.step_limit import StepLimit, attention_span
+from services.worker.loop.progress import Pulse, StepLimit, Watchdog, attention_span
 from services.worker.loop.text_rules import ModelText
 from services.worker.loop.thread import SchedulerThread
-from services.worker.loop.watchdog import Watchdog
 from services.worker.metrics.executor_metrics import ExecutorMetrics
 from services.worker.metrics.grammar_metrics import GrammarMetrics
 from services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
-from services.worker.metrics.loop_counts import LoopCounts
 from services.worker.metrics.peer_metrics import PeerMetrics, PeerReadMetrics
 from services.worker.metrics.phase import LifeMetrics, WorkerLife
-from services.worker.metrics.scheduler_metrics import WorkerMetrics
+from services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
 from services.worker.pod_cost import PodCost, pod_patch
 from services.worker.settings import WorkerSettings
 from services.worker.worker_id import worker_id

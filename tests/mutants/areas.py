@@ -137,7 +137,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/tokenizer/test_chat.py",
         "tests/services/tokenizer/test_render_pool.py",
         "tests/services/worker/front/test_outbox.py",
-        "tests/services/worker/loop/test_watchdog.py",
+        "tests/services/worker/loop/test_progress.py",
         "tests/services/worker/test_draft_folder.py",
         "tests/services/tokenizer/test_encoding_pieces.py",
         "tests/services/detokenizer/test_text.py",

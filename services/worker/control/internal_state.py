@@ -12,7 +12,7 @@ from services.shared.control_values import Scalar
 from services.worker.control.occupation import MemoryPart, Occupation
 from services.worker.control.profiles import Profiles
 from services.worker.core.control import SchedulerControl
-from services.worker.loop.barrier import Pace
+from services.worker.loop.inbox import Pace
 
 MAX_STEP_DELAY_S = 10.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from services.worker.loop.barrier import Barrier
+from services.worker.loop.inbox import Barrier
 
 BARRIERS: Mapping[str, Barrier] = MappingProxyType(
     {

@@ -17,7 +17,7 @@ from services.worker.control.profiles import Profiles
 from services.worker.control.servicer import ControlServicer
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.identity.model_identity import ServedWeights
-from services.worker.loop.barrier import Command
+from services.worker.loop.inbox import Command
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from services.worker.exec.contracts.operations import OperationRefused
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.identity.model_identity import ServedWeights
-from services.worker.loop.barrier import Action, Command, LoopEnded, NotIdle, Pace
+from services.worker.loop.inbox import Action, Command, LoopEnded, NotIdle, Pace
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from typing import Protocol
 from rootstock.v1 import worker_pb2
 from services.worker.core.contracts.counters import StepStats
 from services.worker.front.outbox import PeerStream, StreamOutbox
-from services.worker.loop.pulse import Pulse
-from services.worker.loop.step_limit import StepLimit
+from services.worker.loop.progress import Pulse, StepLimit
 
 GAP_S = 0.1  # least seconds between two reports, except for urgent changes
 BEAT_S = 1.0  # largest seconds between two reports

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,9 +21,7 @@ from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S
 from services.shared.index.redis_client import redis_client
 from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.index.handover import CacheEventHandover
-from services.worker.index.held_blocks import HeldBlocks
-from services.worker.index.records import WorkerRecords
+from services.worker.index.records import HeldBlocks, WorkerRecords
 from services.worker.index.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,42 @@ BATCH_PAUSE_S = 0.01  # seconds between batches without a break
 FIRST_PAUSE_S = 0.1  # seconds after a failure; doubles with each failure in a row
 LONGEST_PAUSE_S = 2.0
 GIVE_UP_S = 1.0
+BLOCKS_A_TURN = 4096  # limit per turn of the asyncio loop, so that its other work continues
+
+
+class CacheEventHandover:
+    """The queue of cache events from the loop's thread to the asyncio loop.
+
+    put() costs the loop's thread one append. The asyncio loop wakes up once for all queued events and takes at most about
+    BLOCKS_A_TURN blocks per turn.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[CacheEvents], None]) -> None:
+        self._loop, self._deliver = loop, deliver
+        self._queue: deque[CacheEvents] = deque()
+        self._scheduled = False
+
+    def put(self, events: CacheEvents) -> None:
+        """Queues events. One thread calls it, in order."""
+        self._queue.append(events)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._scheduled = False  # must come first: events queued later are taken below or schedule another run
+        left = BLOCKS_A_TURN
+        while self._queue and left > 0:
+            events = self._queue.popleft()
+            left -= 1 + _num_blocks(events)
+            self._deliver(events)
+        if self._queue and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._run)
+
+
+def _num_blocks(events: CacheEvents) -> int:
+    return len(events.stored) + len(events.removed) + len(events.host) + len(events.storage)
 
 
 @dataclass(slots=True)

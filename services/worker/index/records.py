@@ -1,13 +1,14 @@
-"""This worker's records in Redis: its lease, generations, blocks and events (services.shared.index.prefix_index).
+"""The blocks of this worker by tier, and its records in Redis (services.shared.index.prefix_index).
 
-Each method takes one or a few round trips, and raises RedisError or OSError if Redis is away, slow or refuses. A block's name is
-recorded before the block is written and removed after it, so that a sweep finds everything after a crash.
+HeldBlocks has the changes that Redis has not received. WorkerRecords writes them, the lease, the generations and the events.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
@@ -26,10 +27,98 @@ from services.shared.index.prefix_index import (
     owner_field,
     workers_key,
 )
-from services.worker.index.held_blocks import BlockMove
+from services.worker.core.kv.cache_events import CacheEvents
 
 PIPELINE_BLOCKS = 250  # blocks per round trip
 BELOW = (BlockTier.HOST, BlockTier.STORAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """A change of a block's tier."""
+
+    block: bytes
+    before: BlockTier | None  # tier in Redis; unset if Redis does not have the block
+    after: BlockTier | None  # present tier; unset if no tier has the block
+
+
+class HeldBlocks:
+    """The blocks of one worker by tier, and their changes that Redis has not received. Pure data of the asyncio loop.
+
+    Changes that cancel out are dropped, so that the size is bounded by the cache and the tiers, for however long Redis is away.
+    Tiers are stored as plain ints, because the garbage collector does not track dicts of these.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, int] = {}  # tier by block
+        self._pending: dict[bytes, int | None] = {}  # changed blocks, with their tier in Redis
+        self._published: Counter[int] = Counter()  # number of blocks in Redis, by tier
+        self._counts: Counter[int] = Counter()  # number of blocks, by tier
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def num_in(self, tier: BlockTier) -> int:
+        return self._counts[tier]
+
+    def num_published(self, tier: BlockTier) -> int:
+        """Returns the blocks of the present generation in Redis, provided that every published change has arrived there."""
+        return self._published[tier]
+
+    def held(self, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
+        return frozenset(block for block, where in self._held.items() if where == tier)
+
+    def merge(self, events: CacheEvents) -> None:
+        """Applies cache events. After `cleared`, the caller must begin a new generation with restart()."""
+        if events.cleared:
+            self._held, self._pending = {}, {}
+            self._published, self._counts = Counter(), Counter()
+        self._put(events.stored, BlockTier.DEVICE)
+        self._put(events.host, BlockTier.HOST)
+        self._put(events.storage, BlockTier.STORAGE)
+        self._put(events.removed, None)
+
+    def _put(self, blocks: Iterable[bytes], tier: BlockTier | None) -> None:
+        after = None if tier is None else int(tier)
+        for block in blocks:
+            before = self._held.get(block)
+            if before == after:
+                continue
+            if before is not None:
+                self._counts[before] -= 1
+            if after is None:
+                del self._held[block]
+            else:
+                self._held[block] = after
+                self._counts[after] += 1
+            if self._pending.setdefault(block, before) == after:
+                del self._pending[block]
+
+    def restart(self) -> None:
+        """Marks all blocks as pending, because a new generation begins, which has no block in Redis."""
+        self._pending = dict.fromkeys(self._held)
+        self._published = Counter()
+
+    def take(self, limit: int) -> list[BlockMove]:
+        """Returns up to `limit` pending changes, oldest first, and counts them as published."""
+        pending = islice(self._pending.items(), limit)
+        moves = [BlockMove(block, _tier(before), _tier(self._held.get(block))) for block, before in pending]
+        for move in moves:
+            del self._pending[move.block]
+            if move.before is not None:
+                self._published[move.before] -= 1
+            if move.after is not None:
+                self._published[move.after] += 1
+        return moves
+
+
+def _tier(value: int | None) -> BlockTier | None:
+    return None if value is None else BlockTier(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +133,12 @@ class Renewal:
 
 
 class WorkerRecords:
+    """This worker's records in Redis.
+
+    Each method takes one or a few round trips, and raises RedisError or OSError if Redis is away, slow or refuses. A block's name
+    is recorded before the block is written and removed after it, so that a sweep finds everything after a crash.
+    """
+
     def __init__(self, client: Redis, model: str, worker: str) -> None:
         self._client = client
         self._model, self._worker = model, worker

@@ -24,18 +24,19 @@ from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.planning.step_rows import Extend
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import NO_MASKS, Executor, ExecutorError, Guesses, Masks, Run
-from services.worker.loop.barrier import Command, Pace
-from services.worker.loop.commands import PendingCommands
 from services.worker.loop.inbox import (
     Abort,
     CloseSession,
+    Command,
     FactsReady,
     GrammarFailed,
     GrammarReady,
     Inbox,
     Message,
     OpenSession,
+    Pace,
     PeerGone,
+    PendingCommands,
     PrefetchMore,
     Stop,
     TurnedAway,

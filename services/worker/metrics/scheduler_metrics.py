@@ -1,7 +1,7 @@
-"""The worker's metrics under SGLang's names (docs/reference/metrics.md), from the sums over the loop's turns.
+"""The worker's metrics under SGLang's names (docs/reference/metrics.md): sums over the loop's turns, and latencies of requests.
 
 A scheduler metric is an annotated field of StepStats. A loop metric is a field of LoopCounts with a row here. RequestTimes has
-the latencies of requests. Scrapes call collect().
+the latencies and lengths of requests as histograms. Scrapes call collect().
 """
 
 from __future__ import annotations
@@ -9,19 +9,260 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.core import InfoMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.shared.observe.histogram import Histogram
 from services.shared.observe.readings import Reading, Value
-from services.worker.core.contracts.counters import Told, told
-from services.worker.metrics.loop_counts import LoopCounts
-from services.worker.metrics.request_times import DISTRIBUTIONS, RequestTimes
+from services.worker.core.contracts.counters import StepStats, Told, told
+from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, StepOutput
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from services.worker.core.kv.cache_events import CacheEvents
+
+RATE_WINDOW_S = 10.0  # window of throughput, hit rate and acceptance
+SAMPLE_S = 1.0  # least seconds between two samples of this window
+
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
+ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 8)
+E2E_BUCKETS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400)
+QUEUE_BUCKETS = (0.0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+STAGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+TOKENS_BUCKETS = (1, 10, 50, 100, 300, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 256000, 512000, 1000000)
+STAGES = ("prefill_waiting", "prefill_forward", "decode_forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The name and the buckets of one histogram metric."""
+
+    name: str
+    text: str
+    buckets: tuple[float, ...]
+    stages: tuple[str, ...] = ()  # values of the label `stage`, with one histogram each; empty for a single histogram
+
+    def described(self, labels: tuple[str, ...]) -> HistogramMetricFamily:
+        """Returns the metric without samples."""
+        return HistogramMetricFamily(self.name, self.text, labels=(*labels, *(("stage",) if self.stages else ())))
+
+
+TTFT = Distribution(
+    "sglang:time_to_first_token_seconds", "Seconds from the arrival of a request to its first token.", TTFT_BUCKETS
+)
+ITL = Distribution("sglang:inter_token_latency_seconds", "Seconds between two output tokens of a request.", ITL_BUCKETS)
+E2E = Distribution("sglang:e2e_request_latency_seconds", "Seconds from the arrival of a request to its end.", E2E_BUCKETS)
+QUEUE = Distribution("sglang:queue_time_seconds", "Seconds from the arrival of a request to its first admission.", QUEUE_BUCKETS)
+STAGE = Distribution(
+    "sglang:per_stage_req_latency_seconds",
+    "Seconds of each stage of a completed request: until its admission, then until its first token, then until its end.",
+    STAGE_BUCKETS,
+    STAGES,
+)
+PROMPT = Distribution("sglang:prompt_tokens_histogram", "Prompt tokens of each completed request.", TOKENS_BUCKETS)
+UNCACHED = Distribution(
+    "sglang:uncached_prompt_tokens_histogram",
+    "Prompt tokens of each completed request that no prefix hit covered.",
+    TOKENS_BUCKETS,
+)
+OUTPUT = Distribution("sglang:generation_tokens_histogram", "Output tokens of each completed request.", TOKENS_BUCKETS)
+DISTRIBUTIONS = (TTFT, ITL, E2E, QUEUE, STAGE, PROMPT, UNCACHED, OUTPUT)
+
+
+class RequestTimes:
+    """The histograms of one worker, and the times of open requests.
+
+    The server's threads call arrived(), the loop's thread calls sent(), and scrapes call collect().
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._arrivals: dict[tuple[int, int], float] = {}
+        self._first: dict[tuple[int, int], float] = {}
+        self._last: dict[tuple[int, int], float] = {}
+        self._of = {each: [Histogram(each.buckets) for _ in each.stages or ("",)] for each in DISTRIBUTIONS}
+
+    def arrived(self, peer: int, handle: int) -> None:
+        """Records the arrival of a request. Called once per submit, from any thread."""
+        self._arrivals[peer, handle] = self._clock()
+
+    def sent(self, output: StepOutput) -> None:
+        """Observes the tokens and finishes of one step's output."""
+        now = self._clock()
+        first: list[float] = []
+        gaps: list[float] = []
+        for peer in output.peers:
+            for handle, count in zip(peer.handles, peer.counts, strict=True):
+                key = (peer.peer, handle)
+                before = self._last.get(key)
+                if before is None:
+                    first.append(now - self._arrivals.get(key, now))
+                    self._first[key] = now
+                else:
+                    gaps += [(now - before) / count] * count
+                self._last[key] = now
+            if peer.finishes:
+                self._ended(peer, now)
+        self._observe(TTFT, first)
+        self._observe(ITL, gaps)
+
+    def _ended(self, peer: PeerOutput, now: float) -> None:
+        stages: tuple[list[float], ...] = tuple([] for _ in STAGES)
+        answered = [finish for finish in peer.finishes if finish.reason is not FinishReason.ABORT]
+        for finish in answered:
+            for times, seconds in zip(stages, self._stages(peer.peer, finish, now), strict=True):
+                times += seconds
+        self._observe(STAGE, *stages)
+        self._observe(E2E, [now - self._arrivals.get((peer.peer, finish.handle), now) for finish in answered])
+        self._observe(PROMPT, [finish.prompt_tokens for finish in answered])
+        self._observe(UNCACHED, [finish.prompt_tokens - finish.cached_tokens for finish in answered])
+        self._observe(OUTPUT, [finish.completion_tokens for finish in answered])
+        ran = [finish for finish in peer.finishes if finish.reason is not FinishReason.ABORT or finish.completion_tokens]
+        self._observe(QUEUE, [finish.queue_s for finish in ran])
+        for finish in peer.finishes:
+            for kept in (self._arrivals, self._first, self._last):
+                kept.pop((peer.peer, finish.handle), None)
+
+    def _stages(self, peer: int, finish: Finish, now: float) -> tuple[list[float], ...]:
+        """Returns the seconds of each stage, in the order of STAGES. A list is empty if the request did not reach the stage."""
+        key = (peer, finish.handle)
+        arrived, first = self._arrivals.get(key, now), self._first.get(key)
+        prefilled = max((now if first is None else first) - arrived - finish.queue_s, 0.0)
+        return [finish.queue_s], [prefilled], [] if first is None else [now - first]
+
+    def _observe(self, distribution: Distribution, *values: Sequence[float]) -> None:
+        """Adds values to the histograms of a distribution: one list for each stage, or a single list."""
+        for histogram, each in zip(self._of[distribution], values, strict=True):
+            histogram.observe_all(each)
+
+    def collect(self, labels: tuple[str, ...], label_values: tuple[str, ...]) -> Iterator[HistogramMetricFamily]:
+        for distribution, histograms in self._of.items():
+            family = distribution.described(labels)
+            for stage, histogram in zip(distribution.stages or (None,), histograms, strict=True):
+                histogram.add_to(family, label_values if stage is None else (*label_values, stage))
+            yield family
+
+
+class LoopCounts:
+    """Sums over the turns of one loop. The loop's thread writes them and replaces each value as a whole."""
+
+    def __init__(self, page_size: int, num_pages: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.page_size, self.num_pages = page_size, num_pages
+        self.stats: StepStats | None = None  # stats of the latest turn; unset before the first one
+        self.steps = 0
+        self.prefill_tokens = self.decode_tokens = 0
+        self.stored_blocks = self.removed_blocks = self.cleared = 0
+        # Seconds of steps, by mode.
+        self.forward_s: dict[ForwardMode, float] = {mode: 0.0 for mode in ForwardMode if mode is not ForwardMode.IDLE}
+        # Seconds in which no step was in flight although requests ran, which leaves out idle times of a device between overlapped
+        # steps; seconds in which the loop waited for messages.
+        self.bubble_s = self.idle_s = 0.0
+        self._clock = clock
+        self._plan: BatchPlan | None = None  # plan of the latest step
+        self._ended_step, self._ended_at = -1, 0.0
+        self._rests_since = 0.0
+        self._samples: deque[tuple[float, StepStats, float]] = deque()  # (time, stats, forward_s of all modes)
+
+    def rests(self) -> None:
+        self._rests_since = self._clock()
+
+    def wakes(self) -> None:
+        self.idle_s += self._clock() - self._rests_since
+
+    def planned(self, plan: BatchPlan) -> None:
+        """Counts a step that is about to be launched."""
+        if self._plan is not None and self._plan.step_id == self._ended_step and self._had_work:
+            self.bubble_s += self._clock() - self._ended_at
+        self._plan = plan
+        self.steps += 1
+        self.prefill_tokens += len(plan.input_ids)
+        self.decode_tokens += plan.num_rows - plan.num_extend
+
+    def ended(self, plan: BatchPlan, seconds: float) -> None:
+        """Adds the time of a step."""
+        self.forward_s[plan.mode] += seconds
+        self._ended_step, self._ended_at = plan.step_id, self._clock()
+
+    @property
+    def _had_work(self) -> bool:
+        """Whether requests ran at the latest turn."""
+        return self.stats is not None and self.stats.num_running > 0 and not self.stats.paused
+
+    def turned(self, stats: StepStats) -> None:
+        self.stats = stats
+        now = self._clock()
+        if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
+            self._samples.append((now, stats, sum(self.forward_s.values())))
+            while now - self._samples[0][0] > RATE_WINDOW_S:
+                self._samples.popleft()
+
+    def cached(self, events: CacheEvents) -> None:
+        self.stored_blocks += len(events.stored)
+        self.removed_blocks += len(events.removed)
+        self.cleared += events.cleared
+
+    # Read by scrapes
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of KV that running requests use."""
+        return self.stats.pages_used * self.page_size if self.stats is not None else 0
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Tokens of context of the decode rows in the latest step, including the tokens of that step."""
+        plan = self._plan
+        if plan is None or self.stats is None or not self.stats.num_running:
+            return 0
+        return int(plan.starts[plan.num_extend :].sum()) + plan.num_rows - plan.num_extend
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second in the window."""
+        seconds, then, now, _ = self._lately()
+        return (now.generated_tokens_total - then.generated_tokens_total) / seconds if then and now else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens admitted in the window that were cached."""
+        _, then, now, _ = self._lately()
+        prompt = now.prompt_tokens_total - then.prompt_tokens_total if then and now else 0
+        return (now.cached_tokens_total - then.cached_tokens_total) / prompt if then and now and prompt else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per row with draft tokens in the window, including the token that was not drafted; 0 without such rows."""
+        _, then, now, _ = self._lately()
+        rows = now.verified_rows_total - then.verified_rows_total if then and now else 0
+        return 1 + (now.accepted_tokens_total - then.accepted_tokens_total) / rows if then and now and rows else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the draft tokens in the window that were accepted."""
+        _, then, now, _ = self._lately()
+        drafted = now.drafted_tokens_total - then.drafted_tokens_total if then and now else 0
+        return (now.accepted_tokens_total - then.accepted_tokens_total) / drafted if then and now and drafted else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Percentage of the window in which a step was computed."""
+        seconds, _, _, forward_s = self._lately()
+        return min(100.0 * forward_s / seconds, 100.0) if seconds else 0.0
+
+    def _lately(self) -> tuple[float, StepStats | None, StepStats | None, float]:
+        """Returns the window: its length in seconds, its first stats, the present stats, and the seconds of steps in it."""
+        now = self._clock()
+        for at, then, forward_s in list(self._samples):
+            if now - at <= RATE_WINDOW_S and now > at:
+                return now - at, then, self.stats, sum(self.forward_s.values()) - forward_s
+        return 0.0, None, None, 0.0
+
 
 LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
 

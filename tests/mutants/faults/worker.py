@@ -60,10 +60,10 @@ WORKER = (
     ),
     *of(
         "worker",
-        "services/worker/loop/pulse.py",
+        "services/worker/loop/progress.py",
         ("        self._since = self._clock()\n        self._until = 0.0\n", "        self._since = self._clock()\n"),
         ("self._clock() - max(since, self._until)", "self._clock() - since"),
-        only="test_watchdog",
+        only="test_progress",
     ),
     *of(
         "worker",

@@ -27,11 +27,9 @@ from services.worker.front.spans import RequestSpans
 from services.worker.front.wire import ModelLimits
 from services.worker.loop.inbox import Inbox
 from services.worker.loop.loop import Loop
-from services.worker.loop.pulse import Pulse
-from services.worker.loop.step_limit import StepLimit
+from services.worker.loop.progress import Pulse, StepLimit
 from services.worker.loop.thread import SchedulerThread
-from services.worker.metrics.loop_counts import LoopCounts
-from services.worker.metrics.scheduler_metrics import WorkerMetrics
+from services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import masks_behind
 from tests.core.harness import LetterDecoder

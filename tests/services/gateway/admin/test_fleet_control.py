@@ -20,7 +20,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.http import http_server
 from services.local.ports import HOST, free_ports
 from services.worker.control.server import start_control
-from services.worker.loop import step_limit
+from services.worker.loop import progress
 from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, Host
 from tests.services.worker.conftest import CONFIG, Serving, serving
 from tests.services.worker.control.address import control_at
@@ -192,7 +192,7 @@ async def told(at: Operated, worker: str, **fields: Any) -> bool:
 
 
 def test_hung_executor_is_reported_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_limit, "FLOOR_S", 2.5)
+    monkeypatch.setattr(progress, "FLOOR_S", 2.5)
 
     async def check() -> None:
         async with operated() as at:

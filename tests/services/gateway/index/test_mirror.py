@@ -20,9 +20,8 @@ from services.shared.index.prefix_index import LEASE_TTL_S, IndexEvent, events_k
 from services.shared.index.redis_client import redis_client
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.index import publisher as publishing
-from services.worker.index.held_blocks import BlockMove
 from services.worker.index.publisher import IndexPublisher
-from services.worker.index.records import WorkerRecords
+from services.worker.index.records import BlockMove, WorkerRecords
 from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
 
 MODEL, WORKER = "m", "worker-1"

@@ -36,7 +36,7 @@ from services.worker.exec.contracts.operations import (
     StopProfile,
 )
 from services.worker.exec.contracts.peer_pages import PeerRate
-from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, Pace
+from services.worker.loop.inbox import Barrier, Command, LoopEnded, NotIdle, Pace
 from tests.services.worker.control.address import control_at
 
 TOKEN = "an operators' token"

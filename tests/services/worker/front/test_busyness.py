@@ -13,8 +13,7 @@ from services.worker.core.contracts.plan import StepResult
 from services.worker.exec.contracts.protocol import Run
 from services.worker.front.busyness import GAP_S, LoadReport, NoIndex
 from services.worker.front.outbox import StreamOutbox
-from services.worker.loop.pulse import Pulse
-from services.worker.loop.step_limit import StepLimit
+from services.worker.loop.progress import Pulse, StepLimit
 from tests.services.worker.conftest import CAP_S, CONFIG, run, serving
 from tests.services.worker.front.test_server import FrontEnd, submit
 

@@ -40,10 +40,8 @@ from services.shared.index.redis_client import redis_client
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.identity.model_identity import identify_model
 from services.worker.index import publisher as publishing
-from services.worker.index.handover import CacheEventHandover
-from services.worker.index.held_blocks import BlockMove, HeldBlocks
-from services.worker.index.publisher import IndexPublisher
-from services.worker.index.records import WorkerRecords
+from services.worker.index.publisher import CacheEventHandover, IndexPublisher
+from services.worker.index.records import BlockMove, HeldBlocks, WorkerRecords
 from services.worker.index.sweeper import LATE_S, Sweeper
 from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
 from tests.services.worker.identity.test_model_identity import identity_of, revision_of

@@ -13,8 +13,7 @@ from rootstock.v1 import common_pb2, worker_pb2
 from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec, SamplingParams
 from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.loop.barrier import Barrier, Command, LoopEnded
-from services.worker.loop.inbox import CloseSession, GrammarFailed, GrammarReady, OpenSession, Stop
+from services.worker.loop.inbox import Barrier, CloseSession, Command, GrammarFailed, GrammarReady, LoopEnded, OpenSession, Stop
 from tests.services.worker.conftest import Serving, run, serving
 from tests.services.worker.front.test_server import FrontEnd, submit
 

@@ -1,8 +1,10 @@
-"""Tests of StepLimit: the limit is above every step that the settings allow, and low enough to notice a hung step."""
+"""Tests that a hung loop is reported once, and that the limit of a step is above every allowed step and below a hung one."""
 
 from __future__ import annotations
 
+import concurrent.futures
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FakeExecutor, TimeModel
 from services.worker.loop.first_steps import run_first_steps
-from services.worker.loop.step_limit import FLOOR_S, StepLimit
+from services.worker.loop.inbox import Barrier, Command, Pace, PendingCommands
+from services.worker.loop.progress import FLOOR_S, Pulse, StepLimit, Watchdog
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
 
@@ -117,3 +120,67 @@ def test_limit_stays_at_the_watchdog_limit_when_the_first_steps_fail() -> None:
     failing.executor.fail_steps |= {0, 1}
     failing.first_steps()
     assert failing.limit.seconds == CAP_S
+
+
+def test_watchdog_reports_a_hang_once_and_the_recovery() -> None:
+    now = 0.0
+    told: list[str] = []
+    pulse = Pulse(lambda: now)
+    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    now = 9.0
+    watchdog.look()
+    assert told == []
+    now = 11.0
+    watchdog.look()
+    watchdog.look()
+    assert told == ["hang"]
+    pulse.beat()
+    watchdog.look()
+    assert told == ["hang", "recover"]
+
+
+def test_watchdog_waits_for_an_operation_until_the_deadline() -> None:
+    now = 0.0
+    told: list[str] = []
+    pulse = Pulse(lambda: now)
+    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    pulse.works(until=100.0)
+    now = 109.0
+    watchdog.look()
+    assert told == [] and pulse.age_s == 109.0, "front ends hear how long it has taken"
+    now = 111.0
+    watchdog.look()
+    assert told == ["hang"]
+    pulse.beat()
+    pulse.works(until=200.0)
+    pulse.beat()
+    watchdog.look()
+    now = 122.0
+    watchdog.look()
+    assert told == ["hang", "recover", "hang"], "what is over gives no time"
+
+
+def test_watchdog_ignores_a_loop_that_waits_for_messages() -> None:
+    now = 0.0
+    told: list[str] = []
+    pulse = Pulse(lambda: now)
+    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    pulse.rest()
+    now = 100.0
+    watchdog.look()
+    assert told == [] and pulse.age_s == 0
+
+
+def test_command_reports_begin_with_deadline_and_end() -> None:
+    told: list[Any] = []
+
+    def fails(*_: Any) -> None:
+        told.append("runs")
+        raise ValueError
+
+    commands = PendingCommands(None, None, None, Pace(), told.append)  # type: ignore[arg-type]
+    for action in (lambda *_: told.append("runs"), fails):
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        commands.add(Command(Barrier.NONE, action, future, deadline=9.0), now=1.0)
+        assert future.done()
+    assert told == [9.0, "runs", None] * 2

@@ -1,0 +1,167 @@
+"""The progress of the loop: its signs of life, the time limit of a step, and the watchdog that reports a hang.
+
+The loop's thread writes signs of life and step times, one plain attribute at a time. The watchdog's thread reads the signs of
+life. The load reports to gateways have both, so that a gateway can tell a long step from a hung one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.exec.contracts.model_info import LoadedInfo
+
+FLOOR_S = 10.0  # seconds; the limit of a step is never shorter, because other work may block the machine for this long
+SLACK = 3.0  # factor of the estimated time
+FADES = 0.99  # factor of the worst pace at each further step of that size, so that one stall is forgotten
+QUERY_HEADS = 4.0  # typical number of query heads that share a KV head
+
+logger = logging.getLogger(__name__)
+
+
+class Pulse:
+    """The time of the loop's last sign of life."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = clock()
+        self._until = 0.0
+
+    def beat(self) -> None:
+        """Records the beginning or the end of a step or a turn."""
+        self._since = self._clock()
+        self._until = 0.0
+
+    def works(self, until: float) -> None:
+        """Records the beginning of an operator's command, which may take until `until`. Applies until the next beat."""
+        self._since = self._clock()
+        self._until = until
+
+    def rest(self) -> None:
+        """Records that the loop waits for messages for a bounded time, because it has no work or an operator slows it down."""
+        self._since = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last beat; 0 while the loop rests."""
+        since = self._since
+        return 0.0 if since is None else max(0.0, self._clock() - since)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last beat without the time that the present command may take; 0 while the loop rests."""
+        since = self._since
+        return 0.0 if since is None else max(0.0, self._clock() - max(since, self._until))
+
+
+def attention_span(info: LoadedInfo) -> float:
+    """Returns the number of positions whose attention costs a token as much as all weights; infinite if unknown.
+
+    A token takes two operations per weight. For each position, it takes two operations for each element of all layers' keys and
+    values and for each of the query heads that share them.
+    """
+    if not info.weight_bytes or not info.kv_bytes_per_token:
+        return float("inf")
+    return info.weight_bytes / (info.kv_bytes_per_token * QUERY_HEADS)
+
+
+def work_of(plan: BatchPlan, span: float) -> float:
+    """Returns the work of a step in tokens. A token at position `span` counts twice."""
+    attended = float((plan.num_tokens * (plan.starts + 0.5 * plan.num_tokens)).sum())
+    return float(plan.num_tokens.sum()) + attended / span
+
+
+def largest_work(config: SchedulerConfig, span: float) -> float:
+    """Returns the largest work of a step under these settings: a prefill budget at the end of the context."""
+    budget, chunk = max(config.max_prefill_tokens, config.page_size), config.chunked_prefill_size
+    tokens = min(budget, chunk) if chunk else max(budget, config.context_len)
+    rows = config.max_running_requests
+    if config.enable_mixed_chunk:  # decode rows take from the budget, which keeps one page
+        tokens = max(tokens, rows + config.page_size)
+    return max(tokens, rows) * (1.0 + config.context_len / span)
+
+
+class StepLimit:
+    """The present time limit of a step: the estimated time of the longest step that the settings allow.
+
+    The estimate takes the pace of the largest steps that were measured.
+    """
+
+    def __init__(self, config: Callable[[], SchedulerConfig], span: float, cap_s: float) -> None:
+        """Starts with the limit `cap_s`.
+
+        Args:
+            config: returns the scheduler's present configuration.
+            span: see attention_span().
+            cap_s: largest limit in seconds, which applies until a step was measured.
+        """
+        self._config = config
+        self._span = span
+        self._cap_s = cap_s
+        self._size = 0  # bit length of the work of the largest steps
+        self._pace = 0.0  # worst recent pace of these steps, in seconds per token of work
+
+    def took(self, plan: BatchPlan, seconds: float) -> None:
+        """Records the time of a step. Only the largest steps count, because they say most about the longest possible one."""
+        work = work_of(plan, self._span)
+        size = int(work).bit_length()
+        if size < self._size:
+            return
+        faded = self._pace * FADES if size == self._size else 0.0
+        self._size, self._pace = size, max(seconds / max(work, 1.0), faded)
+
+    @property
+    def seconds(self) -> float:
+        """Largest number of seconds that a step may take."""
+        if not self._size:
+            return self._cap_s
+        estimate = self._pace * largest_work(self._config(), self._span)
+        return min(max(FLOOR_S, SLACK * estimate), self._cap_s)
+
+
+class Watchdog:
+    """A thread that watches the pulse of one loop."""
+
+    def __init__(self, pulse: Pulse, timeout_s: float, on_hang: Callable[[], None], on_recover: Callable[[], None]) -> None:
+        """Prepares the watchdog; start() starts its thread.
+
+        Args:
+            pulse: the loop's signs of life.
+            timeout_s: silence in seconds after which the loop counts as hung.
+            on_hang: called once per hang, on the watchdog's thread.
+            on_recover: called when the loop turns again, on the same thread.
+        """
+        self._pulse = pulse
+        self._timeout_s = timeout_s
+        self._on_hang, self._on_recover = on_hang, on_recover
+        self._hung = False
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Compares the loop's silence with the limit once."""
+        silent = self._pulse.silent_s
+        if silent > self._timeout_s and not self._hung:
+            self._hung = True
+            logger.error("the loop has not turned for %.0f s; stacks follow", silent)
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            self._on_hang()
+        elif silent <= self._timeout_s and self._hung:
+            self._hung = False
+            logger.warning("the loop turns again")
+            self._on_recover()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(self._timeout_s / 4, 5.0)):
+            self.look()
