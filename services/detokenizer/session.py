@@ -75,7 +75,7 @@ class _Request:
         self._num_ids = 0  # output ids that this stream has decoded, without replayed ones
         skip_special = opened.skip_special_tokens if opened.HasField("skip_special_tokens") else True
         self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special, opened.kept_tokens)
-        # None if no stop string holds text back.
+        # Unset if the request has no stop strings, because no text is held back then.
         self._stops = StopStringBuffer(opened.stop, opened.include_stop) if opened.stop else None
         self._to_skip = opened.emitted_chars  # characters still to drop because an earlier stream has sent them
         self._replayed = self._unsent(self._decoder.push(opened.replay_ids))

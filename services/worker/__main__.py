@@ -31,9 +31,8 @@ from services.worker.core.contracts.messages import StepOutput
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.engine import Engine, build_engine
-from services.worker.front.busyness import LoadReport, NoIndex
 from services.worker.front.drain import drain
-from services.worker.front.outbox import StreamOutbox
+from services.worker.front.outbox import LoadReport, NoIndex, StreamOutbox
 from services.worker.front.server import WorkerServicer
 from services.worker.front.spans import RequestSpans
 from services.worker.front.wire import ModelLimits

@@ -7,8 +7,7 @@ import logging
 import signal
 
 from services.shared.rpc import grpc_server
-from services.worker.front.busyness import LoadReport
-from services.worker.front.outbox import StreamOutbox
+from services.worker.front.outbox import LoadReport, StreamOutbox
 from services.worker.loop.loop import STOPPING
 from services.worker.loop.thread import SchedulerThread
 

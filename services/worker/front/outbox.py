@@ -1,23 +1,36 @@
-"""The messages that wait to be sent to gateways, by stream.
+"""The messages to gateways: outputs of the scheduler and load reports, by stream.
 
-All of this runs on the asyncio loop. The scheduler's loop passes outputs to StreamOutbox.send() from its own thread.
+All of this runs on the asyncio loop. The scheduler's loop passes outputs to StreamOutbox.send() and statistics to
+LoadReport.turned() from its own thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
 
 from rootstock.v1 import common_pb2, worker_pb2
+from services.shared.field_refusal import worded
 from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.messages import ErrorCode, PeerOutput, StepOutput
-from services.worker.front.wire import output_to_pb
+from services.worker.core.contracts.counters import StepStats
+from services.worker.core.contracts.messages import ErrorCode, Finish, PeerOutput, StepOutput
+from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.reservations import KvReservation
+from services.worker.core.contracts.transfers import Tier
+from services.worker.front.wire import InvalidRequest
+from services.worker.loop.progress import Pulse, StepLimit
 
 logger = logging.getLogger(__name__)
 
 # Limit of outputs that are merged into one message. They accumulate if a gateway is slow, and gRPC limits a message.
 MERGED_BYTES = 1 << 20
+GAP_S = 0.1  # least seconds between two reports, except for urgent changes
+BEAT_S = 1.0  # largest seconds between two reports
 
 
 class ProtocolError(Exception):
@@ -164,8 +177,245 @@ def _log_faults(output: PeerOutput) -> None:
             logger.error("request failed: %s", finish.message, extra=fields(request_id=finish.request_id))
 
 
+class IndexState(Protocol):
+    """The state of this worker in the prefix index. Read on the asyncio loop."""
+
+    @property
+    def lease_held(self) -> bool: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def seq(self) -> int:
+        """Number of the last batch of this generation that Redis has; 0 for no batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoIndex:
+    """The index state of a worker without Redis."""
+
+    generation: int
+    lease_held: bool = False
+    seq: int = 0
+
+
+class LoadReport:
+    """Sends the load to each gateway stream: after a change, but at most every gap_s seconds, and at least every beat_s seconds.
+
+    It runs on the asyncio loop, so that gateways also learn of a step that takes long, and for how long it has run. A change of
+    `paused` or `refuses_new` is sent at once.
+    """
+
+    def __init__(
+        self,
+        outbox: StreamOutbox,
+        page_size: int,
+        index: IndexState,
+        pulse: Pulse,
+        limit: StepLimit,
+        gap_s: float = GAP_S,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        """Prepares the reports; keep() sends them.
+
+        Args:
+            outbox: the gateway streams.
+            page_size: tokens of a page.
+            index: state of this worker in the prefix index.
+            pulse: the loop's signs of life.
+            limit: time limit of a step.
+            gap_s: least seconds between two reports.
+            beat_s: largest seconds between two reports.
+        """
+        self._outbox = outbox
+        self._page_size = page_size
+        self._index = index
+        self._pulse, self._limit = pulse, limit
+        self._gap_s, self._beat_s = gap_s, beat_s
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._signalled = False
+        self.stats: StepStats | None = None  # stats of the scheduler's latest turn; unset before the first one
+
+    @property
+    def num_requests(self) -> int:
+        """Number of running and waiting requests at the scheduler's latest turn. Readable from any thread."""
+        return 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
+
+    @property
+    def num_rooms(self) -> int:
+        """Number of open KV reservations at the scheduler's latest turn. Readable from any thread."""
+        return 0 if self.stats is None else self.stats.num_rooms
+
+    def turned(self, stats: StepStats) -> None:
+        """Takes the stats of a turn on the scheduler's thread. Wakes the asyncio loop once for all turns between two reports."""
+        before = (False, False) if self.stats is None else (self.stats.paused, self.stats.refuses_new)
+        self.stats = stats
+        if (stats.paused, stats.refuses_new) != before:
+            self._loop.call_soon_threadsafe(self.tell)
+        elif not self._signalled:
+            self._signalled = True
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def changed(self) -> None:
+        """Records that a part of the load other than the stats may have changed."""
+        self._changed.set()
+
+    def greet(self, stream: PeerStream) -> None:
+        """Sends the first load on a new stream."""
+        self._put(stream, self._unaged(stream), self._loop.time())
+
+    def tell(self) -> float:
+        """Sends the load on each stream whose load has changed or is as old as a beat.
+
+        Returns:
+            The seconds until the next load is as old as a beat.
+        """
+        self._changed.clear()
+        self._signalled = False  # before stats are read, so that no later ones are missed
+        now, due_s = self._loop.time(), self._beat_s
+        for stream in self._outbox.streams:
+            load = self._unaged(stream)
+            if load != stream.told or now - stream.told_at >= self._beat_s:
+                self._put(stream, load, now)
+            due_s = min(due_s, stream.told_at + self._beat_s - now)
+        return due_s
+
+    async def keep(self) -> None:
+        """Sends reports until it is cancelled."""
+        while True:
+            due_s = self.tell()
+            await asyncio.sleep(self._gap_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(due_s - self._gap_s, 0.0)):
+                    await self._changed.wait()
+
+    def _put(self, stream: PeerStream, load: worker_pb2.WorkerLoad, now: float) -> None:
+        """Sends the load with the figures that change in every step, which do not count as changes."""
+        aged = worker_pb2.WorkerLoad()
+        aged.CopyFrom(load)
+        aged.step_age_ms, aged.step_limit_ms = math.ceil(self._pulse.age_s * 1e3), math.ceil(self._limit.seconds * 1e3)
+        stats = self.stats
+        if stats is not None:
+            aged.running_tokens = stats.pages_used * self._page_size
+            aged.prompt_tokens, aged.cached_prompt_tokens = stats.prompt_tokens_total, stats.cached_tokens_total
+            if stats.host_saves is not None:
+                aged.host_saves = stats.host_saves
+            if stats.storage_saves is not None:
+                aged.storage_saves = stats.storage_saves
+            aged.generated_tokens, aged.retractions = stats.generated_tokens_total, stats.retractions_total
+        stream.put_load(aged, load, now)
+
+    def _unaged(self, stream: PeerStream) -> worker_pb2.WorkerLoad:
+        """Returns the part of the load whose changes are reported."""
+        index = self._index
+        load = worker_pb2.WorkerLoad(
+            num_open=self._outbox.num_open,
+            num_open_here=len(stream.open),
+            draining=bool(self._outbox.closed),
+            lease_held=index.lease_held,
+            index_generation=index.generation,
+            index_seq=index.seq,
+        )
+        stats = self.stats
+        if stats is not None:
+            load.num_running, load.num_waiting = stats.num_running, stats.num_waiting
+            load.used_tokens = stats.pages_used * self._page_size + stats.waiting_tokens
+            load.cached_tokens = stats.pages_evictable * self._page_size
+            load.paused, load.pulls_lose = stats.paused, stats.pulls_lose
+            load.refuses_new = stats.refuses_new
+        return load
+
+
 def unavailable(handle: int, message: str) -> worker_pb2.Finish:
     """Returns the finish of a request that its gateway may send to another worker."""
     return worker_pb2.Finish(
         handle=handle, reason=common_pb2.FINISH_REASON_ABORT, error=common_pb2.ERROR_CODE_UNAVAILABLE, message=message
     )
+
+
+def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_pb2.Finish:
+    return worker_pb2.Finish(
+        handle=message.handle,
+        reason=common_pb2.FINISH_REASON_ABORT,
+        error=common_pb2.ERROR_CODE_INVALID_ARGUMENT,
+        field=error.field,
+        element=error.element,
+        message=str(error),  # with the field, for gateways that are older than `field`
+        prompt_tokens=len(message.prompt_ids),
+    )
+
+
+def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:
+    return worker_pb2.StepOutput(
+        handles=output.handles,
+        counts=output.counts,
+        token_ids=output.tokens,
+        finishes=[_finish_to_pb(finish) for finish in output.finishes],
+        logprobs=[_rows_to_pb(handle, rows) for handle, rows in output.logprobs],
+        prompt_logprobs=[_prompt_rows_to_pb(handle, rows) for handle, rows in output.prompt_logprobs],
+        predicted_handles=[handle for handle, _ in output.predicted],
+        accepted_prediction_tokens=[verified.right_predicted for _, verified in output.predicted],
+        rejected_prediction_tokens=[verified.predicted - verified.right_predicted for _, verified in output.predicted],
+        ready=[worker_pb2.PagesReady(handle=each.handle, room=_room_to_pb(each.room, each.num_pages)) for each in output.ready],
+    )
+
+
+def _rows_to_pb(handle: int, rows: list[RowLogprobs]) -> worker_pb2.LogprobRows:
+    return worker_pb2.LogprobRows(
+        handle=handle,
+        values=[row.sampled for row in rows],
+        k=len(rows[0].top_ids) if rows else 0,
+        top_ids=[token for row in rows for token in row.top_ids],
+        top_values=[value for row in rows for value in row.top],
+        chosen_values=[value for row in rows for value in row.chosen],
+    )
+
+
+def _prompt_rows_to_pb(handle: int, rows: PromptLogprobs) -> worker_pb2.LogprobRows:
+    return worker_pb2.LogprobRows(
+        handle=handle,
+        values=rows.values.tolist(),
+        k=rows.top_ids.shape[1],
+        top_ids=rows.top_ids.ravel().tolist(),
+        top_values=rows.top.ravel().tolist(),
+        chosen_values=rows.chosen.ravel().tolist(),
+    )
+
+
+def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
+    pb = worker_pb2.Finish(
+        handle=finish.handle,
+        reason=int(finish.reason),  # type: ignore[arg-type]
+        matched_stop=finish.matched_stop,
+        error=int(finish.error),  # type: ignore[arg-type]
+        field=finish.field,
+        element=finish.element,
+        prompt_tokens=finish.prompt_tokens,
+        cached_tokens=finish.cached_tokens,
+        completion_tokens=finish.completion_tokens,
+        queue_ms=int(finish.queue_s * 1000),
+        embedding=() if finish.embedding is None else finish.embedding.tolist(),
+        label_logprobs=() if finish.label_logprobs is None else finish.label_logprobs.tolist(),
+        retractions=finish.retractions,
+        verified_rows=finish.verified.rows,
+        drafted_tokens=finish.verified.drafted,
+        accepted_tokens=finish.verified.accepted,
+        cached_device_tokens=finish.cached_from.get(Tier.DEVICE, 0),
+        cached_host_tokens=finish.cached_from.get(Tier.HOST, 0),
+        cached_storage_tokens=finish.cached_from.get(Tier.STORAGE, 0),
+        cached_peer_tokens=finish.cached_from.get(Tier.PEER, 0),
+    )
+    if finish.message:
+        pb.message = worded(finish.field, finish.element, finish.message)
+    if finish.room is not None:
+        pb.room.CopyFrom(_room_to_pb(finish.room, finish.room_pages))
+    if finish.matched_token >= 0:
+        pb.matched_token = finish.matched_token
+    return pb
+
+
+def _room_to_pb(room: KvReservation, pages: int) -> worker_pb2.KvRoom:
+    return worker_pb2.KvRoom(room=room.number, epoch=room.epoch, secret=room.secret, pages=pages)

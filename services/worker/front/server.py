@@ -25,15 +25,13 @@ from services.worker.core.contracts.messages import Prefetch, PromptKeys, Submit
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
 from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.tiers.page_keys import PageKeys
-from services.worker.front.busyness import LoadReport
-from services.worker.front.outbox import PeerStream, ProtocolError, StreamOutbox, unavailable
+from services.worker.front.outbox import LoadReport, PeerStream, ProtocolError, StreamOutbox, refusal_to_pb, unavailable
 from services.worker.front.spans import RequestSpans
 from services.worker.front.wire import (
     InvalidRequest,
     ModelLimits,
     prefetch_from_pb,
     ready_from_pb,
-    refusal_to_pb,
     source_from_pb,
     submit_from_pb,
 )

@@ -1,31 +1,73 @@
-"""Conversion between protobuf and core types. Every limit is checked, because clients other than the gateway may connect."""
+"""Conversion of requests from the wire. It resolves every default and checks every limit.
+
+Clients other than the gateway may connect. Limits and defaults of sampling parameters are those of
+services/shared/sampling_parameters.py and services/shared/limits.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.v1 import common_pb2, worker_pb2
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
 from services.shared import limits
+from services.shared import sampling_parameters as table
 from services.shared.field_refusal import worded
-from services.worker.core.contracts.messages import Finish, PagesReady, PeerOutput, Prefetch, SessionTurn, Submit
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
+from services.shared.sampling_parameters import API_DEFAULTS, SMALLEST_POSITIVE, SamplingDefaults, SamplingParameter
+from services.worker.core.contracts.messages import PagesReady, Prefetch, SessionTurn, Submit
+from services.worker.core.contracts.plan import no_tokens
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
-from services.worker.core.contracts.transfers import Tier
-from services.worker.front.invalid_request import InvalidRequest
-from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb, within
+from services.worker.core.contracts.sampling import (
+    DEFAULT_STREAM_INTERVAL,
+    DryParams,
+    EmbeddingParams,
+    GrammarKind,
+    GrammarPart,
+    GrammarSpec,
+    SamplingParams,
+    ScoreParams,
+)
+from services.worker.text.patterns import InvalidPattern, compile_pattern
 
-__all__ = [
-    "InvalidRequest",
-    "ModelLimits",
-    "output_to_pb",
-    "prefetch_from_pb",
-    "ready_from_pb",
-    "refusal_to_pb",
-    "submit_from_pb",
-]
+DEFAULT_DRY_BREAKERS = ("\n", ":", '"', "*")
+
+
+class InvalidRequest(ValueError):
+    """A field of a request is invalid. The client gets the message."""
+
+    def __init__(self, field: str, why: str, element: int | None = None) -> None:
+        """Builds the message for the client.
+
+        Args:
+            field: the invalid field, as in rootstock.v1.Finish.
+            why: reason for the client, without the field's name and without text of the prompt.
+            element: index of the invalid value if the field is repeated.
+        """
+        super().__init__(worded(field, element, why))
+        self.field = field
+        self.why = why
+        self.element = element
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits and the defaults of the model for its requests."""
+
+    context_len: int
+    vocab_size: int
+    allow_auto_truncate: bool  # whether a prompt that is too long is cut; otherwise it is refused
+    generates: bool = True  # whether the model generates tokens
+    embedding_size: int = 0  # numbers in the model's vectors; 0 if it computes none
+    # Returns the token ids of a text, without special tokens. Without a tokenizer it is unset, and DRY is refused.
+    encode_breaker: Callable[[str], Sequence[int]] | None = None
+    defaults: SamplingDefaults = API_DEFAULTS  # for parameters that a request leaves out
+    stream_interval: int = DEFAULT_STREAM_INTERVAL  # for requests that leave it out
+    reads_predictions: bool = False  # whether the drafter uses predictions
 
 
 def submit_from_pb(
@@ -191,85 +233,209 @@ def _session_from_pb(message: worker_pb2.Submit) -> SessionTurn | None:
     return SessionTurn(turn.session_id, turn.parent_request_id, offset, turn.replace, turn.drop_previous_output)
 
 
-def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_pb2.Finish:
-    return worker_pb2.Finish(
-        handle=message.handle,
-        reason=common_pb2.FINISH_REASON_ABORT,
-        error=common_pb2.ERROR_CODE_INVALID_ARGUMENT,
-        field=error.field,
-        element=error.element,
-        message=str(error),  # with the field, for gateways that are older than `field`
-        prompt_tokens=len(message.prompt_ids),
+def within(count: int, limit: int, field: str) -> None:
+    """Checks that a count is within its limit. Raises InvalidRequest if it is not."""
+    if count > limit:
+        raise InvalidRequest(field, f"{count} is more than the {limit} that are allowed")
+
+
+def sampling_from_pb(
+    message: pb.SamplingParams, prompt_len: int, in_session: bool, model: ModelLimits, random_seed: int
+) -> SamplingParams:
+    """Returns a request's checked sampling parameters.
+
+    Args:
+        message: the parameters on the wire.
+        prompt_len: tokens of the prompt. In a session, these are only the tokens that the turn adds, and the core limits
+            max_new_tokens again.
+        in_session: whether the request is a turn of a session.
+        model: the model's limits.
+        random_seed: seed for a request without one.
+
+    Raises:
+        InvalidRequest: a parameter is invalid.
+    """
+    embedding = _embedding(message, in_session, model)
+    if embedding is None and not model.generates:
+        raise InvalidRequest("embedding", "this model gives embeddings only")
+    score = _score(message, in_session, model)
+    max_new = _max_new_tokens(message, model.context_len if in_session else model.context_len - prompt_len)
+    max_new = 0 if embedding or score else max_new
+    grammar = _grammar(message)
+    scalars = _scalars(message, model)
+    # A grammar decides by itself when the output is complete.
+    scalars["min_new_tokens"] = 0 if grammar else min(scalars["min_new_tokens"], max_new)
+    logprobs = message.logprobs
+    return SamplingParams(
+        max_new_tokens=max_new,
+        **scalars,
+        logit_bias=_logit_bias(message, model.vocab_size),
+        allowed_token_ids=_listed_ids(message, table.ALLOWED_TOKEN_IDS, model),
+        banned_token_ids=_listed_ids(message, table.BANNED_TOKEN_IDS, model),
+        dry=_dry(message, model),
+        stop_token_ids=_listed_ids(message, table.STOP_TOKEN_IDS, model),
+        stop=_texts(message.stop, table.STOP),
+        stop_regex=_stop_regex(message.stop_regex),
+        seed=message.seed if message.HasField("seed") else random_seed,
+        top_logprobs=_top_logprobs(message),
+        logprob_token_ids=_token_ids(logprobs.token_ids, limits.MAX_LOGPROB_TOKEN_IDS, model, "logprobs.token_ids"),
+        prompt_logprobs_from=_prompt_logprobs_from(logprobs, model.context_len if in_session else prompt_len),
+        grammar=grammar,
+        embedding=embedding,
+        score=score,
     )
 
 
-def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:
-    return worker_pb2.StepOutput(
-        handles=output.handles,
-        counts=output.counts,
-        token_ids=output.tokens,
-        finishes=[_finish_to_pb(finish) for finish in output.finishes],
-        logprobs=[_rows_to_pb(handle, rows) for handle, rows in output.logprobs],
-        prompt_logprobs=[_prompt_rows_to_pb(handle, rows) for handle, rows in output.prompt_logprobs],
-        predicted_handles=[handle for handle, _ in output.predicted],
-        accepted_prediction_tokens=[verified.right_predicted for _, verified in output.predicted],
-        rejected_prediction_tokens=[verified.predicted - verified.right_predicted for _, verified in output.predicted],
-        ready=[worker_pb2.PagesReady(handle=each.handle, room=_room_to_pb(each.room, each.num_pages)) for each in output.ready],
-    )
+def _scalars(message: pb.SamplingParams, model: ModelLimits) -> dict[str, Any]:
+    """Returns the table's scalars by the core's names, which are those of the wire.
+
+    A top_p of 0 means the most likely token. The core gets it as temperature 0, so that no sampler has to handle such a top_p.
+    """
+    by_model: dict[str, Any] = {**model.defaults.as_dict(), "stream_interval": model.stream_interval}
+    found = {row.wire: _scalar(message, row.wire, row, by_model.get(row.wire, row.default)) for row in table.SCALARS}
+    return found if found["top_p"] >= SMALLEST_POSITIVE else {**found, "temperature": 0.0, "top_p": 1.0}
 
 
-def _rows_to_pb(handle: int, rows: list[RowLogprobs]) -> worker_pb2.LogprobRows:
-    return worker_pb2.LogprobRows(
-        handle=handle,
-        values=[row.sampled for row in rows],
-        k=len(rows[0].top_ids) if rows else 0,
-        top_ids=[token for row in rows for token in row.top_ids],
-        top_values=[value for row in rows for value in row.top],
-        chosen_values=[value for row in rows for value in row.chosen],
-    )
+def _scalar(message: pb.SamplingParams | pb.Dry, field: str, row: SamplingParameter, default: Any, name: str = "") -> Any:
+    if not message.HasField(field):
+        return default
+    value = getattr(message, field)
+    if wrong := row.fault(value):
+        raise InvalidRequest(name or field, wrong)
+    return row.resolved(value)
 
 
-def _prompt_rows_to_pb(handle: int, rows: PromptLogprobs) -> worker_pb2.LogprobRows:
-    return worker_pb2.LogprobRows(
-        handle=handle,
-        values=rows.values.tolist(),
-        k=rows.top_ids.shape[1],
-        top_ids=rows.top_ids.ravel().tolist(),
-        top_values=rows.top.ravel().tolist(),
-        chosen_values=rows.chosen.ravel().tolist(),
-    )
+def _max_new_tokens(message: pb.SamplingParams, room: int) -> int:
+    if not message.HasField("max_new_tokens"):
+        return max(room, 1)
+    return min(message.max_new_tokens, max(room, 1))
 
 
-def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
-    pb = worker_pb2.Finish(
-        handle=finish.handle,
-        reason=int(finish.reason),  # type: ignore[arg-type]
-        matched_stop=finish.matched_stop,
-        error=int(finish.error),  # type: ignore[arg-type]
-        message=worded(finish.field, finish.element, finish.message),
-        field=finish.field,
-        element=finish.element,
-        prompt_tokens=finish.prompt_tokens,
-        cached_tokens=finish.cached_tokens,
-        completion_tokens=finish.completion_tokens,
-        queue_ms=int(finish.queue_s * 1000),
-        embedding=() if finish.embedding is None else finish.embedding.tolist(),
-        label_logprobs=() if finish.label_logprobs is None else finish.label_logprobs.tolist(),
-        retractions=finish.retractions,
-        verified_rows=finish.verified.rows,
-        drafted_tokens=finish.verified.drafted,
-        accepted_tokens=finish.verified.accepted,
-        cached_device_tokens=finish.cached_from.get(Tier.DEVICE, 0),
-        cached_host_tokens=finish.cached_from.get(Tier.HOST, 0),
-        cached_storage_tokens=finish.cached_from.get(Tier.STORAGE, 0),
-        cached_peer_tokens=finish.cached_from.get(Tier.PEER, 0),
-    )
-    if finish.room is not None:
-        pb.room.CopyFrom(_room_to_pb(finish.room, finish.room_pages))
-    if finish.matched_token >= 0:
-        pb.matched_token = finish.matched_token
-    return pb
+def _listed_ids(message: pb.SamplingParams, row: SamplingParameter, model: ModelLimits) -> tuple[int, ...]:
+    return _token_ids(getattr(message, row.wire), row.most, model, row.wire)
 
 
-def _room_to_pb(room: KvReservation, pages: int) -> worker_pb2.KvRoom:
-    return worker_pb2.KvRoom(room=room.number, epoch=room.epoch, secret=room.secret, pages=pages)
+def _token_ids(ids: Sequence[int], most: int, model: ModelLimits, field: str) -> tuple[int, ...]:
+    within(len(ids), most, field)
+    if ids and max(ids) >= model.vocab_size:
+        raise InvalidRequest(field, f"a token id is not below the vocabulary's size, {model.vocab_size}")
+    return tuple(ids)
+
+
+def _logit_bias(message: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(message.logit_bias_ids) != len(message.logit_bias_values):
+        raise InvalidRequest("logit_bias", "ids and values differ in number")
+    within(len(message.logit_bias_ids), table.LOGIT_BIAS.most, "logit_bias")
+    bias = tuple(zip(message.logit_bias_ids, message.logit_bias_values, strict=True))
+    for token, value in bias:
+        if token >= vocab_size:
+            raise InvalidRequest("logit_bias", f"a token id is not below the vocabulary's size, {vocab_size}")
+        if wrong := table.LOGIT_BIAS.fault(value):
+            raise InvalidRequest("logit_bias", f"a value {wrong}")
+    return bias
+
+
+def _texts(texts: Sequence[str], row: SamplingParameter, name: str = "") -> tuple[str, ...]:
+    field = name or row.wire
+    within(len(texts), row.most, field)
+    for text in texts:
+        if not 0 < len(text) <= row.chars:
+            raise InvalidRequest(field, f"a string has {len(text)} characters; 1 to {row.chars} are allowed")
+    return tuple(texts)
+
+
+def _stop_regex(patterns: Sequence[str]) -> tuple[str, ...]:
+    checked = _texts(patterns, table.STOP_REGEX)
+    for index, pattern in enumerate(checked):
+        _check_pattern(pattern, index)
+    return checked
+
+
+def _check_pattern(pattern: str, element: int) -> None:
+    """Checks that a pattern compiles and does not match the empty string, which would end every output at once."""
+    try:
+        compiled = compile_pattern(pattern)
+    except InvalidPattern as error:
+        raise InvalidRequest("stop_regex", f"cannot be used: {error}", element) from None
+    if compiled.search("") is not None:
+        raise InvalidRequest("stop_regex", "matches the empty string", element)
+
+
+def _top_logprobs(message: pb.SamplingParams) -> int:
+    if not message.HasField("logprobs"):
+        return -1
+    within(message.logprobs.top, limits.MAX_TOP_LOGPROBS, "logprobs.top")
+    return int(message.logprobs.top)
+
+
+def _prompt_logprobs_from(logprobs: pb.Logprobs, prompt_len: int) -> int:
+    if not logprobs.HasField("prompt_from"):
+        return -1
+    if logprobs.prompt_from >= prompt_len:
+        raise InvalidRequest("logprobs.prompt_from", f"{logprobs.prompt_from} lies behind the prompt")
+    return int(logprobs.prompt_from)
+
+
+def _grammar(message: pb.SamplingParams) -> GrammarSpec | None:
+    kind = message.grammar.WhichOneof("kind")
+    if kind is None:
+        if message.HasField("grammar"):
+            raise InvalidRequest("grammar", "the grammar is empty")
+        return None
+    if kind == "json_object":
+        if not message.grammar.json_object:
+            raise InvalidRequest("grammar", "the grammar's json_object is false")
+        return GrammarSpec(GrammarKind.JSON_OBJECT, "")
+    source: str = getattr(message.grammar, kind)
+    if not source:
+        raise InvalidRequest("grammar", f"the grammar's {kind} is empty")
+    within(len(source.encode()), limits.MAX_GRAMMAR_BYTES, "grammar")
+    parts = tuple(GrammarPart(part.pointer, part.within, part.partial) for part in message.grammar.parts)
+    within(sum(len(part.pointer) + len(part.within) + 1 for part in parts), limits.MAX_GRAMMAR_BYTES, "grammar")
+    return GrammarSpec(GrammarKind(kind), source, parts)
+
+
+def _dry(message: pb.SamplingParams, model: ModelLimits) -> DryParams | None:
+    if not message.HasField("dry"):
+        return None
+    dry = message.dry
+    multiplier = _scalar(dry, "multiplier", table.DRY_MULTIPLIER, table.DRY_MULTIPLIER.default, "dry_multiplier")
+    base = _scalar(dry, "base", table.DRY_BASE, table.DRY_BASE.default, "dry_base")
+    length = _scalar(dry, "allowed_length", table.DRY_ALLOWED_LENGTH, table.DRY_ALLOWED_LENGTH.default, "dry_allowed_length")
+    window = _scalar(dry, "window", table.DRY_PENALTY_LAST_N, 0, "dry_penalty_last_n")
+    breakers = _texts(dry.breakers, table.DRY_SEQUENCE_BREAKERS, "dry_sequence_breakers")
+    if multiplier == 0.0:
+        return None
+    return DryParams(multiplier, base, length, window, _breaker_ids(breakers or DEFAULT_DRY_BREAKERS, model))
+
+
+def _breaker_ids(texts: Sequence[str], model: ModelLimits) -> tuple[int, ...]:
+    """Returns the last token of each text, because a repeat that contains the text must contain this token."""
+    if model.encode_breaker is None:
+        raise InvalidRequest("dry_multiplier", "this worker has no tokenizer")
+    encoded = [model.encode_breaker(text) for text in texts]
+    return tuple(sorted({ids[-1] for ids in encoded if ids}))
+
+
+def _embedding(message: pb.SamplingParams, in_session: bool, model: ModelLimits) -> EmbeddingParams | None:
+    if not message.HasField("embedding"):
+        return None
+    if not model.embedding_size:
+        raise InvalidRequest("embedding", "this model gives none")
+    if message.HasField("grammar") or message.HasField("logprobs") or in_session:
+        raise InvalidRequest("embedding", "excludes grammar, logprobs and session")
+    wanted = message.embedding
+    if wanted.dimensions > model.embedding_size:
+        raise InvalidRequest("embedding.dimensions", f"{wanted.dimensions} is more than the model's {model.embedding_size}")
+    return EmbeddingParams(wanted.dimensions, wanted.normalize if wanted.HasField("normalize") else None)
+
+
+def _score(message: pb.SamplingParams, in_session: bool, model: ModelLimits) -> ScoreParams | None:
+    if not message.HasField("score"):
+        return None
+    if message.HasField("embedding") or message.HasField("grammar") or message.HasField("logprobs") or in_session:
+        raise InvalidRequest("score", "excludes embedding, grammar, logprobs and session")
+    labels = _token_ids(message.score.label_token_ids, limits.MAX_LABEL_TOKEN_IDS, model, "score.label_token_ids")
+    if not labels:
+        raise InvalidRequest("score.label_token_ids", f"has no ids; 1 to {limits.MAX_LABEL_TOKEN_IDS} are allowed")
+    return ScoreParams(labels)

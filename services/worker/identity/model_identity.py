@@ -27,10 +27,6 @@ class ModelIdentity:
     revision: str  # fingerprint of the weights, hexadecimal
     tokenizer: str  # fingerprint of the tokenizer, hexadecimal
 
-    def root_hash(self, namespace: str) -> bytes:
-        """Returns the hash that precedes the first block of a prompt in this namespace (adapter and cache salt)."""
-        return root_hash(self.model, self.revision, self.tokenizer, namespace)
-
 
 class ServedWeights:
     """The present weights of a worker."""
@@ -65,7 +61,7 @@ class ServedWeights:
     def tree_root(self, tree: str) -> bytes:
         """Returns the hash that precedes the first block of a tree. The tree's name has the revision of its weights."""
         revision, namespace = parts_of(tree)
-        return replace(self.identity, revision=revision).root_hash(namespace)
+        return root_hash(self.identity.model, revision, self.identity.tokenizer, namespace)
 
 
 def identify_model(folder: str | Path, given: str, revision: str) -> ModelIdentity:

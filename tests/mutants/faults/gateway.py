@@ -68,7 +68,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/worker/front/sampling_wire.py",
+        "services/worker/front/wire.py",
         ("    if wrong := row.fault(value):", "    if (wrong := row.fault(value)) and not name:"),
         ("_listed_ids(message, table.BANNED_TOKEN_IDS, model)", "_listed_ids(message, table.ALLOWED_TOKEN_IDS, model)"),
         only="test_wire_submit",
@@ -152,7 +152,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/worker/front/sampling_wire.py",
+        "services/worker/front/wire.py",
         ("if not 0 < len(text) <= row.chars:", "if not 0 < len(text) <= row.chars + 1:"),
         ("within(len(ids), most, field)", "within(len(ids) - 1, most, field)"),
         ("within(message.logprobs.top, limits.MAX_TOP_LOGPROBS,", "within(message.logprobs.top, limits.MAX_TOP_LOGPROBS + 1,"),
@@ -161,7 +161,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/worker/front/sampling_wire.py",
+        "services/worker/front/wire.py",
         ("if ids and max(ids) >= model.vocab_size:", "if ids and max(ids) > model.vocab_size:"),
         ("return row.resolved(value)", "return value"),
         only="test_wire_submit",

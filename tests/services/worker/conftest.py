@@ -20,8 +20,7 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.contracts.protocol import Guesses
 from services.worker.exec.fake import FakeExecutor, TimeModel
-from services.worker.front.busyness import BEAT_S, GAP_S, LoadReport, NoIndex
-from services.worker.front.outbox import StreamOutbox
+from services.worker.front.outbox import BEAT_S, GAP_S, LoadReport, NoIndex, StreamOutbox
 from services.worker.front.server import WorkerServicer
 from services.worker.front.spans import RequestSpans
 from services.worker.front.wire import ModelLimits

@@ -17,7 +17,7 @@ from services.local.ports import free_ports
 from services.shared.control_values import as_json
 from services.shared.rpc import grpc_server
 from services.worker.control.server import start_control
-from services.worker.front.busyness import BEAT_S, GAP_S
+from services.worker.front.outbox import BEAT_S, GAP_S
 from services.worker.identity.model_identity import ServedWeights
 from services.worker.loop.inbox import Stop
 from tests.services.worker.conftest import Serving, serving

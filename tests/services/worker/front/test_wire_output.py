@@ -13,7 +13,8 @@ from services.worker.core.contracts.messages import ErrorCode, Finish, FinishRea
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
 from services.worker.core.contracts.transfers import Tier
-from services.worker.front.wire import InvalidRequest, output_to_pb, ready_from_pb, refusal_to_pb
+from services.worker.front.outbox import output_to_pb, refusal_to_pb
+from services.worker.front.wire import InvalidRequest, ready_from_pb
 
 
 def entries_of(rows: worker_pb2.LogprobRows) -> list[LogprobRow]:

@@ -12,7 +12,7 @@ import pytest
 from rootstock.v1 import common_pb2 as pb
 from services.shared.sampling_parameters import API_DEFAULTS, SamplingDefaults
 from services.shared.settings import load
-from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb
+from services.worker.front.wire import ModelLimits, sampling_from_pb
 from services.worker.identity.sampling_defaults import FILE, sampling_defaults
 from services.worker.settings import WorkerSettings
 

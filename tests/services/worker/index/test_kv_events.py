@@ -37,8 +37,10 @@ from services.shared.index.prefix_index import (
     workers_key,
 )
 from services.shared.index.redis_client import redis_client
+from services.shared.sampling_parameters import SamplingDefaults
+from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.identity.model_identity import identify_model
+from services.worker.identity.model_identity import ServedWeights, identify_model
 from services.worker.index import publisher as publishing
 from services.worker.index.publisher import CacheEventHandover, IndexPublisher
 from services.worker.index.records import BlockMove, HeldBlocks, WorkerRecords
@@ -533,8 +535,10 @@ def test_identity_changes_with_everything_on_which_kv_depends(tmp_path: Path) ->
         (tmp_path / name).write_text(content)
     first = identity_of(tmp_path)
     assert first.model == tmp_path.name and first == identify_model(str(tmp_path) + os.sep, "", first.revision)
-    assert first.root_hash("2:ab") == root_hash(tmp_path.name, first.revision, first.tokenizer, "2:ab")
-    assert identity_of(tmp_path, "other").root_hash("") != first.root_hash("")
+    weights, other = (ServedWeights(tmp_path, each, SamplingDefaults) for each in (first, identity_of(tmp_path, "other")))
+    tree = tree_name(first.revision, "2:ab")
+    assert weights.tree_root(tree) == root_hash(tmp_path.name, first.revision, first.tokenizer, "2:ab")
+    assert other.tree_root(tree) != weights.tree_root(tree)
     (tmp_path / "model.safetensors").write_text("w" * 9_999 + "v")
     trained = identity_of(tmp_path)
     assert trained.revision != first.revision and trained.tokenizer == first.tokenizer

@@ -11,8 +11,7 @@ from rootstock.v1 import worker_pb2
 from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.plan import StepResult
 from services.worker.exec.contracts.protocol import Run
-from services.worker.front.busyness import GAP_S, LoadReport, NoIndex
-from services.worker.front.outbox import StreamOutbox
+from services.worker.front.outbox import GAP_S, LoadReport, NoIndex, StreamOutbox
 from services.worker.loop.progress import Pulse, StepLimit
 from tests.services.worker.conftest import CAP_S, CONFIG, run, serving
 from tests.services.worker.front.test_server import FrontEnd, submit
