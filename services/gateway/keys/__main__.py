@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import orjson
 
 from services.gateway.keys.flags import add_flags
-from services.gateway.keys.key_file import KeyFile
-from services.gateway.keys.key_table import ApiKey, BadKeys, digest_of, parse_keys, time_of
+from services.gateway.keys.key_table import ApiKey, BadKeys, KeyFile, digest_of, parse_keys, time_of
 
 PREFIX = "rsk-"
 SECRET_BYTES = 32

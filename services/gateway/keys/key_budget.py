@@ -9,9 +9,8 @@ import math
 from dataclasses import dataclass
 
 from services.gateway.keys.key_table import ApiKey
-from services.gateway.keys.rate_window import BUCKETS, seconds_until
 from services.gateway.keys.share import Share, ShareReply, ShareReport
-from services.gateway.keys.usage import Concurrent, PerMinute, Usage
+from services.gateway.keys.usage import BUCKETS, Concurrent, PerMinute, Usage, seconds_until
 
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrency"
 KINDS = (REQUESTS, TOKENS, CONCURRENT)

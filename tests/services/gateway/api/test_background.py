@@ -15,7 +15,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from services.gateway.background import background_run, background_runner, background_work, journal
-from services.gateway.keys import key_file
+from services.gateway.keys import key_table
 from services.gateway.state import background_store
 from services.gateway.state.owner import owner_of
 from services.gateway.state.state_store import StoreAway
@@ -516,7 +516,7 @@ def test_gateway_waits_for_the_model_of_a_stored_response() -> None:
 
 
 def test_gateway_waits_for_the_key_of_a_stored_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_file, "POLL_S", 0.05)
+    monkeypatch.setattr(key_table, "POLL_S", 0.05)
     with redis_server() as own:
         with System(state_redis_url=own.url, keys=["alice"]) as first:
             first.allow(4)

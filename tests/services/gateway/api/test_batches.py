@@ -17,7 +17,7 @@ from openai.types import Batch
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.batches import batch_run, batch_runner, lanes
 from services.gateway.batches.line_call import LineCalls, Told
-from services.gateway.keys import key_file, key_ring
+from services.gateway.keys import key_ring, key_table
 from services.gateway.request.origin import Caller
 from services.gateway.state.batch_record import BatchStatus
 from services.gateway.state.batch_store import BatchStore, LineResult, batch_lease
@@ -297,7 +297,7 @@ def test_removed_key_gets_no_more_results(system: System, client: OpenAI, monkey
 
 def test_gateway_leaves_a_batch_of_an_unknown_key_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Secret may reach some nodes later. The gateway takes the batch when it has the API key."""
-    monkeypatch.setattr(key_file, "POLL_S", 0.05)
+    monkeypatch.setattr(key_table, "POLL_S", 0.05)
     asked, taken = list[str](), list[str]()
     named, take = key_ring.KeyRing.named, Leases.take
 

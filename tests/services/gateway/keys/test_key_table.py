@@ -12,8 +12,7 @@ import orjson
 import pytest
 
 from services.gateway.keys.__main__ import main
-from services.gateway.keys.key_file import KeyFile, KeyShares
-from services.gateway.keys.key_table import BadKeys, parse_keys
+from services.gateway.keys.key_table import BadKeys, KeyFile, KeyShares, parse_keys
 from services.shared import limits
 
 A = {"name": "a", "key": "secret"}

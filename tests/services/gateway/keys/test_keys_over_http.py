@@ -16,7 +16,7 @@ import pytest
 
 from services.gateway.admin.operations import ROUTES
 from services.gateway.http.http_server import CannotListen
-from services.gateway.keys import key_file
+from services.gateway.keys import key_table
 from services.shared.index.block_hash import block_hashes
 from tests.services.gateway.api.test_sessions import SessionWorker
 from tests.services.gateway.dispatch.test_dispatch_models import serving
@@ -73,7 +73,7 @@ def test_gateway_has_no_operator_routes_on_the_client_port(shared: System) -> No
 
 
 def test_gateway_applies_changed_keys_and_completes_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_file, "POLL_S", 0.05)
+    monkeypatch.setattr(key_table, "POLL_S", 0.05)
     with System(keys=["alice"]) as system:
         system.allow(1)
         running = RawClient(system, CHAT, chat_body(stream=True), "alice")

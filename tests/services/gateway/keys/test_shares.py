@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.keys.key_limits import Admission, KeyLimits
+from services.gateway.keys.key_ring import Admission, KeyLimits
 from services.gateway.keys.key_table import ApiKey, KeyTable
 from services.gateway.request.errors import ApiError
 from tests.night import NIGHTLY
