@@ -18,21 +18,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, cast
 
 from redis.exceptions import RedisError
 
-from services.gateway.index.index_reader import TIMEOUT_S, EventBatch, IndexReader
-from services.gateway.index.lease_table import LeaseTable
-from services.gateway.index.mirrored_owners import Applied, MirroredOwners
-from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.prefix_index import IndexEvent
+from services.gateway.routing.prefix_index import Applied, MirroredOwners, PrefixIndex
+from services.shared.index.block_hash import HASH_BYTES
+from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import LEASE_TTL_S, IndexEvent, event_from, events_key, lease_key, own_key, workers_key
+from services.shared.index.redis_client import redis_client
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
+TIMEOUT_S = 2.0  # time limit of a call
+EVENTS_READ = 100  # most entries per model and call
+BLOCKS_READ = 1000  # approximate number of blocks per call
+START = b"0-0"  # id before the first entry of a stream
+_MAX_DIGITS = 20  # longest generation that is accepted
+GONE_KEPT = 4096  # remembered workers without a lease; the one whose lease ended first is dropped first
 POLL_S = 1.0  # seconds between two readings of the leases
 STALE_S = POLL_S + 2 * TIMEOUT_S  # age in seconds from which the read leases are unknown
 BLOCK_MS = 200  # longest wait for events
@@ -42,6 +49,127 @@ BLOCKS_PER_TURN = 2000  # blocks that are written to the index before the event 
 SWEEP_BLOCKS = 1000  # blocks of one sweep
 SWEEP_PAUSE_S = 0.005
 SWEEP_IDLE_S = 0.5  # pause after a sweep without blocks
+Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream's entry; without fields if it was trimmed meanwhile
+
+
+class IndexReader:
+    """A client of the Redis with the prefix index.
+
+    Each method is one round trip, except blocks(). Each raises RedisError or OSError if Redis is unreachable, slow or refuses a
+    call.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Makes the client. Raises ValueError if the URL is invalid."""
+        self._client = redis_client(url, TIMEOUT_S)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def members(self, models: Iterable[str]) -> tuple[str, set[str]]:
+        """Returns the server's run id, which changes at its restart, and the registered workers of the models."""
+        pipe = self._client.pipeline(transaction=False)
+        pipe.info("server")
+        for model in models:
+            pipe.smembers(workers_key(model))
+        info, *members = await pipe.execute()
+        return str(info["run_id"]), {name.decode(errors="replace") for names in members for name in names}
+
+    async def leases(self, workers: list[str]) -> list[int | None]:
+        """Returns the generation in each worker's lease, or None for a worker without a lease."""
+        if not workers:
+            return []
+        values = cast(list[bytes | None], await self._client.mget([lease_key(worker) for worker in workers]))
+        return [int(value) if value and value.isdigit() and len(value) <= _MAX_DIGITS else None for value in values]
+
+    async def blocks(self, worker: str, generation: int) -> AsyncIterator[tuple[BlockTier, list[bytes]]]:
+        """Yields the blocks of a generation by tier, one round trip per item.
+
+        A block may be yielded twice. A block that moves during the scan may be missing or appear in two tiers; later events
+        correct that.
+        """
+        for tier in BlockTier:
+            cursor = 0
+            while True:
+                cursor, found = await self._client.sscan(own_key(worker, generation, tier), cursor, count=BLOCKS_READ)
+                yield tier, [block for block in cast(list[bytes], found) if len(block) == HASH_BYTES]
+                if not cursor:
+                    break
+
+    async def newest(self, model: str) -> bytes:
+        """Returns the id of the newest entry in the model's stream."""
+        entries = cast(list[Any], await self._client.xrevrange(events_key(model), count=1))
+        return cast(bytes, entries[0][0]) if entries else START
+
+    async def is_trimmed(self, model: str, after: bytes) -> bool:
+        """Returns whether the entry `after` is trimmed from the stream, so that entries after it may be lost too."""
+        if after == START:
+            return False
+        entries = cast(list[Any], await self._client.xrange(events_key(model), count=1))
+        return not entries or _order(entries[0][0]) > _order(after)
+
+    async def entries(self, after: Mapping[str, bytes], block_ms: int | None) -> dict[str, list[Entry]]:
+        """Returns the new entries in the streams of models, the oldest first, at most EVENTS_READ of each model.
+
+        Args:
+            after: Id of the last read entry of each model.
+            block_ms: Longest wait for an entry, in milliseconds; None: no wait.
+        """
+        models = {events_key(model).encode(): model for model in after}
+        streams: dict[Any, Any] = {key: after[model] for key, model in models.items()}
+        reply = cast(list[Any], await self._client.xread(streams, count=EVENTS_READ, block=block_ms))
+        return {models[key]: entries for key, entries in reply}
+
+
+class LeaseTable:
+    """The leases of all workers, as last read. Only IndexMirror writes them. Times are seconds of a monotonic clock."""
+
+    def __init__(self) -> None:
+        self.current: dict[str, int] = {}  # worker → generation of its lease
+        self._gone: dict[str, int] = {}  # worker → last generation, for workers without a lease, the oldest loss first
+        self._back_at = 0.0  # time at which Redis responded again
+
+    def came_back(self, now: float) -> None:
+        """Notes that Redis responds again. Leases may be missing, because Redis lost them or workers could not renew them."""
+        self._back_at = now
+
+    def settled(self, now: float) -> bool:
+        """Returns whether all live workers have had time to renew their leases since Redis responded again.
+
+        Only then does a missing lease mean that its worker has ended.
+        """
+        return now - self._back_at >= LEASE_TTL_S
+
+    def saw(self, worker: str, generation: int | None) -> bool:
+        """Notes the generation of a worker's lease, or None without a lease. Returns whether it has changed."""
+        before = self.current.get(worker)
+        if before == generation:
+            return False
+        if generation is not None:
+            self.current[worker] = generation
+            self._gone.pop(worker, None)
+            return True
+        self._gone[worker] = self.current.pop(worker)
+        while len(self._gone) > GONE_KEPT:
+            del self._gone[next(iter(self._gone))]
+        return True
+
+    def alive(self, worker: str, generation: int, now: float) -> bool | None:
+        """Returns whether a worker of a generation holds its lease.
+
+        Args:
+            generation: Generation that the caller knows; 0: any.
+
+        Returns:
+            None if this is unknown: Redis has not settled, or the generation has had no lease yet and may get one.
+        """
+        current = self.current.get(worker)
+        if current is not None:
+            return True if generation in (0, current) else None
+        gone = self._gone.get(worker)
+        if gone is None or not self.settled(now):
+            return None
+        return False if generation in (0, gone) else None
 
 
 @dataclass(slots=True)
@@ -81,7 +209,7 @@ class IndexMirror:
         self._run_id: str | None = None
         self._polled_at = self._caught_up_at = clock()
         self._pause = FIRST_PAUSE_S
-        self._told = False  # the loss of Redis is logged
+        self._loss_logged = False  # the loss of Redis is logged
 
     # For routing
 
@@ -161,13 +289,13 @@ class IndexMirror:
             await self._read(None if self._wanted else BLOCK_MS)
 
     def _lost(self, error: Exception) -> None:
-        if self.available or not self._told:
+        if self.available or not self._loss_logged:
             logger.warning("redis is unreachable, routing continues without it: %s", error)
-        was, self.available, self._told = self.available, False, True
+        was, self.available, self._loss_logged = self.available, False, True
         if was:
             self._changed()
 
-    def _answered(self) -> None:
+    def _responded(self) -> None:
         self._polled_at, self._pause = self._clock(), FIRST_PAUSE_S
         if not self.available:
             logger.info("redis responds, the prefix index is mirrored")
@@ -184,7 +312,7 @@ class IndexMirror:
         for model in [model for model, cursor in self._cursors.items() if cursor is None]:
             self._cursors[model] = await self._reader.newest(model)
         await self._look_at_leases(workers | self._owners.generations().keys() | self._leases.current.keys())
-        self._answered()
+        self._responded()
 
     def _same_server(self, run_id: str) -> None:
         """Begins again if the run id shows another or a restarted server, which may have other streams and blocks."""
@@ -242,14 +370,15 @@ class IndexMirror:
     # Events
 
     async def _read(self, block_ms: int | None) -> None:
-        places = {model: cursor for model, cursor in self._cursors.items() if cursor is not None}
-        if not places:
+        last_read = {model: cursor for model, cursor in self._cursors.items() if cursor is not None}
+        if not last_read:
             await asyncio.sleep(BLOCK_MS / 1000)
-        batches = await self._reader.events(places, block_ms) if places else []
-        for batch in batches:
-            await self._check_trim(batch.model, places[batch.model])
-            await self._take(batch)
-        if not self._wanted and not any(batch.more for batch in batches):
+        entries = await self._reader.entries(last_read, block_ms) if last_read else {}
+        for model, new in entries.items():
+            await self._check_trim(model, last_read[model])
+            await self._take(model, new)
+        has_more = any(len(new) >= EVENTS_READ for new in entries.values())
+        if not self._wanted and not has_more:
             self._caught_up_at = self._clock()
 
     async def _check_trim(self, model: str, after: bytes) -> None:
@@ -260,12 +389,25 @@ class IndexMirror:
             mirrored = self._owners.generations().items()
             self._wanted |= {worker: number for worker, number in mirrored if self._leases.current.get(worker) == number}
 
-    async def _take(self, batch: EventBatch) -> None:
-        self.counts.bad_events += batch.bad
-        foreign = {event.worker for event in batch.events if self._owners.generation(event.worker) != event.generation}
+    async def _take(self, model: str, entries: list[Entry]) -> None:
+        """Applies the events of new entries of a model's stream."""
+        events = self._parse(model, entries)
+        foreign = {event.worker for event in events if self._owners.generation(event.worker) != event.generation}
         await self._look_at_leases(foreign)
-        await self._apply(batch.events)
-        self._cursors[batch.model] = batch.last
+        await self._apply(events)
+        if entries:
+            self._cursors[model] = entries[-1][0]
+
+    def _parse(self, model: str, entries: list[Entry]) -> list[IndexEvent]:
+        """Returns the events of the valid entries, and counts the others."""
+        events = []
+        for entry_id, values in entries:
+            try:
+                events.append(event_from(values or {}))
+            except ValueError as error:
+                self.counts.bad_events += 1
+                logger.warning("skipped an entry of the stream: %s", error, extra=fields(model=model, entry=entry_id.decode()))
+        return events
 
     async def _apply(self, events: Iterable[IndexEvent]) -> None:
         written = 0
@@ -295,3 +437,8 @@ class IndexMirror:
             logger.warning("events are missing, reading the worker's blocks again", extra=fields(worker=event.worker))
             self.counts.gaps += 1
             self._wanted[event.worker] = event.generation
+
+
+def _order(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition(b"-")
+    return int(milliseconds), int(sequence)

@@ -2,12 +2,13 @@
 
 An owner is one generation of one worker and has a small number. The mask of a block has the bit of each of its owners. A block
 has one mask per tier. A block of an owner is confirmed if its worker has reported it. It is speculative for a short time if a
-request was routed to the worker that will leave the block on its device. Everything runs on the gateway's event loop, without
-locks.
+request was routed to the worker that will leave the block on its device. MirroredOwners applies the events of workers to the
+index. Everything runs on the gateway's event loop, without locks.
 """
 
 from __future__ import annotations
 
+import enum
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import IndexEvent
 
 _DEVICE = int(BlockTier.DEVICE)  # an int, because comparing enum members is slow
 _Shards = list[dict[bytes, int]]  # masks by hash, in one dict per first byte of the hash
@@ -315,3 +317,78 @@ def _spread(masks: list[int], values: list[int], size: int) -> NDArray[np.int64]
     spread = np.zeros(size, np.int64)
     spread[bits] = np.array(values, np.int64)[which]
     return spread
+
+
+class Applied(enum.Enum):
+    """Result of applying an event."""
+
+    NEW = enum.auto()
+    OLD = enum.auto()  # not applied again
+    GAP = enum.auto()  # applied, but earlier events are missing
+    FOREIGN = enum.auto()  # not applied, because its generation is not mirrored
+
+
+@dataclass(slots=True)
+class _MirroredGeneration:
+    """The mirrored generation of one worker."""
+
+    generation: int
+    number: int  # owner number in the index
+    seq: int | None  # number of the last event; None before the first event after the reading of the blocks
+
+
+class MirroredOwners:
+    """The mirrored generations of all workers, one for each worker. The events of a generation are numbered without gaps.
+
+    It applies events to the index. If the index has a MirroredOwners, only this class retires owners.
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._owners: dict[str, _MirroredGeneration] = {}
+
+    def number(self, worker: str) -> int:
+        """Returns the owner number of a worker; -1 if no generation is mirrored."""
+        owner = self._owners.get(worker)
+        return -1 if owner is None else owner.number
+
+    def generation(self, worker: str) -> int | None:
+        owner = self._owners.get(worker)
+        return None if owner is None else owner.generation
+
+    def generations(self) -> dict[str, int]:
+        return {worker: owner.generation for worker, owner in self._owners.items()}
+
+    def adopt(self, worker: str, generation: int, seq: int | None) -> int:
+        """Starts to mirror a generation without any blocks, and retires the worker's previous owner.
+
+        Args:
+            seq: Number of the last applied event; None if it is unknown.
+
+        Returns:
+            The owner number.
+        """
+        self.retire(worker)
+        number = self._index.owner(worker, generation)
+        self._owners[worker] = _MirroredGeneration(generation, number, seq)
+        return number
+
+    def retire(self, worker: str) -> None:
+        """Stops mirroring a worker, in O(1). Has no effect if it is not mirrored."""
+        owner = self._owners.pop(worker, None)
+        if owner is not None:
+            self._index.retire(owner.number)
+
+    def apply(self, event: IndexEvent) -> Applied:
+        owner = self._owners.get(event.worker)
+        if owner is None or owner.generation != event.generation:
+            return Applied.FOREIGN
+        if owner.seq is not None and event.seq <= owner.seq:
+            return Applied.OLD
+        gap = owner.seq is not None and event.seq > owner.seq + 1
+        owner.seq = event.seq
+        self._index.stored(owner.number, event.stored)
+        self._index.removed(owner.number, event.removed)
+        self._index.stored(owner.number, event.host, BlockTier.HOST)
+        self._index.stored(owner.number, event.storage, BlockTier.STORAGE)
+        return Applied.GAP if gap else Applied.NEW

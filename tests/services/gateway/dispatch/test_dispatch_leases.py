@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.gateway.index import lease_table, mirror
+from services.gateway.index import mirror
 from services.shared.index.prefix_index import lease_key, workers_key
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import System, wait_until
@@ -17,7 +17,7 @@ GENERATION = 7
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
-    monkeypatch.setattr(lease_table, "LEASE_TTL_S", 0.1)
+    monkeypatch.setattr(mirror, "LEASE_TTL_S", 0.1)
     monkeypatch.setattr(mirror, "POLL_S", 0.1)
     with redis_server() as server:
         yield server

@@ -10,11 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from services.gateway.index import index_reader
-from services.gateway.index.lease_table import LeaseTable
-from services.gateway.index.mirror import IndexMirror
-from services.gateway.index.mirrored_owners import Applied, MirroredOwners
-from services.gateway.routing.prefix_index import PrefixIndex
+from services.gateway.index import mirror
+from services.gateway.index.mirror import IndexMirror, LeaseTable
+from services.gateway.routing.prefix_index import Applied, MirroredOwners, PrefixIndex
 from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import LEASE_TTL_S, IndexEvent, events_key, lease_key, own_key
 from services.shared.index.redis_client import redis_client
@@ -279,7 +277,7 @@ def test_mirror_keeps_owners_at_first_when_redis_is_empty(own_server: RedisServe
 
 @pytest.mark.by_day(one_in=2)
 def test_mirror_recovers_when_redis_hangs(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_reader, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(mirror, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(publishing, "RENEW_S", 0.5)
 
     async def body() -> None:
