@@ -186,7 +186,7 @@ class KeyRing:
         self._options = options
         self._file = KeyFile(options.path, _foreign(options.token)) if options.path else None
         self._metrics = metrics
-        self.weights: Mapping[str, float] = KeyShares(lambda: self.table or _NO_KEYS)
+        self.weights: Mapping[str, float] = {} if self._file is None else KeyShares(lambda: self.table or _NO_KEYS)
 
         def refused(kind: str) -> None:
             metrics.rate_limited.labels(kind).inc()
