@@ -52,8 +52,8 @@ from services.gateway.keys.key_table import BadKeys
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import OTHER, GatewayMetrics, Scrapes
 from services.gateway.parsers.formats.families import output_parser
+from services.gateway.peers.connection import Patience
 from services.gateway.peers.detokenizer_link import SILENCE_S, DetokPool
-from services.gateway.peers.silence import Patience
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter

@@ -18,8 +18,7 @@ from rootstock.v1 import gateway_pb2 as pb
 from rootstock.v1 import gateway_pb2_grpc
 from services.gateway.discovery.watch import Discovery
 from services.gateway.keys.key_table import KeyTable
-from services.gateway.peers.reconnect import StreamBroken
-from services.gateway.peers.unary_call import answer_of
+from services.gateway.peers.connection import StreamBroken, answer_of
 from services.gateway.request.abort import AbortScope, PeerAnswer
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log_fields import fields

@@ -28,8 +28,8 @@ from services.gateway.dispatch.model_catalog import ModelCatalog
 from services.gateway.dispatch.placement import Home, Link, Placement, Pool, PrefetchedPages, reservation_of
 from services.gateway.dispatch.waiting import Pace, Refusals, Waiting
 from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.connection import StreamBroken
 from services.gateway.peers.detokenizer_link import DetokPool
-from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.request.choice import Choice
 from services.gateway.request.errors import ApiError, internal, unavailable
 from services.gateway.request.generation import ModelVersion

@@ -14,8 +14,8 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch.model_pool import AnyLink, ModelPool
 from services.gateway.dispatch.placement import Link, Placement, Pool
 from services.gateway.index.mirror import IndexMirror
+from services.gateway.peers.connection import Patience
 from services.gateway.peers.replicas import Replicas
-from services.gateway.peers.silence import Patience
 from services.gateway.peers.worker_link import LinkEvents, WorkerLink
 from services.gateway.request.generation import ModelInfo, ModelVersion
 from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker

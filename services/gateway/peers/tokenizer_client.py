@@ -17,10 +17,9 @@ import grpc
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.discovery.endpoints import Endpoints
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers import served_model
-from services.gateway.peers.encode_stream import EncodeFailed
+from services.gateway.peers.connection import ANY_MODEL
 from services.gateway.peers.replicas import Replicas
-from services.gateway.peers.tokenizer_replica import TokenizerReplica
+from services.gateway.peers.tokenizer_replica import EncodeFailed, TokenizerReplica
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.field_names import CHAT, NO_NAMES, FieldNames
 from services.gateway.request.trace import EncodeCall
@@ -36,6 +35,7 @@ LONGEST_PAUSE_S = 0.5
 ATTEMPT_SHARES = (0.2, 0.3)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
 _MESSAGE = re.compile(r"messages(\[\d+\][\w.\[\]]*)?(?=: )")
+_NO_FORMATS = OutputFormats()  # without a tokenizer of the model
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -74,21 +74,21 @@ class TokenizerClient:
         metrics.watch_connected("tokenizer", self.connected)
         self.set_endpoints(dict.fromkeys(addresses, True))
 
-    def connected(self, model: str = served_model.ANY) -> int:
+    def connected(self, model: str = ANY_MODEL) -> int:
         """Returns the number of replicas that take calls for the model."""
         return len(self._usable(model))
 
-    async def ready(self, model: str = served_model.ANY) -> None:
+    async def ready(self, model: str = ANY_MODEL) -> None:
         """Waits for a replica of the model, after which formats() and reasoning_marks() are known. Raises ApiError."""
         await self._some(model, self._wait_s)
         if not self._usable(model):
             raise self._none()
 
-    def formats(self, model: str = served_model.ANY) -> OutputFormats:
+    def formats(self, model: str = ANY_MODEL) -> OutputFormats:
         """Returns the model's formats of tool calls and reasoning, as its tokenizers report them."""
-        return next((one.formats for one in self._usable(model)), OutputFormats())
+        return next((one.formats for one in self._usable(model)), _NO_FORMATS)
 
-    def reasoning_marks(self, model: str = served_model.ANY) -> tuple[int, ...]:
+    def reasoning_marks(self, model: str = ANY_MODEL) -> tuple[int, ...]:
         """Returns the ids of the opening and the closing mark of reasoning; empty if they are unknown."""
         return next((one.reasoning_marks for one in self._usable(model)), ())
 
@@ -110,13 +110,13 @@ class TokenizerClient:
         await self._replicas.run()
 
     async def encode(
-        self, request: tokenizer_pb2.EncodeRequest, param: str = "prompt", model: str = served_model.ANY
+        self, request: tokenizer_pb2.EncodeRequest, param: str = "prompt", model: str = ANY_MODEL
     ) -> tokenizer_pb2.EncodeResponse:
         """Tokenizes texts. Raises ApiError, which names the field `param` of the client's request."""
         return await self._call(request, param, model)
 
     async def encode_chat(
-        self, request: tokenizer_pb2.EncodeChatRequest, model: str = served_model.ANY, names: FieldNames = CHAT
+        self, request: tokenizer_pb2.EncodeChatRequest, model: str = ANY_MODEL, names: FieldNames = CHAT
     ) -> tokenizer_pb2.EncodeResponse:
         """Renders and tokenizes a chat. Raises ApiError, which names the client's field of a message by `names`."""
         return await self._call(request, names.of("messages"), model, names)

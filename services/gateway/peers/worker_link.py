@@ -17,8 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 
 from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from services.gateway.peers.reconnect import Duplex, StreamBroken, keep_connected
-from services.gateway.peers.silence import Patience, until_lost
+from services.gateway.peers.connection import Duplex, Patience, StreamBroken, keep_connected, until_lost
 from services.gateway.request.generation import ModelVersion
 from services.gateway.routing.breaker import CircuitBreaker
 from services.shared.observe.log_fields import fields

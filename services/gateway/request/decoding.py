@@ -1,6 +1,7 @@
 """The decoding of one sequence of token ids to text, with the state to continue it on another detokenizer.
 
-Three objects write it: its owner (ids, resume, finish), the DetokPool (homeless), and the DecodeWindow that holds it (the rest).
+Three objects write it: its owner (ids, resume, finish), the DetokPool (wait_timer), and the DecodeWindow on which it is open (the
+rest).
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ class Decoding:
         "emitted_chars",
         "finished",
         "handle",
-        "homeless",
         "ids",
         "lost",
         "matched_stop",
@@ -59,6 +59,7 @@ class Decoding:
         "sink",
         "stream",
         "traceparent",
+        "wait_timer",
     )
 
     def __init__(
@@ -89,7 +90,7 @@ class Decoding:
         self.ids = ids
         self.handle = 0  # on its stream; a new one with every open
         self.stream: DecodeStream | None = None  # None: open on no detokenizer
-        self.homeless: TimerHandle | None = None  # runs while no detokenizer is connected
+        self.wait_timer: TimerHandle | None = None  # runs while no detokenizer is connected
         self.sent = 0  # ids sent or replayed to the current stream
         self.decoded = 0  # ids whose text was received
         self.emitted_chars = 0  # characters of the received text

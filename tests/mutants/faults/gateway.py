@@ -216,15 +216,18 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/peers/encode_stream.py",
+        "services/gateway/peers/tokenizer_replica.py",
         ("        if self._greeted and not self._unanswered:", "        if not self._unanswered:"),
         ("            if self._retiring:\n                self.retire()\n            await", "            await"),
         only="test_encode_stream",
     ),
     *of(
         "gateway",
-        "services/gateway/peers/unary_call.py",
-        ("if task is None or task.cancelling():", "if task is not None:"),
+        "services/gateway/peers/connection.py",
+        (
+            "if task is None or task.cancelling():\n            raise\n        raise StreamBroken",
+            "if task is not None:\n            raise\n        raise StreamBroken",
+        ),
         only="test_replicas",
     ),
     *of(

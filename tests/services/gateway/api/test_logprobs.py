@@ -40,10 +40,10 @@ def half_characters(shared: System) -> Iterator[dict[int, bytes]]:
     halves = {ord("H"): "é".encode()[:1], ord("e"): "é".encode()[1:]}
     before = dict(shared.detokenizer.bytes_of)
     shared.do(lambda: shared.detokenizer.bytes_of.update(halves))
-    shared.do(lambda: shared.gateway.service.token_texts._known.clear())
+    shared.do(lambda: shared.gateway.service.token_texts._models.clear())
     yield halves
     shared.do(lambda: setattr(shared.detokenizer, "bytes_of", before))
-    shared.do(lambda: shared.gateway.service.token_texts._known.clear())
+    shared.do(lambda: shared.gateway.service.token_texts._models.clear())
 
 
 class TestChat:

@@ -11,9 +11,8 @@ import grpc
 import pytest
 
 from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from services.gateway.peers.encode_stream import EncodeStream
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.peers.tokenizer_replica import HUGE_AT_ONCE
+from services.gateway.peers.tokenizer_replica import HUGE_AT_ONCE, EncodeStream
 from services.gateway.request.errors import ApiError
 from services.shared import limits
 from tests.services.gateway.fakes import ids_of

@@ -15,10 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers import detokenizer_window as detok_window
-from services.gateway.peers import served_model
+from services.gateway.peers import detokenizer_link, tokenizer_replica
+from services.gateway.peers.connection import Patience
 from services.gateway.peers.detokenizer_link import DetokPool
-from services.gateway.peers.silence import Patience
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.decoding import Decoding
@@ -304,9 +303,9 @@ class TestDetokenizers:
                     assert answers["one"].address == one and answers["two"].address == two
                     await eventually(lambda: answers["three"].error is not None)
                     texts = TokenTexts(pool.stubs, 0.1, 1)
-                    assert await texts.of([ord("a")], "two") == {ord("a"): b"a"}
+                    assert await texts.of_model("two", "v1").of([ord("a")]) == {ord("a"): b"a"}
                     with pytest.raises(ApiError):
-                        await texts.of([ord("a")], "three")
+                        await texts.of_model("three", "v1").of([ord("a")])
                     texts = TokenTexts(pool.stubs, WAIT_S, 1)
                     assert await texts.of_model("two", "v1").of([7]) == {7: b"\x07"}
                     second.bytes_of[7] = b"new"
@@ -326,7 +325,7 @@ class TestDetokenizers:
                 async with running(pool.run):
                     pool.set_endpoints(dict.fromkeys(fakes, True))
                     await eventually(lambda: pool.connected() == 2)
-                    asking = asyncio.create_task(texts.of([ord("a")]))
+                    asking = asyncio.create_task(texts.of_model("", "").of([ord("a")]))
                     await eventually(lambda: any(fake.text_calls for fake in fakes.values()))
                     (stays,) = [address for address, fake in fakes.items() if not fake.text_calls]
                     pool.set_endpoints({stays: True})
@@ -336,7 +335,7 @@ class TestDetokenizers:
         asyncio.run(test())
 
     def test_window_splits_replays_into_several_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(detok_window, "MAX_BATCH_IDS", 100)
+        monkeypatch.setattr(detokenizer_link, "MAX_BATCH_IDS", 100)
 
         async def test() -> None:
             async with replicas() as servers:
@@ -490,7 +489,7 @@ class TestTokenizers:
 
     def test_call_continues_at_a_new_tokenizer_when_the_only_one_is_dead(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The time at the dead tokenizer does not count against the time limit."""
-        monkeypatch.setattr(served_model, "INFO_S", 0.2)
+        monkeypatch.setattr(tokenizer_replica, "INFO_S", 0.2)
 
         async def test() -> None:
             async with replicas() as servers:
@@ -512,7 +511,7 @@ class TestTokenizers:
         asyncio.run(test())
 
     def test_call_fails_after_wait_s_when_the_only_tokenizer_is_dead(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(served_model, "INFO_S", 0.1)
+        monkeypatch.setattr(tokenizer_replica, "INFO_S", 0.1)
 
         async def test() -> None:
             async with replicas() as servers:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.peers.silence import Patience, until_lost, until_unreachable
+from services.gateway.peers.connection import Patience, until_lost, until_unreachable
 
 WITHIN_S = 0.3
 

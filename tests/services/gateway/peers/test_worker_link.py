@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rootstock.v1 import common_pb2, worker_pb2
-from services.gateway.peers.silence import Patience
+from services.gateway.peers.connection import Patience
 from services.gateway.peers.worker_link import MESSAGE_BYTES, WorkerLink
 from services.gateway.routing.breaker import CircuitBreaker
 from services.shared.limits import MAX_MESSAGE_BYTES

@@ -1,0 +1,263 @@
+"""Connections to workers, tokenizers and detokenizers: sessions of a stream, signs of life, unary calls, and the served model.
+
+A long-lived stream to one address gets a new session after each end. A remote service is lost if no message arrives while one is
+due: its process has stopped or hangs, or its machine is cut off. The state of the gRPC channel does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import grpc
+
+from services.shared.observe.log_fields import fields
+from services.shared.rpc.dialer import StaleChannel
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.1  # seconds between two sessions; doubles up to LONGEST_PAUSE_S
+LONGEST_PAUSE_S = 2.0
+LOG_AGAIN_S = 60.0  # seconds between two log lines about the same refusal
+REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)  # first words of a refusal's reason
+# Number of looks for a new sign of life within the limit of silence. The service is lost if all of them fail. A suspension of
+# this process, however long, fails only one look.
+LOOKS = 5
+CONNECT_ATTEMPTS = 3  # overlapping attempts to connect; the first packet of one attempt may be lost
+INFO_S = 2.0  # time limit of an Info call
+ANY_MODEL = ""  # stands for any model
+
+# After these errors, the gateway asks the replica again: it is stopping, does not respond, or does not accept the gateway. After
+# other errors, the replica counts as serving any model.
+_PASSING = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+
+Signs = Callable[[], int | None]  # returns the number of signs of life so far; None while no sign is due
+T = TypeVar("T")
+Out = TypeVar("Out", contravariant=True)
+In = TypeVar("In", covariant=True)
+
+
+class Duplex(Protocol[Out, In]):
+    """The methods of a bidirectional grpc.aio call that the gateway uses. grpcio has no type annotations."""
+
+    async def read(self) -> In | object:
+        """Returns the next message, or grpc.aio.EOF at the end."""
+
+    async def write(self, request: Out) -> None: ...
+
+    def cancel(self) -> bool: ...
+
+
+class LogLimiter:
+    """Limits the log lines about one service's refusals. The same reason is logged once in LOG_AGAIN_S."""
+
+    def __init__(self) -> None:
+        self._reason, self._until = "", 0.0
+
+    def is_news(self, reason: str, now: float) -> bool:
+        """Returns whether a reason is to be logged now, and counts it as logged.
+
+        Args:
+            now: Seconds of a clock, which is the same in every call.
+        """
+        if reason == self._reason and now < self._until:
+            return False
+        self._reason, self._until = reason, now + LOG_AGAIN_S
+        return True
+
+
+class StreamBroken(Exception):
+    """The remote service has ended the stream or violated the protocol. The stream needs a new session."""
+
+
+async def keep_connected(service: str, address: str, session: Callable[[], Awaitable[None]]) -> None:
+    """Runs sessions until cancelled. A session waits for its channel, so that an unreachable service is not polled."""
+    loop = asyncio.get_running_loop()
+    pause, limiter = FIRST_PAUSE_S, LogLimiter()
+    while True:
+        began = loop.time()
+        reason = await _reason_of_end(session)
+        if not reason.startswith(REFUSALS) or limiter.is_news(reason, loop.time()):
+            logger.warning("stream ended: %s", reason, extra=fields(peer=service, address=address))
+        if loop.time() - began > LONGEST_PAUSE_S:
+            pause = FIRST_PAUSE_S
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+async def _reason_of_end(session: Callable[[], Awaitable[None]]) -> str:
+    try:
+        await session()
+    except asyncio.CancelledError:
+        # grpc.aio also raises CancelledError if the remote service ends a call with status CANCELLED.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return "cancelled by the remote service"
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    except (StreamBroken, StaleChannel) as error:
+        return str(error)
+    except Exception:
+        logger.exception("fault in a stream's session")
+        return "fault"
+    return "ended by the remote service"
+
+
+async def answer_of(call: Callable[[], Awaitable[T]]) -> T:
+    """Returns the response of a unary call.
+
+    Args:
+        call: Begins the call.
+
+    Raises:
+        grpc.aio.AioRpcError: The call has failed.
+        StreamBroken: The channel is closed. grpc.aio raises UsageError if this happens before the call, and CancelledError if it
+            happens during the call, although the task is not cancelled.
+    """
+    try:
+        return await call()
+    except grpc.aio.UsageError as error:
+        raise StreamBroken(str(error)) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise StreamBroken("the channel is closed") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Times in seconds without a due sign of life after which a remote service is lost."""
+
+    silence: float  # for any cause
+    # If its machine takes no connection either; 0: no connection is tried. The limit may be short, because a kernel accepts
+    # connections even for a process without CPU time.
+    unreachable: float
+
+
+async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Signs | None = None) -> str:
+    """Waits until a remote service is lost, and returns the reason.
+
+    Args:
+        signs: Signs of life for Patience.silence.
+        urgent: Signs of life for Patience.unreachable, which are due only while a request waits for the service, so that no
+            connections are tried otherwise. Default: `signs`.
+    """
+    silent = asyncio.create_task(until_silent(patience.silence, signs))
+    tasks = {silent, asyncio.create_task(until_unreachable(address, patience.unreachable, urgent or signs))}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    for task in done:
+        task.result()  # raises a fault of this code, which is no loss of the service
+    if silent in done:
+        return f"silent for {patience.silence:g} s"
+    return f"silent for {patience.unreachable:g} s, and takes no connection"
+
+
+async def until_silent(silence_s: float, signs: Signs) -> None:
+    """Returns when no sign of life has arrived for `silence_s` seconds while one was due."""
+    before, silent = signs(), 0
+    while silent < LOOKS:
+        await asyncio.sleep(silence_s / LOOKS)
+        now = signs()
+        silent = silent + 1 if now is not None and now == before else 0
+        before = now
+
+
+async def until_unreachable(address: str, within_s: float, signs: Signs) -> None:
+    """Returns when a machine is unreachable, because it has no power or its network is down.
+
+    It is unreachable if no sign of life has arrived for `within_s` seconds while one was due, and no connection could be opened
+    in the last two thirds of that time. If within_s is 0, the function never returns.
+    """
+    while not within_s:
+        await asyncio.sleep(3600)
+    while True:
+        before = signs()
+        await asyncio.sleep(within_s / 3)
+        if before is None or signs() != before:
+            continue
+        if not await _is_reachable(address, 2 * within_s / 3) and signs() == before:
+            return
+
+
+async def _is_reachable(address: str, within_s: float) -> bool:
+    """Returns whether the machine accepts or refuses a connection. Also True if this process was suspended during the test."""
+    clock = asyncio.get_running_loop().time
+    begun = clock()
+    attempts = {asyncio.create_task(_try_connect(address, at * within_s / CONNECT_ATTEMPTS)) for at in range(CONNECT_ATTEMPTS)}
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                for ended in asyncio.as_completed(attempts):
+                    if await ended:
+                        return True
+                await asyncio.sleep(begun + within_s - clock())  # all attempts have failed early, for example without a route
+    finally:
+        for attempt in attempts:
+            attempt.cancel()
+    return clock() - begun > 1.1 * within_s
+
+
+async def _try_connect(address: str, after_s: float) -> bool:
+    await asyncio.sleep(after_s)
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionError:
+        return True  # a refusal shows that the machine is reachable
+    except OSError:
+        return False
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+class Info(Protocol):
+    model: str
+
+
+Answer = TypeVar("Answer", bound=Info)
+
+
+async def ask_info(info: Callable[[], Awaitable[Answer]], address: str) -> Answer | None:
+    """Returns a replica's response to Info.
+
+    Args:
+        info: Begins the Info call.
+
+    Returns:
+        None if the replica cannot name its model.
+
+    Raises:
+        StreamBroken: A temporary failure.
+    """
+    try:
+        return await answer_of(info)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in _PASSING:
+            raise StreamBroken(f"no response to Info: {error.code().name}: {error.details()}") from None
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            logger.warning("a replica does not report its model", extra=fields(address=address, code=error.code().name))
+        return None
+
+
+def serves_model(offered: str, wanted: str) -> bool:
+    """Returns whether a replica of the model `offered` can serve requests for the model `wanted`. Either may be ANY_MODEL."""
+    return offered == wanted or ANY_MODEL in (offered, wanted)
