@@ -69,7 +69,7 @@ LONG_FILES = {
     "test_responses.py",
     "test_scheduler_parity.py",
     "test_scheduler_properties.py",
-    "test_silence.py",
+    "test_signs_of_life.py",
     "test_simulator_fit.py",
     "test_simulator_grammars.py",
     "test_simulator_policies.py",
