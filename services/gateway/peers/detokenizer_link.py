@@ -394,15 +394,15 @@ class DetokPool:
             return
         if decoding.stream is not None:
             decoding.stream.touch(decoding)
-        elif decoding.wait_timer is None:
+        elif decoding.link_timer is None:
             self._place(decoding)
 
     def drop(self, decoding: Decoding) -> None:
         """Ends a decoding whose text is not needed any longer. May be called at any time, and again."""
-        if decoding.wait_timer is not None:
+        if decoding.link_timer is not None:
             self._waiting.pop(decoding, None)
-            decoding.wait_timer.cancel()
-            decoding.wait_timer = None
+            decoding.link_timer.cancel()
+            decoding.link_timer = None
         if decoding.stream is not None:
             decoding.stream.drop(decoding)
 
@@ -417,7 +417,7 @@ class DetokPool:
             return
         loop = asyncio.get_running_loop()
         self._waiting[decoding] = None
-        decoding.wait_timer = loop.call_later(self._wait_s, self._give_up, decoding)
+        decoding.link_timer = loop.call_later(self._wait_s, self._give_up, decoding)
 
     def _place_waiting(self) -> None:
         """Pins waiting decodings to links. Decodings without a link continue to wait for the rest of wait_s."""

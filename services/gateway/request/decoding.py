@@ -1,6 +1,6 @@
 """The decoding of one sequence of token ids to text, with the state to continue it on another detokenizer.
 
-Three objects write it: its owner (ids, resume, finish), the DetokPool (wait_timer), and the DecodeWindow on which it is open (the
+Three objects write it: its owner (ids, resume, finish), the DetokPool (link_timer), and the DecodeWindow on which it is open (the
 rest).
 """
 
@@ -50,6 +50,7 @@ class Decoding:
         "finished",
         "handle",
         "ids",
+        "link_timer",
         "lost",
         "matched_stop",
         "model",
@@ -59,7 +60,6 @@ class Decoding:
         "sink",
         "stream",
         "traceparent",
-        "wait_timer",
     )
 
     def __init__(
@@ -90,7 +90,7 @@ class Decoding:
         self.ids = ids
         self.handle = 0  # on its stream; a new one with every open
         self.stream: DecodeStream | None = None  # None: open on no detokenizer
-        self.wait_timer: TimerHandle | None = None  # runs while no detokenizer is connected
+        self.link_timer: TimerHandle | None = None  # runs while no detokenizer is connected
         self.sent = 0  # ids sent or replayed to the current stream
         self.decoded = 0  # ids whose text was received
         self.emitted_chars = 0  # characters of the received text
