@@ -14,11 +14,11 @@ from services.worker.core.planning.committer import Committer, Intake
 from services.worker.core.planning.extend_planner import ExtendPlanner
 from services.worker.core.planning.planner import DecodePlanner
 from services.worker.core.planning.step_rows import PrefillAdder, build_step
-from services.worker.core.requests.grammar_gate import GrammarGate
+from services.worker.core.requests.gates import GrammarGate
 from services.worker.core.requests.lifecycle import RequestLifecycle
 from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.request import SlotColumns
 from services.worker.core.requests.sessions import SessionTable
-from services.worker.core.requests.slot_columns import SlotColumns
 from services.worker.core.requests.waiting_queue import WaitingQueue
 from services.worker.core.scheduler import Scheduler
 from tests.core.fake_grammar import spec

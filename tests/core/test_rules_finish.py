@@ -11,8 +11,8 @@ import pytest
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, Submit
 from services.worker.core.contracts.plan import RowFault, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.requests.admission import make_request
 from services.worker.core.requests.finish import REGEX_TAIL_TOKENS, FinishDecision, check_finished, first_stop
+from services.worker.core.requests.request import make_request
 from tests.core.fake_grammar import spec
 from tests.core.harness import LetterDecoder
 from tests.core.test_scheduler_basic import make

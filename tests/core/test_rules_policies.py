@@ -10,11 +10,9 @@ import pytest
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.requests.admission import make_request
-from services.worker.core.requests.policy import effective_policy, service_order
-from services.worker.core.requests.request import Request
+from services.worker.core.requests.request import Request, make_request
 from services.worker.core.requests.shares import Shares
-from services.worker.core.requests.waiting_queue import WaitingQueue
+from services.worker.core.requests.waiting_queue import WaitingQueue, effective_policy, service_order
 from services.worker.core.scheduler import configured_memory
 from tests.all_pairs import each_value
 from tests.core.deployed_config import deployed_config

@@ -10,8 +10,8 @@ import pytest
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
 from services.worker.core.contracts.plan import ForwardMode
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.requests.admission import make_request
-from services.worker.core.requests.policy import victim_order
+from services.worker.core.requests.request import make_request
+from services.worker.core.requests.waiting_queue import victim_order
 from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

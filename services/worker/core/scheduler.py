@@ -36,16 +36,14 @@ from services.worker.core.planning.committer import Committer
 from services.worker.core.planning.draft_controller import DraftController
 from services.worker.core.planning.planner import Planner
 from services.worker.core.planning.step_rows import Extend, Step
-from services.worker.core.requests.admission import make_request, refusal, wanted_ahead
-from services.worker.core.requests.finish import CANCELLED, FinishDecision, TextRules, refused
+from services.worker.core.requests.finish import CANCELLED, FinishDecision, TextRules, refusal, refused
 from services.worker.core.requests.lifecycle import RequestLifecycle
-from services.worker.core.requests.outputs import Outputs
 from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Phase, Request
+from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns, make_request
 from services.worker.core.requests.reservations import KvReservations
 from services.worker.core.requests.sessions import SessionTable
-from services.worker.core.requests.slot_columns import SlotColumns
 from services.worker.core.tiers.page_keys import PageKeys
+from services.worker.core.tiers.prefetches import wanted_ahead
 from services.worker.core.tiers.tiers import TierLimits, Tiers
 
 TIER_FIELDS = tuple(field.name for field in fields(TierStats))

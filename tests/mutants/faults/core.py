@@ -13,14 +13,14 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/requests/admission.py",
+        "services/worker/core/requests/finish.py",
         ("message.params.max_new_tokens if message.params.samples else 0", "max(message.params.max_new_tokens, 1)"),
         ("params.embedding is not None or message.params.score is not None", "params.embedding is not None"),
         only="test_rules_scores",
     ),
     *of(
         "core",
-        "services/worker/core/requests/slot_columns.py",
+        "services/worker/core/requests/request.py",
         ("params.grammar is not None and params.samples", "params.grammar is not None"),
         only="test_rules_scores",
     ),
@@ -107,12 +107,12 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/requests/admission.py",
+        "services/worker/core/requests/request.py",
         ("max(params.prompt_logprobs_from, 1)", "max(params.prompt_logprobs_from, 0)"),
     ),
     *of(
         "core",
-        "services/worker/core/requests/policy.py",
+        "services/worker/core/requests/waiting_queue.py",
         ("request.rank > config.priority_preemption_threshold]", "request.rank >= config.priority_preemption_threshold]"),
         only="test_rules_priorities",
     ),
@@ -152,7 +152,7 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/requests/policy.py",
+        "services/worker/core/requests/waiting_queue.py",
         ("count <= IN_BATCH_CHECK_THRESHOLD", "count < IN_BATCH_CHECK_THRESHOLD"),
         ("config.schedule_policy is SchedulePolicy.LPM and num_waiting >", "num_waiting >"),
         only="test_rules_policies",
@@ -184,7 +184,7 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/requests/admission.py",
+        "services/worker/core/requests/request.py",
         ("if given and params.prompt_logprobs_from >= 0:", "if False:"),
         ("num_sent=given", "num_sent=0"),
         only="test_rules_resume",

@@ -162,7 +162,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/requests/slot_columns.py",
+        "services/worker/core/requests/request.py",
         ("not params.samples or request.kv.reservation is not None", "not params.samples"),
         only="test_rules_peers",
     ),

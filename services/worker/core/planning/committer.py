@@ -20,9 +20,7 @@ from services.worker.core.planning.draft_controller import DraftController
 from services.worker.core.planning.step_rows import Step
 from services.worker.core.requests.finish import FinishDecision, TextRules, check_fault, check_finished, refused
 from services.worker.core.requests.lifecycle import RequestLifecycle
-from services.worker.core.requests.outputs import Outputs
-from services.worker.core.requests.request import Phase, Request
-from services.worker.core.requests.slot_columns import SlotColumns
+from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]

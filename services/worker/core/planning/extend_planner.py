@@ -29,10 +29,9 @@ from services.worker.core.planning.step_rows import (
 )
 from services.worker.core.requests.gates import ADMIT, Gate, GateDecision, PoolGate, PrefixGate, Verdict, too_small
 from services.worker.core.requests.lifecycle import RequestLifecycle
-from services.worker.core.requests.policy import due_before, preemptible, service_order, victim_order
 from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Phase, Request
-from services.worker.core.requests.slot_columns import SlotColumns
+from services.worker.core.requests.request import Phase, Request, SlotColumns
+from services.worker.core.requests.waiting_queue import due_before, preemptible, service_order, victim_order
 
 
 class ExtendPlanner:

@@ -18,10 +18,9 @@ from services.worker.core.planning.extend_planner import ExtendPlanner
 from services.worker.core.planning.step_rows import Step, StepRows, build_step
 from services.worker.core.requests.gates import too_small
 from services.worker.core.requests.lifecycle import RequestLifecycle
-from services.worker.core.requests.policy import victim_order
 from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Request
-from services.worker.core.requests.slot_columns import SlotColumns
+from services.worker.core.requests.request import Request, SlotColumns
+from services.worker.core.requests.waiting_queue import victim_order
 
 INIT_RATIO = 0.7
 MIN_RATIO_FACTOR = 0.14

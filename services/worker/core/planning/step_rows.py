@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
 from services.worker.core.kv.memory import TableUpdates
 from services.worker.core.kv.tree_node import TOKEN_BYTES
-from services.worker.core.requests.request import Request
-from services.worker.core.requests.slot_columns import SlotColumns
+from services.worker.core.requests.request import Request, SlotColumns
 
 CLIP_MAX_NEW_TOKENS = 4096
 MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size

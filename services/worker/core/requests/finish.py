@@ -1,4 +1,6 @@
-"""The decision whether and why a request ends. The first of these conditions that holds is the reason:
+"""The decision whether and why a request ends.
+
+A request that can never run is refused at arrival. Otherwise, the first of these conditions that holds is the reason:
 
 1. a fault of the row, or a token outside of the vocabulary
 2. a token that the grammar refuses
@@ -22,12 +24,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import Reason
-from services.worker.core.contracts.messages import ErrorCode, FinishReason
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.requests.request import Request
 
-CHARS_PER_TOKEN = 2  # lower limit for most text
 REGEX_TAIL_TOKENS = 256  # last output tokens in which stop patterns are searched
 REGEX_TAIL_CHARS = 1024  # limit of their characters
 
@@ -75,6 +77,31 @@ def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_
     """Returns an ending with an error. A Reason also gives the index of the invalid element."""
     element = message.part if isinstance(message, Reason) and field else None
     return FinishDecision(FinishReason.ABORT, error=error, message=message, field=field, element=element)
+
+
+def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> FinishDecision | None:
+    """Returns the ending of a request that can never run on this worker, or None."""
+    length, given = len(message.prompt_ids), len(message.output_ids)
+    outputs = message.params.max_new_tokens if message.params.samples else 0
+    if length < 1:
+        return refused("the prompt is empty")
+    if length + min(outputs, 1) > config.context_len:
+        return refused(f"the prompt has {length} tokens; the context holds {config.context_len}")
+    if length + outputs > config.context_len:
+        return refused("prompt and max_new_tokens together exceed the context")
+    if length + given > config.context_len:
+        return refused("prompt and output together exceed the context", "output_ids")
+    alone = message.session is not None or message.params.embedding is not None or message.params.score is not None
+    if given and alone:
+        return refused("neither in a session nor for an embedding or a score", "output_ids")
+    if message.hand_over and alone:
+        return refused("neither in a session nor for an embedding or a score", "hand_over")
+    if -(-(length + given) // config.page_size) > config.num_pages:
+        size = config.num_pages * config.page_size
+        return refused(f"the prompt has {length + given} tokens; the KV pool holds {size}", error=ErrorCode.OUT_OF_MEMORY)
+    if message.params.grammar is not None and not offers_grammars:
+        return refused("this worker offers no structured output", "grammar")
+    return None
 
 
 def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDecision | None:
@@ -172,8 +199,3 @@ def first_stop(text: str, stops: Sequence[str]) -> str | None:
         if at >= 0 and (best is None or at < best[0]):
             best = (at, stop)
     return best[1] if best else None
-
-
-def tail_tokens(stops: Sequence[str]) -> int:
-    """Estimates the number of last tokens that contain any of the stop strings."""
-    return max((len(stop) for stop in stops), default=0) // CHARS_PER_TOKEN + 4

@@ -19,12 +19,10 @@ from services.worker.core.kv.memory import KVMemory, Lease
 from services.worker.core.kv.other_tiers import OtherTiers, Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.requests.finish import FinishDecision
-from services.worker.core.requests.outputs import Outputs
 from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Phase, Request
+from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
 from services.worker.core.requests.reservations import KvReservations
 from services.worker.core.requests.sessions import SessionTable
-from services.worker.core.requests.slot_columns import SlotColumns
 
 MAX_TIER_LOOKUPS = 2  # searches per wait: when it begins, and before the admission
 

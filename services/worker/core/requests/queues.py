@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.grammar import GrammarBook
-from services.worker.core.requests.grammar_gate import GrammarGate
+from services.worker.core.requests.gates import GrammarGate
 from services.worker.core.requests.request import Phase, Request
 from services.worker.core.requests.shares import Shares
 from services.worker.core.requests.waiting_queue import WaitingQueue

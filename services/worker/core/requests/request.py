@@ -1,22 +1,41 @@
-"""A request and its phases. The scheduler is the only writer; only `move` changes a phase."""
+"""The state of a request: its phase, its parameters, its columns while it has a slot, and its outputs.
+
+The scheduler is the only writer, and only `move` changes a phase.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.shared.index.block_hash import cache_namespace
+from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import NOTHING_VERIFIED, SessionTurn, Verified
-from services.worker.core.contracts.plan import RowLogprobs, no_tokens
+from services.worker.core.contracts.messages import (
+    NOTHING_VERIFIED,
+    Finish,
+    PagesReady,
+    PeerOutput,
+    SessionTurn,
+    Submit,
+    Verified,
+)
+from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
 from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.sampling import FORCE_STREAM_INTERVAL, SamplingParams
 from services.worker.core.contracts.transfers import Tier
+from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.kv.memory import Lease
 from services.worker.core.requests.shares import Flow, Payer
+
+STOP_IDS = 8  # stop token ids per slot in the column; requests with more ids are marked as special
+CHARS_PER_TOKEN = 2  # lower limit for most text
+_UNLIMITED = 1 << 62
 
 
 class Phase(enum.IntEnum):
@@ -155,3 +174,202 @@ class Request:
         if self.params.prompt_logprobs_from >= 0 and self.progress.logprob_done < self.num_prompt_tokens:
             return min(self.reuse_limit, self.progress.logprob_done - 1)
         return self.reuse_limit
+
+
+def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float, revision: str = "") -> Request:
+    """Creates a request from a message that refusal() accepts.
+
+    A request with given output is like a retracted one: its output and the logprobs of its prompt count as sent.
+
+    Args:
+        message: the message.
+        seq: number of the request.
+        config: the configuration.
+        now: time of arrival.
+        revision: revision of the weights that compute the request.
+    """
+    params, given = message.params, len(message.output_ids)
+    if given and params.prompt_logprobs_from >= 0:
+        params = replace(params, prompt_logprobs_from=-1)
+    eos = () if params.ignore_eos else config.eos_token_ids
+    reusable = params.embedding is None or config.pooling_reuses_prefix
+    first_logprob = max(params.prompt_logprobs_from, 1)
+    progress = RequestProgress(
+        output_ids=list(message.output_ids),
+        num_given=given,
+        num_sent=given,
+        logprob_planned=first_logprob,
+        logprob_done=first_logprob,
+    )
+    source = message.source if config.reads_peers else None
+    request = Request(
+        seq=seq,
+        peer=message.peer,
+        handle=message.handle,
+        request_id=message.request_id,
+        prompt_ids=message.prompt_ids,
+        params=params,
+        stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+        namespace=tree_name(revision, cache_namespace(message.lora, message.salt)),
+        rank=config.rank(message.priority),
+        interval=params.stream_interval if message.stream else FORCE_STREAM_INTERVAL,
+        arrival=now,
+        deadline=now + message.timeout_s if message.timeout_s else float("inf"),
+        tail_tokens=_tail_tokens(params.stop),
+        reuse_limit=_UNLIMITED if reusable else 0,
+        routing_key=message.routing_key,
+        session=message.session,
+        payer=(message.tenant, message.peer, message.batch) if message.batch else (message.tenant, 0, 0),
+        weight=message.weight,
+        prediction=message.prediction if params.speculative else no_tokens(),
+        progress=progress,
+        kv=RequestKv(source=source, reservation=message.hand_over),
+    )
+    if message.page_keys is not None and message.page_keys.tree == request.namespace and message.session is None:
+        request.kv.page_keys = list(message.page_keys.keys)
+    request.rekey()
+    return request
+
+
+def _tail_tokens(stops: Sequence[str]) -> int:
+    """Estimates the number of last tokens that contain any of the stop strings."""
+    return max((len(stop) for stop in stops), default=0) // CHARS_PER_TOKEN + 4
+
+
+class SlotColumns:
+    """The state of running requests in columns by slot, so that a step with many rows takes a few array operations.
+
+    An entry is valid while its slot is leased.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        def column() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+            return np.zeros(num_slots, dtype=np.int64)
+
+        self.epoch = column()  # rises when the slot is freed; a step compares it to find rows whose lease has ended
+        self.computed = column()  # tokens whose KV the planned steps have written or will write
+        self.committed = column()  # tokens whose KV the committed steps have written
+        self.target = column()  # prompt and output at the admission or the last grammar jump, where extending ends
+        self.planned_out = column()  # output tokens, including those in flight
+        self.num_out = column()  # committed output tokens
+        self.sent = column()  # output tokens that were sent to the gateway
+        self.max_new = column()
+        self.min_new = column()
+        self.interval = column()
+        self.peer = column()
+        self.handle = np.zeros(num_slots, dtype=np.uint64)
+        self.draftable = np.zeros(num_slots, dtype=np.bool_)  # may get draft tokens
+        self.special = np.zeros(num_slots, dtype=np.bool_)  # the end of the request depends on more than stop_ids and lengths
+        self.masked = np.zeros(num_slots, dtype=np.bool_)  # sampling needs the grammar's mask
+        self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)  # the client wants logprobs of output tokens
+        self.predicted = np.zeros(num_slots, dtype=np.bool_)  # the client has sent a prediction
+        self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
+        # The token that the step in flight samples is already known and counted.
+        self.redundant = np.zeros(num_slots, dtype=np.bool_)
+        self.stop_ids = np.full((num_slots, STOP_IDS), -1, dtype=np.int64)
+
+    def begin(self, slot: int, request: Request, num_cached: int) -> None:
+        """Fills the columns for a request that is admitted with `num_cached` tokens of KV."""
+        outputs = len(request.progress.output_ids)
+        target = request.num_prompt_tokens + outputs
+        assert 0 <= num_cached < target, "an admitted request has a token to compute"
+        assert request.progress.num_sent <= outputs, "the gateway has no more tokens than the output"
+        self.computed[slot] = self.committed[slot] = num_cached
+        self.target[slot] = target
+        self.planned_out[slot] = self.num_out[slot] = outputs
+        self.sent[slot] = request.progress.num_sent
+        self.max_new[slot] = request.most_outputs
+        self.min_new[slot] = request.params.min_new_tokens
+        self.interval[slot] = request.interval
+        self.peer[slot] = request.peer
+        self.handle[slot] = request.handle
+        ids = request.stop_token_ids
+        params = request.params
+        self.draftable[slot] = params.speculative and params.samples
+        self.masked[slot] = params.grammar is not None and params.samples
+        self.wants_logprobs[slot] = request.wants_logprobs
+        self.predicted[slot] = len(request.prediction) > 0
+        self.redundant[slot] = False
+        self.ignore_eos[slot] = params.ignore_eos
+        strings = bool(params.stop or params.stop_regex)
+        leaves = not params.samples or request.kv.reservation is not None
+        self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or leaves
+        self.stop_ids[slot] = -1
+        if ids:
+            self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
+
+    def drop_flight(self, slot: int) -> None:
+        """Makes the commit of the step in flight ignore the slot's row."""
+        self.epoch[slot] += 1
+        self.computed[slot] = self.committed[slot]
+        self.planned_out[slot] = self.num_out[slot]
+
+    def end(self, slot: int) -> None:
+        assert self.committed[slot] <= self.computed[slot], "a step was committed that was not planned"
+        assert self.sent[slot] <= self.num_out[slot] <= self.planned_out[slot], "told, committed and planned outputs"
+        self.epoch[slot] += 1
+
+
+class Outputs:
+    """The outputs that the loop has not taken yet: one PeerOutput for each gateway and step."""
+
+    def __init__(self) -> None:
+        self._peers: dict[int, PeerOutput] = {}
+
+    def _peer(self, peer: int) -> PeerOutput:
+        output = self._peers.get(peer)
+        if output is None:
+            output = self._peers[peer] = PeerOutput(peer)
+        return output
+
+    def add_rows(self, peer: int, handles: list[int], counts: list[int], tokens: list[int]) -> None:
+        assert len(handles) == len(counts) <= len(tokens), "each handle has a count, and a token at least"
+        output = self._peer(peer)
+        output.handles += handles
+        output.counts += counts
+        output.tokens += tokens
+
+    def add_news(self, request: Request) -> None:
+        """Adds the unsent tokens of one request, with their logprobs and the results of its prediction."""
+        self._add_tokens(request)
+        self.add_predicted(request)
+
+    def _add_tokens(self, request: Request) -> None:
+        assert request.progress.num_sent <= len(request.progress.output_ids), "the gateway has no more tokens than the output"
+        tokens = request.progress.output_ids[request.progress.num_sent :]
+        if not tokens:
+            return
+        self.add_rows(request.peer, [request.handle], [len(tokens)], tokens)
+        self.add_logprobs(request, request.progress.num_sent, len(request.progress.output_ids))
+        request.progress.num_sent = len(request.progress.output_ids)
+
+    def add_logprobs(self, request: Request, first: int, end: int) -> None:
+        """Adds the logprobs of the output tokens from `first` to `end`, if wanted. The same message has these tokens."""
+        if request.wants_logprobs:
+            assert request.progress.num_given <= first < end, "logprobs are of tokens sampled here"
+            rows = request.progress.logprobs[first - request.progress.num_given : end - request.progress.num_given]
+            self._peer(request.peer).logprobs.append((request.handle, rows))
+
+    def add_predicted(self, request: Request) -> None:
+        """Adds the verification results of a request with a prediction."""
+        if len(request.prediction):
+            self._peer(request.peer).predicted.append((request.handle, request.progress.verified))
+
+    def add_prompt_logprobs(self, request: Request, values: PromptLogprobs) -> None:
+        self._peer(request.peer).prompt_logprobs.append((request.handle, values))
+
+    def add_ready(self, peer: int, ready: PagesReady) -> None:
+        self._peer(peer).ready.append(ready)
+
+    def add_finish(self, request: Request, finish: Finish) -> None:
+        """Adds the unsent tokens of a request, and then its terminal output."""
+        self.add_news(request)
+        self._peer(request.peer).finishes.append(finish)
+
+    def add_refusal(self, peer: int, finish: Finish) -> None:
+        self._peer(peer).finishes.append(finish)
+
+    def take(self) -> tuple[PeerOutput, ...]:
+        peers = tuple(self._peers.values())
+        self._peers.clear()
+        return peers

@@ -12,7 +12,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
+from services.shared.index.block_hash import cache_namespace
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import Prefetch
 from services.worker.core.contracts.reservations import KvReservation, KvSource
+from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Asker, Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES
@@ -108,3 +112,14 @@ class Prefetches:
         self.next_look = min(self.next_look, prefetch.until)
         if not wanted.let_go and not self._imports.is_waiting(wanted.seq):
             self._imports.consider(wanted, memory)
+
+
+def wanted_ahead(message: Prefetch, seq: int, config: SchedulerConfig, revision: str) -> Wanted:
+    """Creates the page search of a prefetch. A prompt that is too long for a request wants no pages."""
+    namespace = tree_name(revision, cache_namespace(message.lora, message.salt))
+    fits = len(message.prompt_ids) < config.context_len
+    tokens = message.prompt_ids.tobytes() if fits else b""
+    wanted = Wanted(seq, namespace, tokens, 0, config.rank(message.priority), source=message.source, ahead=True)
+    if message.page_keys is not None and message.page_keys.tree == namespace:
+        wanted.keys = list(message.page_keys.keys)
+    return wanted
