@@ -57,7 +57,7 @@ from services.gateway.peers.detokenizer_link import SILENCE_S, DetokPool
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter
-from services.gateway.request.body_budget import BodyBudget
+from services.gateway.request.bodies import BodyBudget
 from services.gateway.request.errors import ApiError, unavailable
 from services.gateway.service.probe import GenerationProbe
 from services.gateway.service.service import GenerationService

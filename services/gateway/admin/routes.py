@@ -30,7 +30,7 @@ from services.gateway.http.http_server import CannotListen, served_beside
 from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.metrics import OTHER
 from services.gateway.request.abort import Aborter
-from services.gateway.request.body_budget import BodyBudget, ClientGone
+from services.gateway.request.bodies import BodyBudget, ClientGone
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, Headers, internal
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import accepts, require_token_beyond_loopback

@@ -21,9 +21,8 @@ from services.gateway.api.request_body import SamplingBody, ThinkingBody, Thinki
 from services.gateway.api.tools import NO_TOOLS, ToolUse, constrained
 from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
+from services.gateway.request.body_fields import TEXT_ALONE, AnswerBody, FieldNames
 from services.gateway.request.errors import bad_request
-from services.gateway.request.field_names import FieldNames
 from services.gateway.request.generation import (
     GenerationParams,
     GenerationRequest,

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from rootstock.v1 import worker_pb2
 from services.gateway.api.known_fields import unserved
-from services.gateway.request.bodies import Body
+from services.gateway.request.body_fields import Body
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.index.block_hash import cache_namespace

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from services.gateway.batches.line_results import LineResponse
 from services.gateway.observe.access_log import AccessLog
-from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.body_budget import HeldBytes, hold_content
+from services.gateway.request.bodies import RequestBody
 from services.gateway.request.errors import OPENAI
 from services.gateway.request.origin import Caller, Origin
 from services.gateway.request.usage import access_state
@@ -47,8 +46,8 @@ class LineCalls:
     async def call(self, path: str, body: bytes, caller: Caller, request_id: str) -> Told:
         """Computes a line and returns the result. If cancelled, the request is aborted and its resources are released."""
 
-        async def read(held: HeldBytes) -> ReceivedBody:
-            return await hold_content(held, body, self._max_body_bytes)
+        async def read(line: RequestBody) -> None:
+            await line.hold(body, self._max_body_bytes)
 
         operation = self._operations[path]()
         sink, began = CollectedAnswer(OPENAI, operation.make_renderer), time.monotonic()

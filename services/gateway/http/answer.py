@@ -21,8 +21,7 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import BodyReader, ClientWatch, cut, gone_of, read_body
 from services.gateway.observe.access_log import CUT, ERROR_CODE, WORK
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.body_budget import ClientGone, HeldBytes
+from services.gateway.request.bodies import ClientGone, RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
 from services.gateway.request.generation import GenerationRequest
@@ -92,13 +91,12 @@ class GenerationEndpoint:
         sink = HttpSink(scope, send, operation.make_renderer, settings.sse_comment_s, self._port.logs_access)
         watch = ClientWatch(scope, receive)
 
-        async def read(held: HeldBytes) -> ReceivedBody:
-            body = await read_body(scope, receive, held, settings.max_body_bytes, settings.body_timeout_s)
+        async def read(body: RequestBody) -> None:
+            await read_body(scope, receive, body, settings.max_body_bytes, settings.body_timeout_s)
             watch.start()
             if len(key) > limits.MAX_ROUTING_KEY_CHARS:
                 name = ROUTING_KEY_HEADER.decode()
                 raise bad_request(name, f"'{name}' may have at most {limits.MAX_ROUTING_KEY_CHARS} characters.")
-            return body
 
         wants_report = settings.playground and (REPORT_HEADER, b"1") in scope["headers"]
         call = GenerationCall(origin, operation.prepare, read, gone_of(scope), wants_report=wants_report)

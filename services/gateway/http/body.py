@@ -13,8 +13,7 @@ from typing import Any
 from starlette.types import Receive, Scope
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.body_budget import BodyBudget, ClientGone, Gone, HeldBytes, body_too_large, hold_values
+from services.gateway.request.bodies import BodyBudget, ClientGone, Gone, RequestBody, body_too_large
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, unavailable
 from services.shared import limits
 from services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
@@ -102,7 +101,7 @@ def cut(scope: Scope) -> None:
 @asynccontextmanager
 async def held_body(
     scope: Scope, receive: Receive, budget: BodyBudget, max_bytes: int, timeout_s: float
-) -> AsyncIterator[ReceivedBody]:
+) -> AsyncIterator[RequestBody]:
     """Yields the body, whose bytes stay reserved in the budget while the block runs.
 
     Args:
@@ -113,11 +112,12 @@ async def held_body(
         ApiError: The body is too large (413), too slow (408), or the budget has no space for it (503).
         ClientGone: The client has closed its connection.
     """
-    held = budget.open(gone_of(scope))
+    body = budget.open(gone_of(scope))
     try:
-        yield await read_body(scope, receive, held, max_bytes, timeout_s)
+        await read_body(scope, receive, body, max_bytes, timeout_s)
+        yield body
     finally:
-        held.close()
+        body.close()
 
 
 class BodyReader:
@@ -132,7 +132,7 @@ class BodyReader:
         self._num_open = 0
 
     @asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive, max_bytes: int = limits.MAX_BODY_BYTES) -> AsyncIterator[ReceivedBody]:
+    async def read(self, scope: Scope, receive: Receive, max_bytes: int = limits.MAX_BODY_BYTES) -> AsyncIterator[RequestBody]:
         """Yields the body. Its bytes are held in the budget while the block runs, which is cancelled if the client leaves.
 
         Raises:
@@ -153,11 +153,11 @@ class BodyReader:
             self._num_open -= 1
 
 
-async def read_body(scope: Scope, receive: Receive, held: HeldBytes, max_bytes: int, timeout_s: float) -> ReceivedBody:
-    """Reads a body, and reserves memory for its bytes and for the values that it will be parsed into.
+async def read_body(scope: Scope, receive: Receive, body: RequestBody, max_bytes: int, timeout_s: float) -> None:
+    """Reads the content of a body, and reserves memory for its bytes and for the values that it will be parsed into.
 
     Args:
-        held: The reservation, which grows with the body. The caller closes it.
+        body: Grows with its content. The caller closes it.
         max_bytes: Largest size of the body.
         timeout_s: Seconds for the whole body, without the time in which it waits for the budget.
 
@@ -168,17 +168,18 @@ async def read_body(scope: Scope, receive: Receive, held: HeldBytes, max_bytes: 
     declared = _declared(scope)
     if declared > max_bytes:
         raise body_too_large(max_bytes)
-    await held.grow_to(declared)
+    await body.grow_to(declared)
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            body = ReceivedBody(await _collect(receive, held, declared, max_bytes, limit), held.grow_by)
+            content = await _collect(receive, body, declared, max_bytes, limit)
     except TimeoutError:
         raise ApiError(408, "The request's body did not arrive in time.", code="timeout") from None
-    await hold_values(held, body)
-    return body
+    await body.receive(content)
 
 
-async def _collect(receive: Receive, held: HeldBytes, declared: int, max_bytes: int, limit: asyncio.Timeout) -> bytes | bytearray:
+async def _collect(
+    receive: Receive, body: RequestBody, declared: int, max_bytes: int, limit: asyncio.Timeout
+) -> bytes | bytearray:
     message = await receive()
     content = bytearray()
     while message["type"] != "http.disconnect":
@@ -188,8 +189,8 @@ async def _collect(receive: Receive, held: HeldBytes, declared: int, max_bytes: 
         size = len(content) + len(part)
         if size > max_bytes:
             raise body_too_large(max_bytes)
-        if size > held.size:
-            await _grow(held, min(_step_of(size), max_bytes), limit)
+        if size > body.size:
+            await _grow(body, min(_step_of(size), max_bytes), limit)
         content += part
         if not more:
             return content
@@ -203,14 +204,14 @@ def _step_of(size: int) -> int:
     return -(-size // step) * step
 
 
-async def _grow(held: HeldBytes, size: int, limit: asyncio.Timeout) -> None:
-    """Grows the reservation to `size` bytes, with the time limit of the body suspended while it waits."""
+async def _grow(body: RequestBody, size: int, limit: asyncio.Timeout) -> None:
+    """Grows the body to `size` bytes, with the time limit of the body suspended while it waits."""
     loop, until = asyncio.get_running_loop(), limit.when()
     assert until is not None
     left_s = until - loop.time()
     limit.reschedule(None)
     try:
-        await held.grow_to(size)
+        await body.grow_to(size)
     finally:
         limit.reschedule(loop.time() + left_s)
 

@@ -20,8 +20,8 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.connection import ANY_MODEL
 from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.tokenizer_replica import EncodeFailed, TokenizerReplica
+from services.gateway.request.body_fields import CHAT, NO_NAMES, FieldNames
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.request.field_names import CHAT, NO_NAMES, FieldNames
 from services.gateway.request.trace import EncodeCall
 from services.shared.observe.log_fields import fields, trace_fields
 from services.shared.output_formats import OutputFormats

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.parsers.output_parser import Parsing
-from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
+from services.gateway.request.body_fields import TEXT_ALONE, AnswerBody, FieldNames
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.field_names import FieldNames
 from services.gateway.request.logprobs import values_per_token
 from services.gateway.request.origin import Caller
 from services.shared import limits

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
-from services.gateway.request.body_budget import HeldBytes
+from services.gateway.request.bodies import RequestBody
 from services.gateway.request.choice import Choice, Series
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, PromptInput
@@ -64,14 +64,14 @@ class RunningRequest:
         origin: Origin,
         releaser: Releaser,
         measures: Measures,
-        held: HeldBytes,
+        body: RequestBody,
         closed: Callable[[RunningRequest], None],
         wants_report: bool = False,
     ) -> None:
         """Starts the request's clock.
 
         Args:
-            held: Bytes of the body budget. The request frees them.
+            body: The request closes it.
             closed: Takes the request out of the open ones. Idempotent.
             wants_report: The client asks for a report (report_of).
         """
@@ -81,7 +81,7 @@ class RunningRequest:
         self.trace = origin.trace
         self.wants_report = wants_report
         self.workers: list[str] = []  # ids of the workers to which a choice was submitted, each once
-        self.held = held
+        self.body = body
         self.admission: KeyAdmission | None = None
         self.usage: dict[str, Any] | None = None  # set when the response is complete
         self.task: asyncio.Task[Any] | None = None  # serves the request
@@ -199,7 +199,7 @@ class RunningRequest:
             return
         self.phase = Phase.ENDED
         self._release_choices()
-        self.held.close()
+        self.body.close()
         if (admission := self.hand_over()) is not None:
             admission.end(self.tokens_used)
         if self.trace is not None:

@@ -13,7 +13,7 @@ from rootstock.v1 import common_pb2 as pb
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.placement import Link, Pool
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.bodies import RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, PromptInput, one_step
@@ -87,7 +87,7 @@ class GenerationProbe:
         pool, sink = self._asked(idle), _ProbeSink()
         request = GenerationRequest.of(pool.model, [PromptInput([_PROMPT_ID], None)], _one_token(pool.model))
 
-        async def prepared(_body: ReceivedBody, _origin: Origin) -> GenerationRequest:
+        async def prepared(_body: RequestBody, _origin: Origin) -> GenerationRequest:
             return request
 
         origin = Origin(f"health-{next(self._numbers)}", "/health_generate", is_counted=False)

@@ -12,8 +12,7 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.abort import AbortScope
-from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.body_budget import BodyBudget, ClientGone
+from services.gateway.request.bodies import BodyBudget, ClientGone
 from services.gateway.request.choice import Choice, Series
 from services.gateway.request.errors import ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import GenerationRequest, check_logprobs, most_tokens
@@ -119,12 +118,12 @@ class GenerationService:
             sink.open(running)
             try:
                 self._admit(running, call)
-                body = await call.read_body(running.held)
+                await call.read_body(running.body)
             except ApiError as error:
                 running.fail(error)
                 await self._tell(running, sink, error)
             else:
-                await self._serve(running, call, body, sink)
+                await self._serve(running, call, sink)
         except (ClientGone, asyncio.CancelledError):
             self._client_gone(running)
             raise
@@ -147,12 +146,12 @@ class GenerationService:
         return not self._open
 
     def _opened(self, call: GenerationCall) -> RunningRequest:
-        origin, held = call.origin, self._bodies.open(call.gone)
+        origin, body = call.origin, self._bodies.open(call.gone)
         if not origin.is_counted:
-            return RunningRequest(origin, self._dispatcher, _UNCOUNTED, held, self._forget)
+            return RunningRequest(origin, self._dispatcher, _UNCOUNTED, body, self._forget)
         if self._tracing is not None:
             origin.begin_trace(self._tracing)
-        return RunningRequest(origin, self._dispatcher, self.metrics, held, self._forget, call.wants_report)
+        return RunningRequest(origin, self._dispatcher, self.metrics, body, self._forget, call.wants_report)
 
     def _admit(self, running: RunningRequest, call: GenerationCall) -> None:
         """Admits the request. Raises ApiError if too many requests are open, or the key's limits are reached."""
@@ -171,11 +170,11 @@ class GenerationService:
             del self._open[running]
             self.attendance.end(_is_attended(running))
 
-    async def _serve(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> None:
+    async def _serve(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> None:
         running.task = asyncio.current_task()
         try:
             async with asyncio.timeout(self.settings.request_timeout_s):
-                await self._generate(running, call, body, sink)
+                await self._generate(running, call, sink)
             return
         except ApiError as failure:
             error = _alone(failure)
@@ -193,12 +192,12 @@ class GenerationService:
         running.fail(error)
         await self._tell(running, sink, error)
 
-    async def _generate(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> None:
-        prepared = await self._prepared(running, call, body, sink)
+    async def _generate(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> None:
+        prepared = await self._prepared(running, call, sink)
         if not await sink.begin(prepared, self.token_texts.of_model(prepared.model.source, prepared.model.tokenizer)):
             return
         self._dispatcher.start(running, call.avoid)
-        running.held.close()
+        running.body.close()
         await sink.queued()
         more = True
         while more:
@@ -211,10 +210,10 @@ class GenerationService:
         self._count(running)
         await sink.end()
 
-    async def _prepared(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> GenerationRequest:
+    async def _prepared(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> GenerationRequest:
         """Returns a prepared request whose choices have been made. Raises ApiError."""
         try:
-            prepared = await sink.while_preparing(call.prepare(body, running.origin))
+            prepared = await sink.while_preparing(call.prepare(running.body, running.origin))
             if call.origin.routing_key:
                 prepared = prepared.routed(call.origin.routing_key)
             if running.error is not None:

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.body_budget import Gone, HeldBytes
+from services.gateway.request.bodies import Gone, RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import AnswerForm, ApiError, Headers
 from services.gateway.request.generation import GenerationRequest
@@ -30,12 +29,12 @@ from services.gateway.request.request import KeyAdmission, RunningRequest
 
 T = TypeVar("T")
 Respond = Callable[[Any, Any, Any], Awaitable[None]]  # an ASGI application: scope, receive, send
-Prepare = Callable[[ReceivedBody, Origin], Awaitable[GenerationRequest]]  # raises ApiError
+Prepare = Callable[[RequestBody, Origin], Awaitable[GenerationRequest]]  # raises ApiError
+ReadBody = Callable[[RequestBody], Awaitable[None]]  # gives the body its content; raises ApiError, ClientGone
 
 
-async def no_body(_held: HeldBytes) -> ReceivedBody:
-    """Returns an empty body, for a call that is prepared without one."""
-    return ReceivedBody(b"")
+async def no_body(_body: RequestBody) -> None:
+    """Reads nothing, for a call that is prepared without a body."""
 
 
 async def never() -> None:
@@ -49,8 +48,7 @@ class GenerationCall:
 
     origin: Origin
     prepare: Prepare  # parses the body, tokenizes the prompts and checks them against the model
-    # Holds the bytes that it reads. Raises ApiError, ClientGone.
-    read_body: Callable[[HeldBytes], Awaitable[ReceivedBody]] = no_body
+    read_body: ReadBody = no_body
     gone: Gone = never  # returns when the client has closed its connection
     admission: KeyAdmission | None = None  # the key's admission if the call has one already; if None, the service asks for one
     wants_report: bool = False  # the client asks for a report on the request's path through the fleet

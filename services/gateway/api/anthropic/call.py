@@ -8,7 +8,7 @@ from services.gateway.api.anthropic.types import CountTokensRequest, MessagesReq
 from services.gateway.api.chat import ChatPreparer
 from services.gateway.api.request_body import parse_json
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.bodies import RequestBody
 from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
@@ -22,7 +22,7 @@ class MessagesCall:
         self._shows: bool | None = None
         self._max_tokens = 0
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
+    async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         """Returns the prepared request. Raises ApiError."""
         omits = self._preparer.omits_hosted_tools
         request = parse(MessagesRequest, parse_json(body.take()), origin.omit if omits else None)
@@ -33,7 +33,7 @@ class MessagesCall:
             origin.stream()
         return await self._preparer.prepare(chat_request(request, omits), origin)
 
-    async def count(self, body: ReceivedBody, origin: Origin) -> int:
+    async def count(self, body: RequestBody, origin: Origin) -> int:
         """Returns the number of tokens of the prompt. Raises ApiError."""
         omits = self._preparer.omits_hosted_tools
         request = parse(CountTokensRequest, parse_json(body.take()), origin.omit if omits else None)

@@ -21,7 +21,7 @@ from services.gateway.api.batches.form_reader import BadForm, Event, FormReader,
 from services.gateway.api.batches.types import FileForm
 from services.gateway.api.request_body import of_validation
 from services.gateway.http.body import gone_of
-from services.gateway.request.body_budget import BodyBudget, ClientGone
+from services.gateway.request.bodies import BodyBudget, ClientGone
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.state_store import StoreAway

@@ -12,7 +12,7 @@ from services.gateway.api.known_fields import WEB_SEARCH, hosted_type, omitted_n
 from services.gateway.api.openai.types import ChatCompletionRequest, check_stream_options, include_stop, parse
 from services.gateway.api.request_body import joined_salt, session_turn
 from services.gateway.api.tools import NO_TOOLS, Functions, ToolChoice, ToolUse, check_num_tools, tool_specs
-from services.gateway.request import field_names
+from services.gateway.request import body_fields
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import check_chars
 from services.gateway.request.origin import Origin
@@ -42,7 +42,7 @@ def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> Ch
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise bad_request("continue_final_message", "'continue_final_message' and 'add_generation_prompt' exclude each other.")
-    switches, names = switches_of(request), field_names.CHAT
+    switches, names = switches_of(request), body_fields.CHAT
     given, effort = request.chat_template_kwargs, request.reasoning_effort
     variables = template_variables(names, given, effort, switches, request.documents)
     prediction = _predicted_text(request.prediction)
@@ -139,7 +139,7 @@ def _check_messages(messages: Any) -> None:
         if parts > limits.MAX_REQUEST_CONTENT_PARTS:
             raise bad_request("messages", f"'messages' may have at most {limits.MAX_REQUEST_CONTENT_PARTS} content parts in all.")
         _check_message(message, where)
-    check_size(messages, field_names.CHAT)
+    check_size(messages, body_fields.CHAT)
 
 
 def _part_count(message: Any, where: str) -> int:

@@ -30,8 +30,8 @@ from services.gateway.api.request_body import begins, check_turn, joined_salt, p
 from services.gateway.parsers.output_parser import MakeParser
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request import field_names
-from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request import body_fields
+from services.gateway.request.bodies import RequestBody
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, Models, PromptInput, check_sets
@@ -56,10 +56,10 @@ class Preparer(ChatPreparer):
         super().__init__(models, tokenizer, make_parser, dropped, omits_hosted_tools)
         self._detoks = detoks
 
-    async def chat(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
+    async def chat(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         return await self.prepare(chat_request(parse_json(body.take()), origin, self.omits_hosted_tools), origin)
 
-    async def completion(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
+    async def completion(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         request = parse(CompletionRequest, parse_json(body.take()), known_fields.COMPLETION, origin)
         if request.stream:
             origin.stream()
@@ -78,7 +78,7 @@ class Preparer(ChatPreparer):
             inputs = [replace(each, prefix=await self._text_of(each, generation, origin, model)) for each in inputs]
         return GenerationRequest.of(model, inputs, generation)
 
-    async def embedding(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
+    async def embedding(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         request = parse(EmbeddingRequest, parse_json(body.take()), known_fields.EMBEDDING, origin)
         _note_names(request, origin, request.input)
         model = await self.model_of(request.model, origin.caller)
@@ -134,7 +134,7 @@ def completion_generation(request: CompletionRequest, vocab_size: int) -> Genera
         request,
         Api.COMPLETION,
         vocab_size,
-        field_names.COMPLETION,
+        body_fields.COMPLETION,
         max_tokens=most,
         min_tokens=request.min_tokens,
         seed=request.seed,
@@ -172,7 +172,7 @@ def vector_generation(request: EmbeddingRequest, embedding_size: int) -> Generat
         raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, the size of this model's vectors.")
     embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
     salt = joined_salt(request.cache_salt, request.extra_key)
-    vector = embedding_generation(request, salt, embedding, field_names.EMBEDDING)
+    vector = embedding_generation(request, salt, embedding, body_fields.EMBEDDING)
     return replace(vector, vector_as_base64=request.encoding_format == "base64")
 
 

@@ -23,7 +23,7 @@ from services.gateway.api.request_body import (
     of_validation,
     parameter,
 )
-from services.gateway.request.bodies import AnswerBody, Body
+from services.gateway.request.body_fields import AnswerBody, Body
 from services.gateway.request.errors import bad_request
 from services.gateway.request.origin import Origin
 from services.shared import limits

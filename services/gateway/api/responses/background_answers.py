@@ -18,7 +18,7 @@ from services.gateway.api.responses.render import Draft, begun, end_of, failure,
 from services.gateway.api.responses.translation import chat_request
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.bodies import RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError, internal
 from services.gateway.request.generation import GenerationRequest, PromptInput
@@ -86,7 +86,7 @@ class BackgroundAnswers:
             API_DEFAULTS.over(order.defaults),
         )
 
-        async def prepare(_body: ReceivedBody, origin: Origin) -> GenerationRequest:
+        async def prepare(_body: RequestBody, origin: Origin) -> GenerationRequest:
             chat = replace(chat_request(_asked(order), _INPUT, streams=True), model=order.model)
             request = await self._preparer.prepare(chat, origin, prepared)
             if order.formats is not None and request.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:

@@ -20,7 +20,7 @@ from services.gateway.api.responses.render import ResponseRenderer, begun
 from services.gateway.api.responses.translation import as_served, chat_request, parse, prompt_request
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.bodies import Hold, ReceivedBody
+from services.gateway.request.bodies import Hold, RequestBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
@@ -50,7 +50,7 @@ class ResponsesCall:
         self._records = records
         self._background = background
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
+    async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         """Returns the prepared request. Raises ApiError."""
         await self._read(body, origin)
         if self._asked.background:
@@ -61,7 +61,7 @@ class ResponsesCall:
         self._asked = as_served(self._asked)
         return request
 
-    async def count(self, body: ReceivedBody, origin: Origin) -> int:
+    async def count(self, body: RequestBody, origin: Origin) -> int:
         """Returns the number of tokens of the prompt. Raises ApiError."""
         await self._read(body, origin)
         return await self._preparer.count(prompt_request(self._asked, [*self._before.items, *self._items]), origin)
@@ -82,7 +82,7 @@ class ResponsesCall:
             return DetachedCall(self._background, self._origin, self._asked, self._streams, record, self._before.num_bytes)
         return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep, self._records.keeps)
 
-    async def _read(self, body: ReceivedBody, origin: Origin) -> None:
+    async def _read(self, body: RequestBody, origin: Origin) -> None:
         self._owner = owner_of(origin.caller.key)
         self._origin = origin
         omits = self._preparer.omits_hosted_tools
@@ -92,7 +92,7 @@ class ResponsesCall:
         if asked.stream and not asked.background:
             origin.stream()
         items = checked_items([] if asked.input is None else asked.input, "input", omits)
-        self._before = await self._context(asked, body.hold)
+        self._before = await self._context(asked, body.grow_by)
         self._items = await self._records.resolved(self._owner, items, self._before)
         self._asked = asked.model_copy(update={"input": None})  # the input may have 64 MiB, and `_items` is a copy
 

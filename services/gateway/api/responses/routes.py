@@ -33,7 +33,7 @@ from services.gateway.api.responses.render import failure
 from services.gateway.api.responses.stream import FollowedStream
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
 from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.request.bodies import Body
+from services.gateway.request.body_fields import Body
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request, timed_out
 from services.gateway.request.origin import origin_of
 from services.gateway.service.sink import MakeOperation, Operation

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.background.follow import Follow
 from services.gateway.http.answer import SSE_HEADERS
 from services.gateway.http.body import attended, cut
-from services.gateway.request.body_budget import ClientGone
+from services.gateway.request.bodies import ClientGone
 from services.gateway.request.errors import OPENAI, ApiError
 from services.gateway.state.state_store import StoreAway
 

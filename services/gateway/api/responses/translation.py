@@ -19,8 +19,8 @@ from services.gateway.api.request_body import joined_salt, of_validation
 from services.gateway.api.responses.items import check_tool_types, messages_of
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.tools import ToolChoice, ToolUse, tool_specs
+from services.gateway.request.body_fields import RESPONSES
 from services.gateway.request.errors import bad_request
-from services.gateway.request.field_names import RESPONSES
 from services.gateway.state.metadata import check_metadata
 
 Json = dict[str, Any]

@@ -18,8 +18,8 @@ from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request import field_names
-from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request import body_fields
+from services.gateway.request.bodies import RequestBody
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import GenerationRequest, ModelInfo, Models, PromptInput
 from services.gateway.request.origin import Origin
@@ -68,7 +68,7 @@ class GenerateCall:
         self._texts = False  # whether log probabilities have the tokens' texts
         self._forms: list[Form] = []
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
+    async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         """Returns the prepared request. Raises ApiError."""
         request = parse(NativeGenerateRequest, parse_json(body.take()))
         inputs = inputs_of(request)
@@ -104,7 +104,7 @@ class EncodeCall:
         self._source = source
         self._many = False
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
+    async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         """Returns the prepared request. Raises ApiError."""
         request = parse(NativeEncodeRequest, parse_json(body.take()))
         inputs = inputs_of(request)
@@ -115,7 +115,7 @@ class EncodeCall:
         prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
         self._many = inputs.many
         embedding = pb.Embedding(dimensions=request.dimensions)
-        fields = field_names.ENCODE.within("", inputs.field)
+        fields = body_fields.ENCODE.within("", inputs.field)
         params = embedding_generation(request, request.extra_key or "", embedding, fields)
         return GenerationRequest.of(model, named(prompts, rids), params)
 

@@ -23,7 +23,7 @@ from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import ScoreRequest
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.bodies import RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import GenerationRequest, ModelInfo, Models, PromptInput, check_chars
@@ -77,7 +77,7 @@ class ScoreCall:
         self._tokenizer = tokenizer
         self._softmax = False
 
-    async def prepare(self, body: ReceivedBody, origin: Origin) -> GenerationRequest:
+    async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         """Returns the prepared request. Raises ApiError."""
         request = parse(ScoreRequest, parse_json(body.take()), known=known_fields.SCORE)
         scored = scored_of(request)

@@ -33,7 +33,7 @@ from services.gateway.api.texts.types import DetokenizeRequest, ParseCallRequest
 from services.gateway.http.answer import HttpPort, json_response
 from services.gateway.parsers.output_parser import MakeParser, Schema
 from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.bodies import Body
+from services.gateway.request.body_fields import Body
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request
 from services.gateway.request.generation import ModelInfo, PromptInput
 from services.gateway.request.origin import Caller, Origin, origin_of

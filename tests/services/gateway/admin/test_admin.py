@@ -30,7 +30,7 @@ from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
-from services.gateway.request.body_budget import BodyBudget
+from services.gateway.request.bodies import BodyBudget
 from services.gateway.request.errors import ApiError
 from services.gateway.request.origin import Caller
 from services.local.ports import free_ports

@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from services.gateway.api.responses.output import OutputItems
 from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
-from services.gateway.request.body_budget import HeldBytes
+from services.gateway.request.bodies import RequestBody
 from services.shared import limits
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
@@ -328,13 +328,13 @@ def test_refusal_names_the_field(system: System, body: dict[str, Any], param: st
 
 def test_body_budget_holds_stored_items(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    grow = HeldBytes.grow_by
+    grow = RequestBody.grow_by
 
-    async def grow_by(self: HeldBytes, size: int) -> None:
+    async def grow_by(self: RequestBody, size: int) -> None:
         held.append(size)
         await grow(self, size)
 
-    monkeypatch.setattr(HeldBytes, "grow_by", grow_by)
+    monkeypatch.setattr(RequestBody, "grow_by", grow_by)
     client, text = system.openai(), "x" * 200
     first = client.responses.create(model=MODEL, input=text)
     second = client.responses.create(model=MODEL, input="On.", previous_response_id=first.id)

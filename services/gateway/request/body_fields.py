@@ -1,4 +1,4 @@
-"""The names that clients of each API know for the fields of a request. Errors use them.
+"""Fields of request bodies: the base class of the bodies' types, and the names by which errors call a field.
 
 Workers name a refused field by its path in their messages, such as `max_new_tokens`. The gateway names a field of a chat by its
 path in ChatRequest, such as `messages`. The table of an API maps these paths to the API's own names.
@@ -8,8 +8,58 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.shared.sampling_parameters import Api, renamed
+
+
+class Body(BaseModel):
+    """The base of all request bodies. Ignores unknown fields, because clients send new ones, unless a subclass forbids them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=(), frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, given: Any) -> Any:
+        """Converts 5.0 to 5 in integer fields, because JSON has no integers and some clients write 5.0."""
+        if not isinstance(given, dict):
+            return given
+        whole = {
+            name: int(value)
+            for name, value in given.items()
+            if type(value) is float and value.is_integer() and abs(value) < _EXACT
+        }
+        integers = _integers(cls)
+        return {**given, **{name: value for name, value in whole.items() if name in integers}} if whole else given
+
+
+_EXACT = 1 << 53  # smaller integers are exact as doubles
+
+
+@cache
+def _integers(body: type[BaseModel]) -> frozenset[str]:
+    """Returns the names of the integer fields of a body."""
+    return frozenset(name for name, field in body.model_fields.items() if field.annotation in (int, int | None))
+
+
+class AnswerBody(Body):
+    """Optional fields of the response. No worker receives them; a renderer reads them as the client has sent them."""
+
+    return_token_ids: bool | None = Field(
+        default=None, description="Choices carry `token_ids`, and `prompt_token_ids` come once."
+    )
+
+    def shown(self) -> AnswerBody:
+        """Returns only these fields of a larger body."""
+        given = {name: value for name in _SHOWN if (value := getattr(self, name)) is not None}
+        return AnswerBody(**given) if given else TEXT_ALONE
+
+
+_SHOWN = tuple(AnswerBody.model_fields)
+TEXT_ALONE = AnswerBody()
 
 
 @dataclass(frozen=True, slots=True)
