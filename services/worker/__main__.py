@@ -27,7 +27,7 @@ from services.shared.tls.mutual_tls import mutual_tls
 from services.shared.tls.roles import Role
 from services.worker.control.server import ControlAddress, start_control
 from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import StepOutput
+from services.worker.core.contracts.messages import PeerOutput
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.engine import Engine, build_engine
@@ -110,9 +110,9 @@ class MeasuredOutbox:
     def __init__(self, worker_metrics: WorkerMetrics, outbox: StreamOutbox) -> None:
         self._metrics, self._outbox = worker_metrics, outbox
 
-    def send(self, output: StepOutput) -> None:
-        self._metrics.times.sent(output)
-        self._outbox.send(output)
+    def send(self, outputs: tuple[PeerOutput, ...]) -> None:
+        self._metrics.times.sent(outputs)
+        self._outbox.send(outputs)
 
 
 def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_pb2.WorkerInfo:

@@ -346,8 +346,8 @@ class Engine:
 
     def _take(self) -> None:
         self._tell_rooms()
-        output = self.core.take_output()
-        for peer in output.peers if output else ():
+        outputs = self.core.take_output()
+        for peer in outputs:
             at = 0
             self.ready += peer.ready
             for handle, count in zip(peer.handles, peer.counts, strict=True):

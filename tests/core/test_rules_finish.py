@@ -11,7 +11,7 @@ import pytest
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, Submit
 from services.worker.core.contracts.plan import RowFault, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.requests.finish import REGEX_TAIL_TOKENS, FinishDecision, check_finished, first_stop
+from services.worker.core.requests.finish import REGEX_TAIL_TOKENS, check_finished, first_stop
 from services.worker.core.requests.request import make_request
 from tests.core.fake_grammar import spec
 from tests.core.harness import LetterDecoder
@@ -20,7 +20,7 @@ from tests.core.test_scheduler_basic import make
 B = 1  # LetterDecoder reads token 1 as "b"
 
 
-def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> FinishDecision | None:
+def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> Finish | None:
     """Returns the ending of a request whose newest output token is the last one of `outputs`."""
     message = Submit(0, 0, "", np.array([5], dtype=np.int32), SamplingParams(**{"max_new_tokens": 99, **params}))
     request = make_request(message, 0, make().config, 0.0)
@@ -94,8 +94,8 @@ class TestOrder:
         plan = engine.core.plan(engine.now)
         assert plan is not None
         engine.core.commit(StepResult(plan.step_id, np.array([refused], dtype=np.int32)), engine.now)
-        output = engine.core.take_output()
-        assert output is not None and [finish.error for finish in output.peers[0].finishes] == [ErrorCode.INTERNAL]
+        (output,) = engine.core.take_output()
+        assert [finish.error for finish in output.finishes] == [ErrorCode.INTERNAL]
 
 
 class TestTokens:
@@ -104,9 +104,9 @@ class TestTokens:
         assert found is not None and found.matched_token == B and found.matched_stop == ""
 
     def test_finish_reports_the_eos_token(self) -> None:
-        assert ending([2, 7]) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=7)
+        assert ending([2, 7]) == Finish(FinishReason.MATCHED_TOKEN, matched_token=7)
         assert ending([2, 7], ignore_eos=True) is None
-        assert ending([2, 7], ignore_eos=True, stop_token_ids=(7,)) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=7)
+        assert ending([2, 7], ignore_eos=True, stop_token_ids=(7,)) == Finish(FinishReason.MATCHED_TOKEN, matched_token=7)
 
     @pytest.mark.parametrize(("count", "ends"), [(2, False), (3, True)])
     def test_stop_token_is_ignored_before_min_new_tokens(self, count: int, ends: bool) -> None:
@@ -124,8 +124,8 @@ class TestTokens:
         assert engine.finishes[1].matched_token == out[10] and engine.outputs[1] == out[:11]
 
     def test_finished_grammar_reports_the_stop_token(self) -> None:
-        assert ending([2, B], True) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=-1)
-        assert ending([2, B], True, stop_token_ids=(B,)) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=B)
+        assert ending([2, B], True) == Finish(FinishReason.MATCHED_TOKEN, matched_token=-1)
+        assert ending([2, B], True, stop_token_ids=(B,)) == Finish(FinishReason.MATCHED_TOKEN, matched_token=B)
 
 
 class TestStrings:
@@ -158,7 +158,7 @@ class TestStrings:
 
 class TestRegexes:
     def test_finish_reports_the_stop_pattern(self) -> None:
-        assert ending([2, 0, B], stop_regex=("z", "a[bc]")) == FinishDecision(FinishReason.MATCHED_REGEX, matched_stop="a[bc]")
+        assert ending([2, 0, B], stop_regex=("z", "a[bc]")) == Finish(FinishReason.MATCHED_REGEX, matched_stop="a[bc]")
 
     @pytest.mark.parametrize(("behind", "found"), [(REGEX_TAIL_TOKENS - 1, True), (REGEX_TAIL_TOKENS, False)])
     def test_stop_pattern_searches_the_last_256_tokens(self, behind: int, found: bool) -> None:

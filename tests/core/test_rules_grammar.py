@@ -99,8 +99,8 @@ class TestGate:
     def test_grammar_is_refused_when_the_worker_offers_no_structured_output(self) -> None:
         core = Scheduler(make().config, LetterDecoder())
         core.submit(Submit(0, 0, "r", np.ones(4, dtype=np.int32), SamplingParams(5, grammar=spec(1, 4))), 0.0)
-        output = core.take_output()
-        assert output is not None and output.peers[0].finishes[0].error is ErrorCode.INVALID_ARGUMENT
+        (output,) = core.take_output()
+        assert output.finishes[0].error is ErrorCode.INVALID_ARGUMENT
 
 
 class TestMasks:

@@ -304,8 +304,7 @@ class TestRefusals:
         ids = np.array(PROMPT, dtype=np.int32)
         engine.core.submit(Submit(0, 0, "r0", ids, values.pop("params"), output_ids=tuple(output), **values), 0.0)
         assert engine.core.idle and not engine.core.sessions.running_turns()
-        taken = engine.core.take_output()
-        assert taken is not None
-        finish = taken.peers[0].finishes[0]
+        (output,) = engine.core.take_output()
+        finish = output.finishes[0]
         assert finish.error is error
         assert finish.field == "output_ids" or error is ErrorCode.OUT_OF_MEMORY

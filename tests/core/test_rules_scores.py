@@ -158,6 +158,6 @@ class TestRefusals:
         engine.executor.sample(run, {})
         run.label_logprobs.clear()
         engine.core.commit(engine.executor.wait(run), engine.now)
-        output = engine.core.take_output()
-        assert output is not None and [finish.error for finish in output.peers[0].finishes] == [ErrorCode.INTERNAL]
+        (output,) = engine.core.take_output()
+        assert [finish.error for finish in output.finishes] == [ErrorCode.INTERNAL]
         assert np.all(plan.sample)

@@ -165,8 +165,8 @@ class Turned:
         run, self._run = self._run, following
         if run is not None:
             self._core.commit(self._executor.wait(run), 0.0)
-        output = self._core.take_output()
-        for peer in output.peers if output is not None else ():
+        outputs = self._core.take_output()
+        for peer in outputs:
             self._take(peer)
 
     def _take(self, peer: PeerOutput) -> None:

@@ -82,8 +82,8 @@ class Engine:
         self._take()
 
     def _take(self) -> None:
-        output = self.core.take_output()
-        for peer in output.peers if output else ():
+        outputs = self.core.take_output()
+        for peer in outputs:
             tokens = iter(peer.tokens)
             for handle, count in zip(peer.handles, peer.counts, strict=True):
                 self.rest[handle] += [next(tokens) for _ in range(count)]

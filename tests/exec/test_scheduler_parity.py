@@ -119,8 +119,8 @@ class Served:
     def _commit(self, run: Run | None) -> None:
         if run is not None:
             self.core.commit(self.executor.wait(run), 0.0)
-        output = self.core.take_output()
-        for peer in output.peers if output else ():
+        outputs = self.core.take_output()
+        for peer in outputs:
             tokens = iter(peer.tokens)
             for handle, count in zip(peer.handles, peer.counts, strict=True):
                 self.outputs.setdefault(handle, []).extend(next(tokens) for _ in range(count))

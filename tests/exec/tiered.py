@@ -196,8 +196,8 @@ class Served:
                 each[free.to(each.device)] = torch.nan if each.device.type == "cpu" else 1e4
 
     def _take(self) -> None:
-        output = self.core.take_output()
-        for peer in output.peers if output else ():
+        outputs = self.core.take_output()
+        for peer in outputs:
             at = 0
             self.ready += peer.ready
             for handle, count in zip(peer.handles, peer.counts, strict=True):

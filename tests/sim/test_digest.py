@@ -157,7 +157,7 @@ def test_canonical_plan_ignores_the_order_of_updates_and_admissions() -> None:
 
 
 def test_canonical_output_is_plain_data() -> None:
-    finish = Finish(4, "r", FinishReason.ABORT, error=ErrorCode.TIMEOUT, cached_from={Tier.HOST: 2, Tier.DEVICE: 1}, queue_s=0.1)
+    finish = Finish(FinishReason.ABORT, 4, "r", error=ErrorCode.TIMEOUT, cached_from={Tier.HOST: 2, Tier.DEVICE: 1}, queue_s=0.1)
     form = canonical(PeerOutput(2, [4], [1], [8], [finish]))
     assert isinstance(form, dict)
     (ended,) = form["finishes"]

@@ -182,12 +182,12 @@ def test_decode_worker_caches_read_pages() -> None:
 
 def test_handover_log_keeps_prompt_figures_of_first_worker() -> None:
     log = HandoverLog(2)
-    handed = Finish(1, "one", FinishReason.HANDED_OVER, cached_tokens=64, queue_s=0.5, room_pages=3)
+    handed = Finish(FinishReason.HANDED_OVER, 1, "one", cached_tokens=64, queue_s=0.5, room_pages=3)
     log.handed_over(handed, 1.0)
     log.add_outputs([0, 1], 1.25)
     log.handed_over(replace(handed, cached_tokens=320, queue_s=0.0), 2.0)  # the decode worker died
     log.add_outputs([1], 2.5)
-    whole = log.whole(Finish(1, "one", FinishReason.LENGTH, cached_tokens=336, queue_s=0.1, completion_tokens=9))
+    whole = log.whole(Finish(FinishReason.LENGTH, 1, "one", cached_tokens=336, queue_s=0.1, completion_tokens=9))
     assert (whole.cached_tokens, whole.queue_s, whole.completion_tokens) == (64, 0.5, 9)
     assert log.count.tolist() == [0, 2] and log.pages == 6 and log.gaps().tolist() == [0.25, 0.5]
 

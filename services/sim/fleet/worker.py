@@ -250,7 +250,7 @@ class FleetWorker:
             self._launch()
 
     def _send_outputs(self) -> None:
-        output = self._sim.take_output()
-        for peer in output.peers if output else ():
+        outputs = self._sim.take_output()
+        for peer in outputs:
             self._open[peer.peer] -= len(peer.finishes)
             self._send_output(self, peer)

@@ -16,10 +16,11 @@ from services.worker.core.contracts.counters import COUNTER_NAMES, Counters, Ste
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
 from services.worker.core.contracts.messages import (
     ErrorCode,
+    Finish,
     FinishReason,
     PagesReady,
+    PeerOutput,
     Prefetch,
-    StepOutput,
     Submit,
 )
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
@@ -36,7 +37,7 @@ from services.worker.core.planning.committer import Committer
 from services.worker.core.planning.draft_controller import DraftController
 from services.worker.core.planning.planner import Planner
 from services.worker.core.planning.step_rows import Extend, Step
-from services.worker.core.requests.finish import CANCELLED, FinishDecision, TextRules, refusal, refused
+from services.worker.core.requests.finish import CANCELLED, TextRules, refusal, refused
 from services.worker.core.requests.lifecycle import RequestLifecycle
 from services.worker.core.requests.queues import RequestQueues
 from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns, make_request
@@ -206,7 +207,7 @@ class Scheduler:
 
     def end_all(self, message: str, now: float) -> None:
         """Ends every request, because the worker stops."""
-        ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.UNAVAILABLE, message=message)
+        ending = Finish(FinishReason.ABORT, error=ErrorCode.UNAVAILABLE, message=message)
         for request in list(self.queues.by_key.values()):
             self.lifecycle.end(request, ending, now)
 
@@ -259,7 +260,7 @@ class Scheduler:
 
     def _plan_step(self, now: float) -> Step | None:
         for request, message in self.lifecycle.expired(now):
-            self.lifecycle.end(request, FinishDecision(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
+            self.lifecycle.end(request, Finish(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
         self.sessions.expire(self.memory, now)
         self.memory.forget_empty()
         for request in self.queues.gate.ask_again(now):
@@ -314,7 +315,7 @@ class Scheduler:
 
     def fail(self, step_id: int, message: str, now: float) -> None:
         """Ends the requests of the oldest uncommitted step with an error, because the step has failed."""
-        ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+        ending = Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
         self._ended_at = now
         if self.tiers is not None:
             self.tiers.step_ended(0, 0, 0.0, now)
@@ -341,10 +342,9 @@ class Scheduler:
         """Returns the extend rows of the newest uncommitted step."""
         return self._flight[-1].extends()
 
-    def take_output(self) -> StepOutput | None:
-        """Returns the messages to gateways since the last call, or None."""
-        peers = self._outputs.take()
-        return StepOutput(peers) if peers else None
+    def take_output(self) -> tuple[PeerOutput, ...]:
+        """Returns the messages to gateways since the last call, at most one for each gateway."""
+        return self._outputs.take()
 
     def release_reservation(self, left: ReservationReleased) -> None:
         self.reservations.leave(left)
@@ -418,7 +418,7 @@ class Scheduler:
         if self.tiers is not None and request.phase is Phase.WAITING:
             self.lifecycle.begin_import(request)
 
-    def _resolve(self, message: Submit, now: float) -> Submit | FinishDecision:
+    def _resolve(self, message: Submit, now: float) -> Submit | Finish:
         """Returns the message with the whole prompt, or the ending of a request that is refused.
 
         A full queue still accepts a request with given output, as it accepts a retracted one, because the client has seen output.
@@ -455,7 +455,7 @@ class Scheduler:
         if last is None or self.config.rank(message.priority) >= last.rank:
             return False
         text = "a more urgent request took its place in a full queue"
-        ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.QUEUE_FULL, message=text)
+        ending = Finish(FinishReason.ABORT, error=ErrorCode.QUEUE_FULL, message=text)
         self.lifecycle.end(last, ending, now)
         return True
 

@@ -18,7 +18,7 @@ from rootstock.v1 import common_pb2, worker_pb2
 from services.shared.field_refusal import worded
 from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import ErrorCode, Finish, PeerOutput, StepOutput
+from services.worker.core.contracts.messages import ErrorCode, Finish, PeerOutput
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
 from services.worker.core.contracts.reservations import KvReservation
 from services.worker.core.contracts.transfers import Tier
@@ -155,9 +155,9 @@ class StreamOutbox:
             stream.end()
         self._left.set()
 
-    def send(self, output: StepOutput) -> None:
+    def send(self, outputs: tuple[PeerOutput, ...]) -> None:
         """Passes outputs to the asyncio loop. Called on the thread of the scheduler's loop."""
-        self._loop.call_soon_threadsafe(self._deliver, output.peers)
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, peers: tuple[PeerOutput, ...]) -> None:
         if self._abandoned:

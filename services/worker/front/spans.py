@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, StepOutput
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput
 from services.worker.core.contracts.trace import TraceEvent, TraceKind
 from services.worker.core.planning.step_rows import Extend
 
@@ -134,12 +134,12 @@ class RequestSpans:
                         if len(request.events) < MAX_EVENTS:
                             request.events.append(event)
 
-    def told(self, output: StepOutput) -> None:
+    def told(self, outputs: tuple[PeerOutput, ...]) -> None:
         """Records the outputs of a turn. The caller has passed all events of a request before its finish."""
         if not self._open:
             return
         now = self._clock()
-        for peer in output.peers:
+        for peer in outputs:
             for handle in peer.handles:
                 request = self._open.get((peer.peer, handle))
                 if request is not None and not request.first_token:

@@ -15,7 +15,7 @@ from typing import Protocol
 from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import Prefetch, StepOutput, Submit
+from services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.contracts.reservations import ReservationReleased
 from services.worker.core.contracts.trace import TraceEvent
@@ -53,7 +53,7 @@ STOPPING = "the worker is stopping"
 class Outbox(Protocol):
     """Takes outputs from the loop's thread. send() returns at once."""
 
-    def send(self, output: StepOutput) -> None: ...
+    def send(self, outputs: tuple[PeerOutput, ...]) -> None: ...
 
 
 class MaskSource(Protocol):
@@ -107,7 +107,7 @@ class Spans(Protocol):
 
     def happened(self, events: Sequence[TraceEvent]) -> None: ...
 
-    def told(self, output: StepOutput) -> None: ...
+    def told(self, outputs: tuple[PeerOutput, ...]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -356,21 +356,21 @@ class Loop:
         A drain that sees the end of the last request therefore finds the present number of KV reservations.
         """
         self._tell_rooms()
-        output = self._core.take_output()
+        outputs = self._core.take_output()
         self._observer.turned(self._core.stats(), busy)
         if self._spans is not None:
-            self._trace(self._spans, output)
-        if output is not None:
-            self._outbox.send(output)
+            self._trace(self._spans, outputs)
+        if outputs:
+            self._outbox.send(outputs)
         events = self._core.take_cache_events()
         if events is not None:
             self._observer.cached(events)
 
-    def _trace(self, spans: Spans, output: StepOutput | None) -> None:
+    def _trace(self, spans: Spans, outputs: tuple[PeerOutput, ...]) -> None:
         self._num_traced, events = self._control.trace_since(self._num_traced)
         spans.happened(events)
-        if output is not None:
-            spans.told(output)
+        if outputs:
+            spans.told(outputs)
 
     def _check_idle(self) -> None:
         """Checks the invariants once per idle period.

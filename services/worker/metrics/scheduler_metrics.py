@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from services.shared.observe.histogram import Histogram
 from services.shared.observe.readings import Reading, Value
 from services.worker.core.contracts.counters import StepStats, Told, told
-from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, StepOutput
+from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.kv.cache_events import CacheEvents
 
@@ -92,12 +92,12 @@ class RequestTimes:
         """Records the arrival of a request. Called once per submit, from any thread."""
         self._arrivals[peer, handle] = self._clock()
 
-    def sent(self, output: StepOutput) -> None:
-        """Observes the tokens and finishes of one step's output."""
+    def sent(self, outputs: tuple[PeerOutput, ...]) -> None:
+        """Observes the tokens and finishes of one step's outputs."""
         now = self._clock()
         first: list[float] = []
         gaps: list[float] = []
-        for peer in output.peers:
+        for peer in outputs:
             for handle, count in zip(peer.handles, peer.counts, strict=True):
                 key = (peer.peer, handle)
                 before = self._last.get(key)

@@ -136,9 +136,9 @@ class Serving:
         if run is None:
             return
         self.core.commit(self.executor.wait(run), time.monotonic())
-        output = self.core.take_output()
+        outputs = self.core.take_output()
         before = len(self._begun_answers)
-        for peer in output.peers if output else ():
+        for peer in outputs:
             self._timing.output_tokens += len(peer.tokens)
             self._begun_answers.update(peer.handles)
             for finish in peer.finishes:

@@ -13,7 +13,7 @@ from services.shared.observe.spans import Tracing
 from services.shared.rpc import grpc_server
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import StepOutput
+from services.worker.core.contracts.messages import PeerOutput
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
@@ -123,9 +123,9 @@ class Tap:
     def __init__(self, metrics: WorkerMetrics, outbox: StreamOutbox) -> None:
         self._metrics, self._outbox = metrics, outbox
 
-    def send(self, output: StepOutput) -> None:
-        self._metrics.times.sent(output)
-        self._outbox.send(output)
+    def send(self, outputs: tuple[PeerOutput, ...]) -> None:
+        self._metrics.times.sent(outputs)
+        self._outbox.send(outputs)
 
 
 @asynccontextmanager

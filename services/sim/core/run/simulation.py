@@ -120,9 +120,9 @@ class Simulation:
         self._take_output()
 
     def _take_output(self) -> None:
-        output = self._core.take_output()
+        outputs = self._core.take_output()
         now = self._clock.now
-        for peer in output.peers if output else ():
+        for peer in outputs:
             self._record("output", peer)
             self._requests.add_outputs(peer.handles, peer.counts, now)
             for finish in peer.finishes:

@@ -13,7 +13,7 @@ from services.sim.core.run.remote_reads import RemoteReads
 from services.sim.core.trace.script import Script, ScriptBook, grammar_of
 from services.sim.core.trace.trace import Trace
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import StepOutput, Submit
+from services.worker.core.contracts.messages import PeerOutput, Submit
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
@@ -101,7 +101,7 @@ class SimWorker:
         self.core.commit(result, self.clock.now)
         self.clock.pass_time(self._host.commit_s)
 
-    def take_output(self) -> StepOutput | None:
+    def take_output(self) -> tuple[PeerOutput, ...]:
         """Returns the outputs since the last call. KV reservations open before their outputs are taken."""
         self._pass_reservations()
         return self.core.take_output()

@@ -148,15 +148,15 @@ NOTHING_VERIFIED = Verified()
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The one terminal output of a request."""
+    """The end of a request, which is its one terminal output.
 
-    handle: int
-    request_id: str
+    The rule that ends the request gives the reason and its details. RequestLifecycle adds the request and its counts.
+    """
+
     reason: FinishReason
-    matched_stop: str = ""  # the stop string or stop pattern
-    matched_token: int = -1  # the stop token; -1 for none
-    error: ErrorCode = ErrorCode.NONE
-    message: str = ""  # reason of an error; the wire puts the field's name before it
+    # Set by RequestLifecycle
+    handle: int = 0
+    request_id: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_from: dict[Tier, int] = field(default_factory=dict)  # cached_tokens by tier; empty if the device is the only one
@@ -164,12 +164,17 @@ class Finish:
     queue_s: float = 0.0  # seconds from arrival to the first admission, or to the end if the request was never admitted
     retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
+    room: KvReservation | None = None  # with HANDED_OVER: reservation of the computed pages, or None if no page is reserved
+    room_pages: int = 0  # whole pages in the reservation
+    # Details of the reason
+    matched_stop: str = ""  # the stop string or stop pattern
+    matched_token: int = -1  # the stop token; -1 for none
+    error: ErrorCode = ErrorCode.NONE
+    message: str = ""  # reason of an error; the wire puts the field's name before it
     embedding: NDArray[np.float32] | None = None  # float32[dimensions] with EMBEDDED
     label_logprobs: NDArray[np.float32] | None = None  # float32[labels] with SCORED, see ScoreParams
     field: str = ""  # invalid field of the request with INVALID_ARGUMENT; empty if there is no single one
     element: int | None = None  # index of the invalid value if `field` is repeated
-    room: KvReservation | None = None  # with HANDED_OVER: reservation of the computed pages, or None if no page is reserved
-    room_pages: int = 0  # whole pages in the reservation
 
 
 @dataclass(slots=True)
@@ -193,10 +198,3 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"  # present requests end
     RETRACT = "retract"  # running requests free their memory and wait; their cached prefixes may be flushed
     IN_PLACE = "in_place"  # running requests keep their memory and continue after the pause
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """The messages of one step to gateways, at most one for each."""
-
-    peers: tuple[PeerOutput, ...]

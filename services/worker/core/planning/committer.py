@@ -12,25 +12,25 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.counters import Counters
 from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import ErrorCode, FinishReason
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.planning.draft_controller import DraftController
 from services.worker.core.planning.step_rows import Step
-from services.worker.core.requests.finish import FinishDecision, TextRules, check_fault, check_finished, refused
+from services.worker.core.requests.finish import TextRules, check_fault, check_finished, refused
 from services.worker.core.requests.lifecycle import RequestLifecycle
 from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_OUTSIDE_GRAMMAR = FinishDecision(
+_OUTSIDE_GRAMMAR = Finish(
     FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token does not fit the request's grammar"
 )
 _GIVEN_OUTSIDE_GRAMMAR = refused("the output does not fit the request's grammar", "output_ids")
-_NO_VECTOR = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
-_NO_SCORE = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no score for this request")
+_NO_VECTOR = Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
+_NO_SCORE = Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no score for this request")
 
 
 class Intake:
@@ -48,7 +48,7 @@ class Intake:
         look: Mask,
         rows: I64,
         result: StepResult,
-    ) -> tuple[dict[int, FinishDecision], list[int]]:
+    ) -> tuple[dict[int, Finish], list[int]]:
         """Applies tokens to requests, in parallel columns.
 
         Args:
@@ -62,7 +62,7 @@ class Intake:
             The endings by index in `requests`, and the indices of the requests whose grammar has added tokens.
         """
         assert len(requests) == len(tokens) == len(look) == len(rows), "columns of the same rows"
-        endings: dict[int, FinishDecision] = {}
+        endings: dict[int, Finish] = {}
         jumped: list[int] = []
         looked = np.flatnonzero(look).tolist()
         for at in looked:
@@ -90,7 +90,7 @@ class Intake:
                     jumped.append(at)
         return endings, jumped
 
-    def take_given(self, request: Request) -> FinishDecision | None:
+    def take_given(self, request: Request) -> Finish | None:
         """Applies the given output of a request that has its matcher, as if the last token had just been sampled.
 
         Returns:
@@ -100,14 +100,14 @@ class Intake:
         assert num_followed < len(ids), "a matcher has yet to take the last token"
         matcher = request.matcher
         if matcher is not None and not all(matcher.accept(token) for token in ids[num_followed:-1]):
-            ending: FinishDecision | None = _refused(matcher, _GIVEN_OUTSIDE_GRAMMAR)
+            ending: Finish | None = _refused(matcher, _GIVEN_OUTSIDE_GRAMMAR)
         else:
             ending, _ = self._after_output(request, _GIVEN_OUTSIDE_GRAMMAR)
         if matcher is not None:
             matcher.take_cost()  # so that many resumed requests do not count as one slow step
         return ending
 
-    def take_one(self, request: Request, token: int, row: int, result: StepResult) -> tuple[FinishDecision | None, bool]:
+    def take_one(self, request: Request, token: int, row: int, result: StepResult) -> tuple[Finish | None, bool]:
         """Applies one token to one request.
 
         Returns:
@@ -117,7 +117,7 @@ class Intake:
         endings, jumped = self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
         return endings.get(0), bool(jumped)
 
-    def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> FinishDecision | None:
+    def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> Finish | None:
         """Returns the ending of a request that gets no token: after a fault, or because it ends with its prompt."""
         params = request.params
         if params.samples:
@@ -126,13 +126,13 @@ class Intake:
             return check_fault(0, self._vocab_size, result.faults[row])
         if params.embedding is not None:
             vector = result.embeddings.get(row)
-            return _NO_VECTOR if vector is None else FinishDecision(FinishReason.EMBEDDED, embedding=vector)
+            return _NO_VECTOR if vector is None else Finish(FinishReason.EMBEDDED, embedding=vector)
         if params.score is not None:
             values = result.label_logprobs.get(row)
-            return _NO_SCORE if values is None else FinishDecision(FinishReason.SCORED, label_logprobs=values)
-        return FinishDecision(FinishReason.LENGTH)
+            return _NO_SCORE if values is None else Finish(FinishReason.SCORED, label_logprobs=values)
+        return Finish(FinishReason.LENGTH)
 
-    def _after_output(self, request: Request, outside: FinishDecision = _OUTSIDE_GRAMMAR) -> tuple[FinishDecision | None, bool]:
+    def _after_output(self, request: Request, outside: Finish = _OUTSIDE_GRAMMAR) -> tuple[Finish | None, bool]:
         """Advances the grammar by the newest token and checks whether the request ends.
 
         Args:
@@ -152,7 +152,7 @@ class Intake:
             return self._jump(request, matcher)
         return ending, False
 
-    def _jump(self, request: Request, matcher: Matcher) -> tuple[FinishDecision | None, bool]:
+    def _jump(self, request: Request, matcher: Matcher) -> tuple[Finish | None, bool]:
         """Appends the tokens that the grammar forces, up to the end of the request.
 
         Returns:
@@ -168,7 +168,7 @@ class Intake:
         return None, bool(forced)
 
 
-def _refused(matcher: Matcher, outside: FinishDecision) -> FinishDecision:
+def _refused(matcher: Matcher, outside: Finish) -> Finish:
     if matcher.fault:
         return refused(matcher.fault, "grammar")
     return outside
@@ -344,7 +344,7 @@ class Committer:
         requests = [step.requests[row] for row in rows.tolist()]
         counts, firsts = run.counts[rows], run.firsts[rows]
         goes_on = np.ones(len(rows), dtype=np.bool_)
-        endings: dict[int, FinishDecision] = {}
+        endings: dict[int, Finish] = {}
         jumped: list[int] = []
         walked = np.zeros(len(rows), dtype=np.int64)
         for place in range(int(counts.max())):
@@ -417,7 +417,7 @@ class Committer:
         tokens: NDArray[np.int32],
         count: I64,
         requests: list[Request],
-        endings: dict[int, FinishDecision],
+        endings: dict[int, Finish],
     ) -> None:
         """Emits tokens of the rows that continue: the first token at once, then every `interval` tokens."""
         assert len(slots) == len(tokens) == len(count) == len(requests), "columns of the same rows"

@@ -18,15 +18,11 @@ vocabulary boundary comes after length: here, a result that is not a token is no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import Reason
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, Submit
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.requests.request import Request
 
@@ -54,32 +50,17 @@ class TextRules(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class FinishDecision:
-    """The reason and the details of a request's end. Finish has the same fields."""
-
-    reason: FinishReason
-    matched_stop: str = ""
-    matched_token: int = -1
-    error: ErrorCode = ErrorCode.NONE
-    message: str = ""
-    embedding: NDArray[np.float32] | None = None
-    label_logprobs: NDArray[np.float32] | None = None
-    field: str = ""
-    element: int | None = None
+CANCELLED = Finish(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
+_HANDED_OVER = Finish(FinishReason.HANDED_OVER)
 
 
-CANCELLED = FinishDecision(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
-_HANDED_OVER = FinishDecision(FinishReason.HANDED_OVER)
-
-
-def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> FinishDecision:
+def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> Finish:
     """Returns an ending with an error. A Reason also gives the index of the invalid element."""
     element = message.part if isinstance(message, Reason) and field else None
-    return FinishDecision(FinishReason.ABORT, error=error, message=message, field=field, element=element)
+    return Finish(FinishReason.ABORT, error=error, message=message, field=field, element=element)
 
 
-def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> FinishDecision | None:
+def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> Finish | None:
     """Returns the ending of a request that can never run on this worker, or None."""
     length, given = len(message.prompt_ids), len(message.output_ids)
     outputs = message.params.max_new_tokens if message.params.samples else 0
@@ -104,29 +85,25 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
     return None
 
 
-def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDecision | None:
+def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> Finish | None:
     """Returns the error of a row fault or of a token outside of the vocabulary, or None."""
     if fault is RowFault.NAN_LOGITS:
-        return FinishDecision(
-            FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite"
-        )
+        return Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite")
     if fault is RowFault.FAILED:
         message = "sampling this request's next token failed"
-        return FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+        return Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
     if fault is RowFault.OUT_OF_MEMORY:
         message = "the accelerator ran out of memory while it computed this request"
-        return FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+        return Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
     if fault is RowFault.NO_TOKEN_ALLOWED:
         message = "the request's allowed and banned tokens, grammar and stop rules together leave no token to sample"
         return refused(message)
     if fault is RowFault.OUT_OF_VOCAB or not 0 <= token < vocab_size:
-        return FinishDecision(
-            FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token lies outside the vocabulary"
-        )
+        return Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token lies outside the vocabulary")
     return None
 
 
-def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> FinishDecision | None:
+def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> Finish | None:
     """Returns the ending after the newest output token, or None if the request continues."""
     ending = _answer_ends(request, rules, grammar_done)
     if ending is None and request.kv.reservation is not None and len(request.progress.output_ids) > request.progress.num_given:
@@ -134,23 +111,23 @@ def check_finished(request: Request, rules: TextRules, grammar_done: bool = Fals
     return ending
 
 
-def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> FinishDecision | None:
+def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> Finish | None:
     """Returns the ending by rules 3 to 7, or None."""
     params = request.params
     count = len(request.progress.output_ids)
     assert 0 < count <= max(params.max_new_tokens, request.progress.num_given), "an output is looked at after each token"
     if count >= params.max_new_tokens:
-        return FinishDecision(FinishReason.LENGTH)
+        return Finish(FinishReason.LENGTH)
     token = request.progress.output_ids[-1]
     is_stop = token in request.stop_token_ids
     if grammar_done:
-        return FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=token if is_stop else -1)
+        return Finish(FinishReason.MATCHED_TOKEN, matched_token=token if is_stop else -1)
     if count >= params.min_new_tokens and is_stop:
-        return FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=token)
+        return Finish(FinishReason.MATCHED_TOKEN, matched_token=token)
     return _check_text(request, rules) if params.stop or params.stop_regex else None
 
 
-def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
+def _check_text(request: Request, rules: TextRules) -> Finish | None:
     """Searches stop strings and patterns.
 
     An exception ends only this request; the other requests of the step continue.
@@ -159,7 +136,7 @@ def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
     try:
         matched = first_stop(_tail_text(request, rules), params.stop) if params.stop else None
         if matched is not None:
-            return FinishDecision(FinishReason.MATCHED_STRING, matched_stop=matched)
+            return Finish(FinishReason.MATCHED_STRING, matched_stop=matched)
         if not params.stop_regex:
             return None
         text = rules.decode(request.progress.output_ids[-REGEX_TAIL_TOKENS:], params.skip_special_tokens)[-REGEX_TAIL_CHARS:]
@@ -168,8 +145,8 @@ def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
         return refused(str(error))
     except Exception as error:
         message = f"the output could not be searched for stop strings: {type(error).__name__}"
-        return FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
-    return None if pattern is None else FinishDecision(FinishReason.MATCHED_REGEX, matched_stop=pattern)
+        return Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+    return None if pattern is None else Finish(FinishReason.MATCHED_REGEX, matched_stop=pattern)
 
 
 def _tail_text(request: Request, rules: TextRules) -> str:

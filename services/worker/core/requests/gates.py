@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook
-from services.worker.core.contracts.messages import ErrorCode, FinishReason
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.requests.finish import FinishDecision
 from services.worker.core.requests.request import Request, SlotColumns
 from services.worker.core.requests.waiting_queue import IN_BATCH_DEPRIORITIZE_THRESHOLD, WaitingQueue
 
@@ -41,17 +40,17 @@ class GateDecision:
     """The result of a gate."""
 
     verdict: Verdict
-    ending: FinishDecision | None = None  # ending of the request; set with REJECT
+    ending: Finish | None = None  # ending of the request; set with REJECT
 
 
 ADMIT, WAIT = GateDecision(Verdict.ADMIT), GateDecision(Verdict.WAIT)
 Gate = Callable[[Request], GateDecision]
 
 
-def too_small(config: SchedulerConfig) -> FinishDecision:
+def too_small(config: SchedulerConfig) -> Finish:
     """Returns the ending of a request that does not fit into the whole pool."""
     message = f"this request needs more KV than the whole pool of {config.num_pages * config.page_size} tokens has"
-    return FinishDecision(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
+    return Finish(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
 
 
 class PoolGate:

@@ -6,7 +6,8 @@ A queued request leaves through `end`, which frees its memory and emits its one 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import Counters
@@ -18,7 +19,6 @@ from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.memory import KVMemory, Lease
 from services.worker.core.kv.other_tiers import OtherTiers, Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.requests.finish import FinishDecision
 from services.worker.core.requests.queues import RequestQueues
 from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
 from services.worker.core.requests.reservations import KvReservations
@@ -27,39 +27,39 @@ from services.worker.core.requests.sessions import SessionTable
 MAX_TIER_LOOKUPS = 2  # searches per wait: when it begins, and before the admission
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Deadline:
-    """A time limit of one request."""
-
-    at: float  # absolute
-    seq: int
-    peer: int
-    handle: int
-    waiting: bool  # whether it limits the wait for the first admission, or the request as a whole
-
-
 class Deadlines:
     """The time limits of all requests. Limits of ended requests stay until they are due or keep() drops them."""
 
     def __init__(self) -> None:
-        self._heap: list[Deadline] = []
+        self._heap: list[tuple[float, int, tuple[int, int]]] = []  # (absolute time, seq, (peer, handle))
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def watch(self, at: float, seq: int, peer: int, handle: int, waiting: bool) -> None:
-        heapq.heappush(self._heap, Deadline(at, seq, peer, handle, waiting))
+    def watch(self, at: float, request: Request) -> None:
+        heapq.heappush(self._heap, (at, request.seq, (request.peer, request.handle)))
 
-    def due(self, now: float) -> list[Deadline]:
-        """Removes and returns the limits that have been reached."""
+    def due(self, now: float, requests: Mapping[tuple[int, int], Request]) -> list[tuple[float, Request]]:
+        """Removes the limits that have been reached.
+
+        Args:
+            now: present time.
+            requests: the requests that have not ended, by (peer, handle).
+
+        Returns:
+            The limits of these requests, earliest first.
+        """
         out = []
-        while self._heap and self._heap[0].at <= now:
-            out.append(heapq.heappop(self._heap))
+        while self._heap and self._heap[0][0] <= now:
+            at, seq, key = heapq.heappop(self._heap)
+            request = requests.get(key)
+            if request is not None and request.seq == seq:
+                out.append((at, request))
         return out
 
     def keep(self, seqs: set[int]) -> None:
         """Drops the limits of requests whose seq is not in `seqs`."""
-        self._heap = [entry for entry in self._heap if entry.seq in seqs]
+        self._heap = [entry for entry in self._heap if entry[1] in seqs]
         heapq.heapify(self._heap)
 
 
@@ -111,17 +111,16 @@ class RequestLifecycle:
             self._counters.grammar_hits_total += request.matcher is not None
         self._trace.add(request.request_id, TraceKind.QUEUED if admitted else TraceKind.GATED, request.num_prompt_tokens)
         if request.deadline != float("inf"):
-            self._watch(request.deadline, request, waiting=False)
+            self._watch(request.deadline, request)
         if config.waiting_timeout_s and not progress.num_given:  # another worker has already run a request with given output
-            self._watch(request.arrival + config.waiting_timeout_s, request, waiting=True)
+            self._watch(request.arrival + config.waiting_timeout_s, request)
         assert self._adds_up, "each request stands in one queue"
 
-    def refuse(self, peer: int, handle: int, request_id: str, ending: FinishDecision) -> None:
+    def refuse(self, peer: int, handle: int, request_id: str, ending: Finish) -> None:
         """Emits the terminal output of a request that was not queued."""
         self._counters.requests_total += 1
         self._counters.aborts_total += 1
-        finish = Finish(handle, request_id, ending.reason, error=ending.error, message=ending.message, field=ending.field)
-        self._outputs.add_refusal(peer, finish)
+        self._outputs.add_refusal(peer, replace(ending, handle=handle, request_id=request_id))
 
     def ungate(self, request: Request) -> None:
         """Moves a request from the gate to the waiting queue."""
@@ -260,7 +259,7 @@ class RequestLifecycle:
             self._counters.retracted_output_tokens_total += len(progress.output_ids)
         assert self._adds_up, "each request stands in one queue"
 
-    def end(self, request: Request, ending: FinishDecision, now: float) -> None:
+    def end(self, request: Request, ending: Finish, now: float) -> None:
         """Ends a request in any phase but FINISHED, frees its memory and emits its terminal output."""
         assert request.phase is not Phase.FINISHED, "a request ends once"
         node, room_pages = None, 0
@@ -286,15 +285,9 @@ class RequestLifecycle:
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
         """Returns the requests that have reached a time limit, each once, with the message to their clients."""
-        due = self._deadlines.due(now)
-        if not due:
-            return []
         out: dict[int, tuple[Request, str]] = {}
-        for deadline in due:
-            request = self._queues.by_key.get((deadline.peer, deadline.handle))
-            if request is None or request.seq != deadline.seq:
-                continue
-            if not deadline.waiting:
+        for at, request in self._deadlines.due(now, self._queues.by_key):
+            if at >= request.deadline:
                 out.setdefault(request.seq, (request, "the request's time is over"))
             elif request.progress.queue_s < 0:
                 out.setdefault(request.seq, (request, "the request waited too long in the queue"))
@@ -310,7 +303,8 @@ class RequestLifecycle:
         self._counters.prompt_tokens_total += request.num_prompt_tokens
         self._counters.cached_tokens_total += progress.num_cached_tokens
         if self.config.running_timeout_s:
-            self._watch(now + self.config.running_timeout_s, request, waiting=False)
+            request.deadline = min(request.deadline, now + self.config.running_timeout_s)
+            self._watch(request.deadline, request)
 
     def _cached_from(self, request: Request) -> dict[Tier, int]:
         """Returns the tokens of the prefix hit by the tier that had them when the request arrived."""
@@ -365,24 +359,19 @@ class RequestLifecycle:
     def _adds_up(self) -> bool:
         return self._queues.adds_up(self._memory.slots.num_leased)
 
-    def _watch(self, at: float, request: Request, waiting: bool) -> None:
-        self._deadlines.watch(at, request.seq, request.peer, request.handle, waiting)
+    def _watch(self, at: float, request: Request) -> None:
+        self._deadlines.watch(at, request)
         if len(self._deadlines) > 4 * len(self._queues.by_key) + 64:
             self._deadlines.keep({r.seq for r in self._queues.by_key.values()})
 
 
-def _finish(request: Request, ending: FinishDecision, now: float, room_pages: int) -> Finish:
+def _finish(request: Request, ending: Finish, now: float, room_pages: int) -> Finish:
+    """Adds the request and its counts to an ending."""
     progress = request.progress
-    return Finish(
+    return replace(
+        ending,
         handle=request.handle,
         request_id=request.request_id,
-        reason=ending.reason,
-        matched_stop=ending.matched_stop,
-        matched_token=ending.matched_token,
-        error=ending.error,
-        message=ending.message,
-        field=ending.field,
-        element=ending.element,
         prompt_tokens=request.num_prompt_tokens,
         cached_tokens=progress.num_cached_tokens,
         cached_from=request.kv.cached_from,
@@ -390,8 +379,6 @@ def _finish(request: Request, ending: FinishDecision, now: float, room_pages: in
         queue_s=progress.queue_s if progress.queue_s >= 0 else now - request.arrival,
         retractions=progress.num_retractions,
         verified=progress.verified,
-        embedding=ending.embedding,
-        label_logprobs=ending.label_logprobs,
         room=request.kv.reservation if room_pages else None,
         room_pages=room_pages,
     )

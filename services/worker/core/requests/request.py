@@ -110,7 +110,7 @@ class Request:
     rank: int  # order of urgency; lower ranks are served first
     interval: int  # output tokens per message to the gateway
     arrival: float
-    deadline: float  # absolute; inf for none
+    deadline: float  # absolute; inf for none; the first admission may lower it
     tail_tokens: int  # last output tokens that probably contain any of the stop strings
     reuse_limit: int  # tokens that a prefix hit may cover
     routing_key: str = ""

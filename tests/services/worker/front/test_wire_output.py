@@ -61,7 +61,7 @@ def test_output_to_pb_keeps_prompt_logprobs_of_every_position() -> None:
 
 def test_finish_carries_an_embedding() -> None:
     vector = np.array([0.5, -0.25], dtype=np.float32)
-    finish = Finish(1, "r", FinishReason.EMBEDDED, prompt_tokens=3, cached_tokens=2, embedding=vector)
+    finish = Finish(FinishReason.EMBEDDED, 1, "r", prompt_tokens=3, cached_tokens=2, embedding=vector)
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, list(pb.embedding), pb.prompt_tokens, pb.cached_tokens) == (
         common_pb2.FINISH_REASON_EMBEDDED,
@@ -73,13 +73,13 @@ def test_finish_carries_an_embedding() -> None:
 
 def test_finish_carries_label_logprobs() -> None:
     values = np.array([-0.5, -np.inf], dtype=np.float32)
-    finish = Finish(1, "r", FinishReason.SCORED, prompt_tokens=3, label_logprobs=values)
+    finish = Finish(FinishReason.SCORED, 1, "r", prompt_tokens=3, label_logprobs=values)
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, list(pb.label_logprobs)) == (common_pb2.FINISH_REASON_SCORED, values.tolist())
 
 
 def test_finish_carries_cached_tokens_by_tier() -> None:
-    finish = Finish(1, "r", FinishReason.LENGTH, cached_tokens=9, cached_from={Tier.DEVICE: 2, Tier.HOST: 3, Tier.STORAGE: 4})
+    finish = Finish(FinishReason.LENGTH, 1, "r", cached_tokens=9, cached_from={Tier.DEVICE: 2, Tier.HOST: 3, Tier.STORAGE: 4})
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.cached_tokens, pb.cached_device_tokens, pb.cached_host_tokens, pb.cached_storage_tokens) == (9, 2, 3, 4)
     finish = replace(finish, cached_from={Tier.DEVICE: 2, Tier.PEER: 7})
@@ -88,10 +88,10 @@ def test_finish_carries_cached_tokens_by_tier() -> None:
 
 def test_finish_of_a_handover_carries_the_kv_reservation() -> None:
     room = KvReservation((1 << 63) - 1, 5, b"s" * RESERVATION_SECRET_BYTES)
-    pb = output_to_pb(PeerOutput(1, finishes=[Finish(1, "r", FinishReason.HANDED_OVER, room=room, room_pages=7)])).finishes[0]
+    pb = output_to_pb(PeerOutput(1, finishes=[Finish(FinishReason.HANDED_OVER, 1, "r", room=room, room_pages=7)])).finishes[0]
     assert pb.reason == common_pb2.FINISH_REASON_HANDED_OVER
     assert (pb.room.room, pb.room.epoch, pb.room.secret, pb.room.pages) == ((1 << 63) - 1, 5, b"s" * 16, 7)
-    bare = output_to_pb(PeerOutput(1, finishes=[Finish(1, "r", FinishReason.HANDED_OVER)])).finishes[0]
+    bare = output_to_pb(PeerOutput(1, finishes=[Finish(FinishReason.HANDED_OVER, 1, "r")])).finishes[0]
     assert not bare.HasField("room")
 
 
@@ -110,7 +110,7 @@ def test_pages_ready_carries_the_kv_reservation() -> None:
 
 
 def test_finish_carries_matched_regex_retractions_and_draft_counts() -> None:
-    finish = Finish(1, "r", FinishReason.MATCHED_REGEX, matched_stop="a+", retractions=2, queue_s=0.25, completion_tokens=9)
+    finish = Finish(FinishReason.MATCHED_REGEX, 1, "r", matched_stop="a+", retractions=2, queue_s=0.25, completion_tokens=9)
     finish = replace(finish, verified=Verified().and_row(3, 2).and_row(1, 0))
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, pb.matched_stop) == (common_pb2.FINISH_REASON_MATCHED_REGEX, "a+")
@@ -136,13 +136,13 @@ def test_refusal_names_the_field_in_the_message_for_older_gateways(refused: Inva
 
 
 def test_error_without_a_field_keeps_the_message() -> None:
-    finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="the prompt is empty")
+    finish = Finish(FinishReason.ABORT, 1, "r", error=ErrorCode.INVALID_ARGUMENT, message="the prompt is empty")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.message, pb.field) == ("the prompt is empty", "")
 
 
 def test_finish_carries_an_error() -> None:
-    finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="no", field="grammar")
+    finish = Finish(FinishReason.ABORT, 1, "r", error=ErrorCode.INVALID_ARGUMENT, message="no", field="grammar")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, pb.error, pb.field, pb.message) == (
         common_pb2.FINISH_REASON_ABORT,

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, StepOutput
+from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
 
@@ -104,8 +104,8 @@ def test_stages_and_lengths_of_requests_are_counted() -> None:
         return registry.get_sample_value(name, LABELS | labels)
 
     def send(*finishes: Finish, tokens: int = 0) -> None:
-        metrics.times.sent(StepOutput((PeerOutput(1, [7], [tokens], [0] * tokens, list(finishes)),) if tokens else
-                                      (PeerOutput(1, finishes=list(finishes)),)))  # fmt: skip
+        rows = ([7], [tokens], [0] * tokens) if tokens else ()
+        metrics.times.sent((PeerOutput(1, *rows, finishes=list(finishes)),))
 
     for handle in (7, 8, 9):
         metrics.times.arrived(1, handle)
@@ -113,8 +113,8 @@ def test_stages_and_lengths_of_requests_are_counted() -> None:
     send(tokens=1)
     now = 60.0
     lengths = {"prompt_tokens": 120, "cached_tokens": 80, "completion_tokens": 3}
-    send(Finish(7, "a", FinishReason.LENGTH, queue_s=1.0, **lengths), tokens=2)
-    send(Finish(8, "b", FinishReason.EMBEDDED, queue_s=2.0, prompt_tokens=5), Finish(9, "c", FinishReason.ABORT, prompt_tokens=9))
+    send(Finish(FinishReason.LENGTH, 7, "a", queue_s=1.0, **lengths), tokens=2)
+    send(Finish(FinishReason.EMBEDDED, 8, "b", queue_s=2.0, prompt_tokens=5), Finish(FinishReason.ABORT, 9, "c", prompt_tokens=9))
     for stage, count, seconds in (
         ("prefill_waiting", 2, 1.0 + 2.0),
         ("prefill_forward", 2, 3.0 + 8.0),
