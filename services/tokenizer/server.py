@@ -24,11 +24,11 @@ from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.index.block_hash import HASH_BYTES, block_hashes
 from services.shared.observe.log_fields import fields, trace_fields
-from services.tokenizer.encode_stream import EncodeStream
+from services.shared.rpc.grpc_server import GOING_AWAY, GoingAway, MessageReader
 from services.tokenizer.encoding import EncodedText, EncodeJob, EncodeQueue, PieceEncoder, UncuttableText
 from services.tokenizer.memory import ByteBudget, HeapTrimmer
 from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.refusal import Refusal, invalid, too_much
+from services.tokenizer.refusal import Refusal, busy, invalid, too_much
 from services.tokenizer.render_pool import RenderPool, RenderSetup, request_bytes
 from services.tokenizer.settings import TokenizerSettings
 
@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from services.shared.observe.spans import Span, Tracing
 
 R = TypeVar("R", pb.EncodeRequest, pb.EncodeChatRequest)
+Texts = Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse]]  # raises Refusal
+Chat = Callable[[pb.EncodeChatRequest], Awaitable[pb.EncodeResponse]]  # raises Refusal
 
 MAX_BYTES_PER_CHAR = 6  # JSON writes a character in at most 6 bytes, \uXXXX
 RENDERED_END_CHARS = 64  # length of EncodeResponse.rendered_end; longer than any model's marks
 INLINE_TOKENS = 2048  # responses of this size are hashed and packed on the event loop, in about 0.2 ms; larger ones in a thread
+MESSAGE_BYTES = 1 << 20  # approximate size at which a message of responses is sent
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)  # failed spans
 
 logger = logging.getLogger(__name__)
@@ -278,3 +281,114 @@ def _check_request_id(request_id: str) -> None:
 def _check_hash_root(hash_root: bytes) -> None:
     if len(hash_root) not in (0, HASH_BYTES):
         raise invalid(f"hash_root: {len(hash_root)} bytes, but a root has {HASH_BYTES}")
+
+
+class BadBatch(ValueError):
+    """A message breaks the contract of tokenizer.proto; the stream must end."""
+
+
+class EncodeStream:
+    """The EncodeMany stream of one gateway: its open requests and their unsent responses. Belongs to the stream's handler.
+
+    Each short request has a task, and finished requests are sent together. A task starts with an EncodeOpen. It ends with its
+    response, with its handle in `closes`, or with the stream.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext, texts: Texts, chat: Chat) -> None:
+        self._context = context
+        self._texts = texts
+        self._chat = chat
+        self._open: dict[int, asyncio.Task[None]] = {}  # by handle
+        self._answers: list[pb.Encoded] = []  # responses that are not sent yet
+        self._wake = asyncio.Event()
+        self._settled = asyncio.Event()  # set when no request is open and every response is sent
+
+    async def serve(self, stopping: asyncio.Event) -> None:
+        """Serves until the gateway ends the stream, or until `stopping` is set and all received requests are answered.
+
+        Must be called once.
+        """
+        reader: MessageReader[pb.EncodeBatch] = MessageReader(self._context, stopping)
+        writer = asyncio.create_task(self._write())
+        try:
+            if await reader.next() is not None:
+                await self._context.write(pb.EncodedBatch())
+            while (batch := await reader.next()) is not None:
+                self._take(batch)
+        except GoingAway:
+            await self._until_settled()
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
+        except BadBatch as error:
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            reader.close()
+            writer.cancel()
+            for task in self._open.values():
+                task.cancel()
+
+    def _take(self, batch: pb.EncodeBatch) -> None:
+        for opened in batch.opens:
+            self._begin(opened)
+        for handle in batch.closes:
+            if (task := self._open.pop(handle, None)) is not None:
+                task.cancel()
+
+    def _begin(self, opened: pb.EncodeOpen) -> None:
+        if opened.WhichOneof("request") is None or opened.handle in self._open:
+            raise BadBatch("opens: each entry needs a request and a handle that no other open request has")
+        if opened.ByteSize() > limits.SHORT_ENCODING_BYTES:
+            raise BadBatch(f"opens: an entry is larger than {limits.SHORT_ENCODING_BYTES} bytes. Use a unary call for it.")
+        if len(self._open) >= limits.MAX_OPEN_ENCODINGS:
+            self._answer(
+                _refused(
+                    opened.handle, busy(f"opens: the stream already has {limits.MAX_OPEN_ENCODINGS} open requests, its limit")
+                )
+            )
+        else:
+            self._open[opened.handle] = asyncio.create_task(self._work(opened))
+
+    async def _work(self, opened: pb.EncodeOpen) -> None:
+        try:
+            answering = self._texts(opened.texts) if opened.HasField("texts") else self._chat(opened.chat)
+            answer = pb.Encoded(handle=opened.handle, response=await answering)
+        except Refusal as refusal:
+            answer = _refused(opened.handle, refusal)
+        except Exception:
+            logger.exception("encoding failed")
+            answer = _refused(opened.handle, Refusal(grpc.StatusCode.INTERNAL, "the tokenizer failed"))
+        del self._open[opened.handle]
+        self._answer(answer)
+
+    def _answer(self, answer: pb.Encoded) -> None:
+        self._answers.append(answer)
+        self._wake.set()
+
+    async def _write(self) -> None:
+        """Sends responses as they become available, until the task is cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._answers:
+                await self._context.write(self._next_message())
+            if not self._open:
+                self._settled.set()
+
+    def _next_message(self) -> pb.EncodedBatch:
+        message, size = pb.EncodedBatch(), 0
+        taken = 0
+        for answer in self._answers:
+            message.rows.append(answer)
+            taken, size = taken + 1, size + answer.ByteSize()
+            if size > MESSAGE_BYTES:
+                break
+        del self._answers[:taken]
+        return message
+
+    async def _until_settled(self) -> None:
+        self._settled.clear()
+        self._wake.set()
+        await self._settled.wait()
+
+
+def _refused(handle: int, refusal: Refusal) -> pb.Encoded:
+    return pb.Encoded(handle=handle, code=refusal.code.value[0], message=refusal.message)

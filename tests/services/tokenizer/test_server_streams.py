@@ -15,7 +15,7 @@ import pytest
 from rootstock.v1 import tokenizer_pb2 as pb
 from services.shared import limits
 from services.shared.rpc.grpc_server import DRAIN_S, GOING_AWAY
-from services.tokenizer import encode_stream
+from services.tokenizer import server as tokenizer_server
 from tests.services.tokenizer.serving import Serving, serving
 
 TEXT = "one and two"
@@ -53,7 +53,7 @@ async def rows(call: Any, count: int) -> list[pb.Encoded]:
 
 
 def test_stream_answers_a_request_like_a_unary_call(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_stream, "MESSAGE_BYTES", 64)
+    monkeypatch.setattr(tokenizer_server, "MESSAGE_BYTES", 64)
 
     async def run() -> None:
         async with serving(folders["byte_fallback"], max_request_chars=1000) as service, streaming(service) as call:
