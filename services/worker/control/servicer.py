@@ -1,4 +1,4 @@
-"""The Control service. Each call becomes a command to the worker's loop and waits for its result."""
+"""The Control service. Each call becomes a command to the worker's loop, with a barrier, and waits for its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import concurrent.futures
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -20,7 +21,6 @@ from services.worker.control import internal_state
 from services.worker.control.flush import Flushed, flush, parse
 from services.worker.control.internal_state import InternalState
 from services.worker.control.occupation import MemoryPart, Occupation
-from services.worker.control.operations import BARRIERS
 from services.worker.control.profiles import Profiles
 from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.contracts.transfers import Deleted
@@ -29,7 +29,7 @@ from services.worker.exec.contracts.operations import OperationRefused
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.identity.model_identity import ServedWeights
-from services.worker.loop.inbox import Action, Command, LoopEnded, NotIdle, Pace
+from services.worker.loop.inbox import Action, Barrier, Command, LoopEnded, NotIdle, Pace
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,26 @@ LONGEST_WAIT_S = 3600.0  # limit of a call; also applies without a deadline
 # Seconds of a call's time, at most a tenth of it, that remain for the response if the barrier does not hold in time.
 ANSWER_S = 0.5
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# The barrier of each operation by RPC name (table in docs/reference/control.md).
+BARRIERS: Mapping[str, Barrier] = MappingProxyType(
+    {
+        # Pages that a step in flight reads may be reused at once, because one stream orders all steps.
+        "FlushCache": Barrier.NONE,
+        "GetInternalState": Barrier.NONE,
+        "SetInternalState": Barrier.NONE,
+        "SlowDown": Barrier.NONE,
+        "Pause": Barrier.DRAINED,  # the response means that the device is idle
+        "Continue": Barrier.NONE,
+        "StartProfile": Barrier.DRAINED,
+        "StopProfile": Barrier.DRAINED,
+        "FreezeGc": Barrier.NONE,
+        "ReleaseMemory": Barrier.IDLE,  # the memory of requests is part of it
+        "ResumeMemory": Barrier.DRAINED,
+        "SetLogLevel": Barrier.NONE,
+        "TraceRequest": Barrier.NONE,
+    }
+)
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):

@@ -14,8 +14,8 @@ from rootstock.v1 import control_pb2 as pb
 from services.local.ports import free_ports
 from services.worker.control.command_line import PARSERS, WrongWords
 from services.worker.control.flags import OPERATIONS
-from services.worker.control.operations import BARRIERS
 from services.worker.control.server import start_control
+from services.worker.control.servicer import BARRIERS
 from tests.services.worker.control.address import control_at
 from tests.services.worker.control.test_control_servicer import TOKEN, FakeLoop
 

@@ -21,8 +21,8 @@ from rootstock.v1 import control_pb2_grpc
 from services.local.ports import free_ports
 from services.shared.control_values import Scalar, as_json, put_values
 from services.shared.rpc import grpc_server
-from services.worker.control.operations import BARRIERS
 from services.worker.control.server import ControlAddress, start_control
+from services.worker.control.servicer import BARRIERS
 from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.contracts.transfers import ALL, Deleted, Selection, Tier
