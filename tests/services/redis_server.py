@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from services.local.plan import redis_argv
 from services.local.ports import HOST, free_ports
-from services.local.redis_server import redis_argv
 from services.local.settings import LocalSettings
 
 # By `program`: the bundled server and Debian's Redis.
