@@ -22,7 +22,7 @@ from rootstock.v1 import tokenizer_pb2 as pb
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.index.block_hash import HASH_BYTES, block_hashes
+from services.shared.index.prefix_index import HASH_BYTES, block_hashes
 from services.shared.observe.log_fields import fields, trace_fields
 from services.shared.rpc.grpc_server import GOING_AWAY, GoingAway, MessageReader
 from services.tokenizer.encoding import EncodedText, EncodeJob, EncodeQueue, PieceEncoder, UncuttableText

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.shared.index.block_hash import block_hash
+from services.shared.index.prefix_index import block_hash
 from services.shared.observe.log_fields import fields
 from services.shared.observe.progress import step
 from services.shared.output_formats import detect_in

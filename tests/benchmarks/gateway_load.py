@@ -30,7 +30,7 @@ from services.gateway.api.generation_params import check_token_ids
 from services.local.plan import redis_argv
 from services.local.ports import HOST, free_ports
 from services.local.supervisor import Child, Command
-from services.shared.index.block_hash import block_hashes, root_hash
+from services.shared.index.prefix_index import block_hashes, root_hash
 from tests.benchmarks.gateway_load_client import Tally, http_request, run_load
 from tests.benchmarks.gateway_load_worker import MODEL, VOCAB_SIZE
 

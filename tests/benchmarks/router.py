@@ -25,8 +25,7 @@ from services.gateway.routing.columns import RoutingQuery, WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.gateway.routing.policies import Policy, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.block_hash import BLOCK_TOKENS, block_hashes, root_hash
-from services.shared.index.prefix_index import split_hashes
+from services.shared.index.prefix_index import BLOCK_TOKENS, block_hashes, root_hash, split_hashes
 
 SYSTEM_BLOCKS = 64
 SPECULATION_S = 2.0

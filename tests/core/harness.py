@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import BlockTier
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, SessionTurn, Submit, Verified
 from services.worker.core.contracts.plan import BatchPlan

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.shared.index.block_hash import cache_namespace
+from services.shared.index.prefix_index import cache_namespace
 from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.sampling import SamplingParams

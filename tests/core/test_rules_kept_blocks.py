@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import BlockTier
 from services.worker.core.contracts.transfers import UNASKED, Fact, KeptBlock, OperationKind, PageOperation, Tier, WritePolicy
 from services.worker.core.kv import cache_events
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.shared.index import prefix_index
-from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import BlockTier
 from tests.e2e.fleet import MODEL, Fleet
 
 

@@ -18,7 +18,7 @@ from services.gateway.request.generation import ModelInfo, PromptInput, check_ch
 from services.gateway.request.origin import Origin
 from services.gateway.request.trace import EncodeCall
 from services.shared import limits
-from services.shared.index.block_hash import BLOCK_TOKENS, HASH_BYTES
+from services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)

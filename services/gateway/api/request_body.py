@@ -18,7 +18,7 @@ from services.gateway.api.known_fields import unserved
 from services.gateway.request.body_fields import Body
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
-from services.shared.index.block_hash import cache_namespace
+from services.shared.index.prefix_index import cache_namespace
 from services.shared.sampling_parameters import Api, Kind, of_api
 
 WRITTEN_LEVELS = 254  # that orjson writes at most

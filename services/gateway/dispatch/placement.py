@@ -18,8 +18,7 @@ from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.choice import Choice, EarlierOutput
 from services.gateway.request.generation import ModelVersion
 from services.gateway.request.request import RunningRequest
-from services.shared.index.block_hash import block_hashes
-from services.shared.index.prefix_index import split_hashes
+from services.shared.index.prefix_index import block_hashes, split_hashes
 from services.shared.sampling_parameters import DEFAULT_NAMES
 
 Link: TypeAlias = "WorkerLink[Placement]"

@@ -26,9 +26,17 @@ from typing import Any, cast
 from redis.exceptions import RedisError
 
 from services.gateway.routing.prefix_index import Applied, MirroredOwners, PrefixIndex
-from services.shared.index.block_hash import HASH_BYTES
-from services.shared.index.block_tier import BlockTier
-from services.shared.index.prefix_index import LEASE_TTL_S, IndexEvent, event_from, events_key, lease_key, own_key, workers_key
+from services.shared.index.prefix_index import (
+    HASH_BYTES,
+    LEASE_TTL_S,
+    BlockTier,
+    IndexEvent,
+    event_from,
+    events_key,
+    lease_key,
+    own_key,
+    workers_key,
+)
 from services.shared.index.redis_client import redis_client
 from services.shared.observe.log_fields import fields
 

@@ -18,7 +18,7 @@ from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.logprobs import values_per_token
 from services.gateway.request.origin import Caller
 from services.shared import limits
-from services.shared.index.block_hash import cache_namespace, root_hash
+from services.shared.index.prefix_index import cache_namespace, root_hash
 from services.shared.sampling_parameters import API_DEFAULTS, SamplingDefaults
 
 _UINT64_MASK = (1 << 64) - 1

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.gateway.routing.config import RoutingConfig
-from services.shared.index.block_hash import BLOCK_TOKENS
-from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import BLOCK_TOKENS, BlockTier
 
 _FIRST_ROWS = 8
 _MEMORY = 32  # approximate number of decisions in the average of a SharingMeter

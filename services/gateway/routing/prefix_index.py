@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.shared.index.block_tier import BlockTier
-from services.shared.index.prefix_index import IndexEvent
+from services.shared.index.prefix_index import BlockTier, IndexEvent
 
 _DEVICE = int(BlockTier.DEVICE)  # an int, because comparing enum members is slow
 _Shards = list[dict[bytes, int]]  # masks by hash, in one dict per first byte of the hash

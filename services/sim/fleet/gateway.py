@@ -17,9 +17,7 @@ from services.gateway.routing.columns import Pick, RoutingQuery, SharingMeter, W
 from services.gateway.routing.fair_queue import FairQueue, Placed
 from services.gateway.routing.policies import make_policy, pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.block_hash import block_hashes, cache_namespace
-from services.shared.index.block_tier import BlockTier
-from services.shared.index.prefix_index import split_hashes
+from services.shared.index.prefix_index import BlockTier, block_hashes, cache_namespace, split_hashes
 from services.sim.core.run.worker import submit_message
 from services.sim.core.trace.script import Script
 from services.sim.core.trace.trace import Trace

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from services.shared.index.block_hash import block_hash, root_hash
+from services.shared.index.prefix_index import block_hash, root_hash
 from services.sim.core.run.executor import SimRun
 from services.sim.core.run.remote_reads import RemoteReads
 from services.sim.core.run.worker import STUCK_WAIT_S, SimWorker

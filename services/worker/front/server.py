@@ -17,7 +17,7 @@ from dataclasses import replace
 import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.shared.index.block_hash import cache_namespace
+from services.shared.index.prefix_index import cache_namespace
 from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_SESSION_ID_CHARS
 from services.shared.observe.log_fields import fields, trace_fields
 from services.shared.sampling_parameters import SamplingDefaults

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from services.shared.index.block_hash import root_hash
+from services.shared.index.prefix_index import root_hash
 from services.shared.sampling_parameters import SamplingDefaults
 from services.shared.settings import served_name
 from services.worker.core.contracts.tree_name import parts_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
-from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import BlockTier
 from services.shared.observe.readings import Reading, Readings
 from services.worker.index.publisher import IndexPublisher
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from services.shared.index.block_tier import BlockTier
-from services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S
+from services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S, BlockTier
 from services.shared.index.redis_client import redis_client
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.index.records import HeldBlocks, WorkerRecords

@@ -13,11 +13,11 @@ from itertools import islice
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
-from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import (
     BELOW_TTL_S,
     EVENTS_KEPT,
     LEASE_TTL_S,
+    BlockTier,
     IndexEvent,
     block_key,
     events_key,

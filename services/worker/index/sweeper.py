@@ -16,10 +16,10 @@ from typing import cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import (
     LEASE_TTL_S,
     MODELS_KEY,
+    BlockTier,
     block_key,
     events_key,
     generations_key,

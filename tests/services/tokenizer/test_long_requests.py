@@ -16,7 +16,7 @@ import grpc
 from rootstock.v1 import tokenizer_pb2 as pb
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.local.ports import free_ports
-from services.shared.index.block_hash import HASH_BYTES, block_hashes
+from services.shared.index.prefix_index import HASH_BYTES, block_hashes
 from services.shared.rpc import grpc_server
 from tests.night import NIGHTLY
 from tests.services.tokenizer.model_folders import byte_level

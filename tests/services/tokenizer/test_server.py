@@ -15,7 +15,7 @@ import pytest
 
 from rootstock.v1 import tokenizer_pb2 as pb
 from services.shared import limits
-from services.shared.index.block_hash import block_hashes, root_hash
+from services.shared.index.prefix_index import block_hashes, root_hash
 from services.tokenizer import server
 from tests.services.tokenizer.model_folders import byte_level
 from tests.services.tokenizer.serving import Serving, serving

@@ -6,7 +6,7 @@ deleted salt is retired: requests that were present continue to use it under a u
 
 from __future__ import annotations
 
-from services.shared.index.block_hash import salt_of
+from services.shared.index.prefix_index import salt_of
 
 _END = "\n"  # end of the revision, which never contains it
 _LENGTH = ":"  # follows the length at the beginning of a namespace; a revision never contains it

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import BlockTier
 from services.worker.core.kv.tree_node import TreeNode
 
 BLOCK_TOKENS = 64

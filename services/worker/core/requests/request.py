@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.shared.index.block_hash import cache_namespace
+from services.shared.index.prefix_index import cache_namespace
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import (

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 
-from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import BlockTier
 from services.worker.core.contracts.transfers import KeptBlock
 from services.worker.core.kv.cache_events import BLOCK_TOKENS, CacheEventLog
 from services.worker.core.kv.tree_node import TreeNode

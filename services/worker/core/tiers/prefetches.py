@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
-from services.shared.index.block_hash import cache_namespace
+from services.shared.index.prefix_index import cache_namespace
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import Prefetch
 from services.worker.core.contracts.reservations import KvReservation, KvSource

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from services.gateway.dispatch.model_pool import TRIES_ONE_IN
 from services.gateway.routing.config import RoutingPolicy
-from services.shared.index.block_hash import block_hashes, root_hash
-from services.shared.index.block_tier import BlockTier
-from services.shared.index.prefix_index import split_hashes
+from services.shared.index.prefix_index import BlockTier, block_hashes, root_hash, split_hashes
 from tests.services.gateway.dispatch.test_dispatch_lost import stopped
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until

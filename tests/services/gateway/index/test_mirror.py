@@ -13,8 +13,7 @@ import pytest
 from services.gateway.index import mirror
 from services.gateway.index.mirror import IndexMirror, LeaseTable
 from services.gateway.routing.prefix_index import Applied, MirroredOwners, PrefixIndex
-from services.shared.index.block_tier import BlockTier
-from services.shared.index.prefix_index import LEASE_TTL_S, IndexEvent, events_key, lease_key, own_key
+from services.shared.index.prefix_index import LEASE_TTL_S, BlockTier, IndexEvent, events_key, lease_key, own_key
 from services.shared.index.redis_client import redis_client
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.index import publisher as publishing

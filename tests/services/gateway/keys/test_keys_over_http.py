@@ -17,7 +17,7 @@ import pytest
 from services.gateway.admin.operations import ROUTES
 from services.gateway.http.http_server import CannotListen
 from services.gateway.keys import key_table
-from services.shared.index.block_hash import block_hashes
+from services.shared.index.prefix_index import block_hashes
 from tests.services.gateway.api.test_sessions import SessionWorker
 from tests.services.gateway.dispatch.test_dispatch_models import serving
 from tests.services.gateway.fakes import MODEL, ids_of

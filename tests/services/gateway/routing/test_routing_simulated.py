@@ -15,7 +15,7 @@ import pytest
 from services.gateway.routing.columns import RoutingQuery, WorkerColumns
 from services.gateway.routing.policies import RoutingConfig, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.block_hash import BLOCK_TOKENS
+from services.shared.index.prefix_index import BLOCK_TOKENS
 
 SPECULATION_S = 2.0
 SECONDS_PER_BLOCK = 0.02

@@ -21,18 +21,20 @@ from hypothesis import strategies as st
 
 from rootstock.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.local.ports import free_ports
-from services.shared.index.block_hash import block_hashes, cache_namespace, root_hash
-from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import (
     BELOW_TTL_S,
     EVENTS_KEPT,
+    BlockTier,
     IndexEvent,
+    block_hashes,
+    cache_namespace,
     event_from,
     events_key,
     generations_key,
     lease_key,
     own_key,
     owner_field,
+    root_hash,
     split_hashes,
     workers_key,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.shared.index.block_hash import BLOCK_TOKENS, HASH_BYTES, block_hash, root_hash
+from services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES, block_hash, root_hash
 from services.worker.core.kv.cache_events import BLOCK_TOKENS as CORE_BLOCK_TOKENS
 
 
