@@ -6,8 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from services.gateway.parsers.events import CallArguments, CallDropped, CallEnd, CallStart, Event, Reasoning, Text
-from services.gateway.parsers.output_parser import ParserSetup
+from services.gateway.parsers.output_parser import (
+    CallArguments,
+    CallDropped,
+    CallEnd,
+    CallStart,
+    Event,
+    ParserSetup,
+    Reasoning,
+    Text,
+)
 from services.gateway.parsers.source import Marks
 
 BLANKS = " \t\r\n"

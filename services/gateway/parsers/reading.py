@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.gateway.parsers.event_writer import EventWriter
-from services.gateway.parsers.events import Event
 from services.gateway.parsers.json_text import Breaks, mended
-from services.gateway.parsers.output_parser import ParserSetup, Schema
+from services.gateway.parsers.output_parser import Event, ParserSetup, Schema
 from services.gateway.parsers.source import Malformed, Marks, Source, Steps, discard
 
 _BEFORE_END = re.compile(r"[ \t\r\n\]}]*")

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway.parsers.events import CallDropped, CallStart, Event
-from services.gateway.parsers.output_parser import OutputParser, Parsing, PlainText
+from services.gateway.parsers.output_parser import CallDropped, CallStart, Event, OutputParser, Parsing, PlainText
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import GenerationParams, ModelVersion, PromptInput

@@ -26,12 +26,15 @@ PARSERS = (
     ),
     *of(
         "parsers",
-        "services/gateway/parsers/formats/mistral.py",
-        ('yield from source.choose((",",))', "pass"),
+        "services/gateway/parsers/formats/json_calls.py",
+        (
+            '        yield from source.choose((",",))\n        yield from source.space()\n        return not',
+            "        yield from source.space()\n        return not",
+        ),
     ),
     *of(
         "parsers",
-        "services/gateway/parsers/formats/reasoning.py",
+        "services/gateway/parsers/formats/families.py",
         ("if trial.failed or trial.writer.wrote_text:", "if trial.writer.wrote_text:"),
         ("and not source.was_cut:", "and True:"),
     ),

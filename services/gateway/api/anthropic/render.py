@@ -12,7 +12,7 @@ import orjson
 from pydantic_core import from_json
 
 from services.gateway.api.anthropic.errors import ANTHROPIC
-from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from services.gateway.parsers.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.request.choice import ChoiceReader, Delta, Ending
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import RunningRequest

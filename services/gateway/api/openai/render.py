@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from services.gateway.api.logprob_forms import ChatLogprobWriter, CompletionLogprobWriter
-from services.gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
+from services.gateway.parsers.output_parser import CallArguments, CallStart, Event, Reasoning, Text
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice import Choice, ChoiceReader, Delta
 from services.gateway.request.errors import DONE, OPENAI, ApiError

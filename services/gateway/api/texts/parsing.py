@@ -6,8 +6,16 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
-from services.gateway.parsers.output_parser import MakeParser, ParserSetup, Schema
+from services.gateway.parsers.output_parser import (
+    CallArguments,
+    CallStart,
+    Event,
+    MakeParser,
+    ParserSetup,
+    Reasoning,
+    Schema,
+    Text,
+)
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from services.gateway.api.responses.output import OutputItems
-from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from services.gateway.parsers.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.request.bodies import RequestBody
 from services.shared import limits
 from tests.services.gateway.fakes import MODEL

@@ -7,9 +7,17 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from services.gateway.parsers.events import CallArguments, CallDropped, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.parsers.formats.families import output_parser
-from services.gateway.parsers.output_parser import ParserSetup
+from services.gateway.parsers.output_parser import (
+    CallArguments,
+    CallDropped,
+    CallEnd,
+    CallStart,
+    Event,
+    ParserSetup,
+    Reasoning,
+    Text,
+)
 from services.shared.output_formats import OutputFormats
 
 WEATHER: dict[str, Any] = {

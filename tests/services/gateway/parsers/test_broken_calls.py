@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.parsers.events import Event, Reasoning
 from services.gateway.parsers.formats.families import output_parser
-from services.gateway.parsers.output_parser import ParserSetup
+from services.gateway.parsers.output_parser import Event, ParserSetup, Reasoning
 from services.shared.output_formats import OutputFormats
 from tests.services.gateway.parsers.outputs import calls_of, events, in_characters, text_of
 from tests.services.gateway.parsers.test_damaged_outputs import arguments_of

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event
 from services.gateway.parsers.formats import harmony
 from services.gateway.parsers.formats.families import CALL_FORMATS
+from services.gateway.parsers.output_parser import CallArguments, CallEnd, CallStart, Event
 from services.shared.output_formats import REASONING_FORMATS, OutputFormats
 from services.tokenizer.chat import ChatTemplate
 from tests.night import NIGHTLY

@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 import xgrammar
 
-from services.gateway.parsers.events import Reasoning
 from services.gateway.parsers.formats import harmony
 from services.gateway.parsers.formats.families import CALL_FORMATS
+from services.gateway.parsers.output_parser import Reasoning
 from services.gateway.parsers.source import Marks
 from services.gateway.parsers.tags.demand import CallDemand, ToolSpec
 from services.gateway.parsers.tags.structural_tags import call_tag

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from services.gateway.parsers.events import CallArguments, CallDropped, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.parsers.formats.harmony import MAX_HEADER_CHARS
+from services.gateway.parsers.output_parser import CallArguments, CallDropped, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.parsers.parameter_types import ANY, parameter_types
 from services.shared import limits
 from services.shared.output_formats import OutputFormats

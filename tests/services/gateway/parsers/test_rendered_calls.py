@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.parsers.events import Reasoning
+from services.gateway.parsers.output_parser import Reasoning
 from services.shared.output_formats import OutputFormats, detect
 from services.tokenizer.chat import ChatTemplate
 from tests.services.gateway.parsers.outputs import at_random, calls_of, events, in_characters, text_of

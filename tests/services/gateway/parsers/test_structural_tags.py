@@ -9,9 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.gateway.parsers.events import Reasoning
 from services.gateway.parsers.formats.families import CALL_FORMATS
-from services.gateway.parsers.output_parser import ParserSetup
+from services.gateway.parsers.output_parser import ParserSetup, Reasoning
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
 from services.gateway.parsers.tags.layouts import Layout, const, either, regex, schema
 from services.gateway.parsers.tags.structural_tags import BUILDERS, after_reasoning, call_tag, calls_or_answer
