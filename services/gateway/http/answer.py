@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import BodyReader, ClientWatch, cut, gone_of, read_body
-from services.gateway.observe.access_log import CUT, ERROR_CODE, WORK
+from services.gateway.observe.access_log import CUT, ERROR_CODE
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ClientGone, RequestBody
 from services.gateway.request.choice import Delta
@@ -27,7 +27,7 @@ from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad
 from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import NOBODY, OMITTED_TOOLS, Origin
 from services.gateway.request.request import RunningRequest
-from services.gateway.request.usage import work_of
+from services.gateway.request.usage import generation_state
 from services.gateway.service.sink import (
     CollectedAnswer,
     Detached,
@@ -219,7 +219,7 @@ class HttpSink(Sink):
     def released(self, running: RunningRequest) -> None:
         self._end_silence()
         if self._logs_access:
-            self._scope["state"][WORK] = work_of(running)
+            self._scope["state"].update(generation_state(running))
 
     @property
     def _request(self) -> RunningRequest:

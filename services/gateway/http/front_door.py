@@ -45,7 +45,7 @@ class FrontDoor:
     | `model` | from the routes | the model's id, for metrics |
     | `code` | from the routes | replaces the HTTP status in metrics |
     | `OMITTED_TOOLS` | from the routes | names of the hosted tools that the request is served without |
-    | `ERROR_CODE`, `CUT`, `WORK` | from the routes | facts for the access log |
+    | `ERROR_CODE`, `CUT`, `GENERATION`, `ABORTED` | from the routes | facts for the access log |
     """
 
     def __init__(

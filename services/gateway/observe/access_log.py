@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 import orjson
 
@@ -27,9 +27,9 @@ Form = Literal["json", "text", "off"]
 ERROR_CODE = "error_code"  # code of the ApiError that ended the request
 CUT = "cut"  # the gateway closed the connection before the response was complete
 INTERRUPTED = "interrupted"  # the batch line or background response was cancelled before its end
-WORK = "work"  # a Work
+ABORTED = "aborted"  # at least one choice was aborted
+GENERATION = "generation"  # the GenerationFields of a generation request
 _SAME_FIELDS = b'"level":"info","service":"gateway","logger":"access","msg":"request",'
-_NO_WORK = (None, None, None, None, None, None, False)
 _GONE = 499  # status of a request whose client left
 _LOOK_S = 1.0  # seconds between two looks whether the file was moved away
 _PROBES = frozenset(("/health", "/ping", "/readiness", "/ready", "/metrics"))
@@ -47,20 +47,19 @@ class End(StrEnum):
     INTERRUPTED = "interrupted"  # a batch line or background response was cancelled, or continues at another gateway
 
 
-class Work(NamedTuple):
-    """The tokens and times of one generation request, up to its end."""
+class GenerationFields(TypedDict):
+    """The fields of one line about the tokens and times of a generation request. All are None for another request."""
 
-    trace_id: str  # "" if the request is not traced
-    queue_ms: float  # longest wait of a choice, at the gateway and at its worker
-    ttft_ms: float | None  # from arrival to the first output, or None without output
-    prompt_tokens: int  # each prompt counts once, as in `usage`
-    cached_tokens: int  # prompt tokens that a prefix cache had
-    output_tokens: int
-    aborted: bool  # at least one choice was aborted
+    queue_ms: float | None  # longest wait of a choice, at the gateway and at its worker
+    ttft_ms: float | None  # from arrival to the first output; also None without output
+    prompt_tokens: int | None  # each prompt counts once, as in `usage`
+    cached_tokens: int | None  # prompt tokens that a prefix cache had
+    output_tokens: int | None
+    trace_id: str | None  # also None if the request is not traced
 
 
-class AccessRecord(TypedDict):
-    """The fields of one line. Fields of Work are None for a request that generates nothing."""
+class AccessRecord(GenerationFields):
+    """The fields of one line."""
 
     request_id: str
     source: str  # "http", "batch", "background" or "admin"
@@ -73,12 +72,16 @@ class AccessRecord(TypedDict):
     end: str  # an End
     total_ms: float  # from the request's head to the end of its response
     bytes: int  # size of the response's body
-    queue_ms: float | None
-    ttft_ms: float | None
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    output_tokens: int | None
-    trace_id: str | None
+
+
+_NO_GENERATION: GenerationFields = {
+    "queue_ms": None,
+    "ttft_ms": None,
+    "prompt_tokens": None,
+    "cached_tokens": None,
+    "output_tokens": None,
+    "trace_id": None,
+}
 
 
 class AccessLog:
@@ -117,9 +120,8 @@ class AccessLog:
         if self._file is None or route in _PROBES:
             return
         status = state.get("code", status)
-        work: Work | None = state.get(WORK)
+        generation: GenerationFields = state.get(GENERATION, _NO_GENERATION)
         code = str(state.get(ERROR_CODE) or ("client_gone" if status == _GONE else ""))
-        trace_id, queue_ms, ttft_ms, prompt, cached, output, aborted = work or _NO_WORK
         record: AccessRecord = {
             "request_id": state["request_id"],
             "source": source,
@@ -129,15 +131,10 @@ class AccessLog:
             "key": state.get("key", ""),
             "status": status,
             "code": code,
-            "end": _end_of(status, code, state, aborted),
+            "end": _end_of(status, code, state),
             "total_ms": round(seconds * 1e3, 1),
             "bytes": num_bytes,
-            "queue_ms": queue_ms if queue_ms is None else round(queue_ms, 1),
-            "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
-            "prompt_tokens": prompt,
-            "cached_tokens": cached,
-            "output_tokens": output,
-            "trace_id": trace_id or None,
+            **generation,
         }
         self._file.append(self._line(record, time.time()))
 
@@ -222,7 +219,7 @@ def _utc(second: int) -> str:
 _IN_HEAD = frozenset(("method", "route", "status", "end"))
 
 
-def _end_of(status: int, code: str, state: Mapping[str, Any], aborted: bool) -> End:
+def _end_of(status: int, code: str, state: Mapping[str, Any]) -> End:
     if status == _GONE:
         return End.CLIENT_GONE
     if state.get(CUT):
@@ -233,4 +230,4 @@ def _end_of(status: int, code: str, state: Mapping[str, Any], aborted: bool) -> 
         return End.REFUSED
     if code or not status:
         return End.FAILED
-    return End.ABORTED if aborted else End.COMPLETE
+    return End.ABORTED if state.get(ABORTED) else End.COMPLETE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.observe.access_log import ERROR_CODE, INTERRUPTED, WORK, Work
+from services.gateway.observe.access_log import ABORTED, ERROR_CODE, GENERATION, INTERRUPTED, GenerationFields
 from services.gateway.request.choice import TIERS, Choice, Ending
 from services.gateway.request.request import RunningRequest
 
@@ -57,12 +57,15 @@ def access_state(running: RunningRequest, code: str, *, interrupted: bool) -> di
         "model": running.model.name if running.prompts else "",
         ERROR_CODE: code,
         INTERRUPTED: interrupted,
-        WORK: work_of(running),
+        **generation_state(running),
     }
 
 
-def work_of(running: RunningRequest) -> Work:
-    """Returns the tokens and times for the access log. In an incomplete response, the output that has arrived counts."""
+def generation_state(running: RunningRequest) -> dict[str, Any]:
+    """Returns the part of the state that AccessLog.ended reads about the output of a request.
+
+    In an incomplete response, the output that has arrived counts.
+    """
     ended = [ending for choice in running.choices if (ending := choice.ending) is not None]
     first_s = running.first_output_s if running.choices and running.choices[0].generates else None
     usage = running.usage
@@ -70,15 +73,15 @@ def work_of(running: RunningRequest) -> Work:
         usage = usage_of(running)
         usage["prompt_tokens"] = sum(len(prompt.ids) for prompt in running.prompts) if running.reached_worker else 0
         usage["completion_tokens"] = sum(len(choice.output_ids) for choice in running.choices)
-    return Work(
-        trace_id="" if running.trace is None else running.trace.trace_id,
-        queue_ms=running.longest_wait_s * 1e3 + max([ending.queue_ms for ending in ended], default=0),
-        ttft_ms=None if first_s is None else first_s * 1e3,
-        prompt_tokens=usage["prompt_tokens"],
-        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        output_tokens=usage["completion_tokens"],
-        aborted="abort" in [ending.finish_reason for ending in ended],
-    )
+    generation: GenerationFields = {
+        "queue_ms": round(running.longest_wait_s * 1e3 + max([ending.queue_ms for ending in ended], default=0), 1),
+        "ttft_ms": None if first_s is None else round(first_s * 1e3, 1),
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "output_tokens": usage["completion_tokens"],
+        "trace_id": None if running.trace is None else running.trace.trace_id,
+    }
+    return {GENERATION: generation, ABORTED: "abort" in [ending.finish_reason for ending in ended]}
 
 
 def _by_tier(endings: Sequence[Ending]) -> dict[str, Any]:
