@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
-READER = GATEWAY / "dispatch" / "worker_errors.py"
+READER = GATEWAY / "dispatch" / "refusals.py"
 CUT = "why_of"  # in services/shared/field_refusal.py; removes the field that the message repeats
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -22,11 +22,11 @@ from functools import partial
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.dispatch import sessions, worker_errors
+from services.gateway.dispatch import sessions
 from services.gateway.dispatch.fleet import Fleet
-from services.gateway.dispatch.model_catalog import ModelCatalog
 from services.gateway.dispatch.placement import Home, Link, Placement, Pool, PrefetchedPages, reservation_of
-from services.gateway.dispatch.waiting import Pace, Refusals, Waiting
+from services.gateway.dispatch.refusals import Refusals, error_of_finish
+from services.gateway.dispatch.waiting import ModelCatalog, Pace, Waiting
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.connection import StreamBroken
 from services.gateway.peers.detokenizer_link import DetokPool
@@ -458,7 +458,7 @@ class Dispatcher:
             placement.count_retry()
             self._move(placement, RETRY)
         else:
-            placement.request.fail(worker_errors.of_finish(finish, choice, self._settings.retry_after_s))
+            placement.request.fail(error_of_finish(finish, choice, self._settings.retry_after_s))
 
     def _other_weights(self, link: Link, placement: Placement) -> None:
         """Moves a choice whose worker has another model version than its submit names: the submit has crossed the worker's hello.

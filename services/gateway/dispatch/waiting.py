@@ -1,114 +1,160 @@
-"""Choices that wait for a worker with a free slot, the errors if the wait fails, and the rate at which choices complete.
+"""Requests that wait for the first worker of their model, choices that wait for a free slot, and the rate of completion.
 
-A choice waits in its pool's `queue`. If it has lost its worker, it waits in `moved`, which goes before the queue. If the worker
-of its session is not connected, it waits in `parked`.
+ModelCatalog finds the model of a request. The request waits there if no worker of the model has connected yet. A choice waits in
+its pool's `queue`. If it has lost its worker, it waits in `moved`, which goes before the queue. If the worker of its session is
+not connected, it waits in `parked`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch import sessions
 from services.gateway.dispatch.placement import Placement, Pool
+from services.gateway.dispatch.refusals import Refusals
+from services.gateway.dispatch.sessions import SessionWorker
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError, unavailable
-from services.gateway.request.generation import ModelVersion
+from services.gateway.request.errors import ApiError, model_not_allowed, unknown_model
+from services.gateway.request.generation import ModelInfo, ModelVersion
+from services.gateway.request.origin import Caller
 from services.gateway.routing.fair_queue import Placed, QueueFull
 from services.shared.limits import PRIORITY_RANGE
 
+LOOK_S = 0.5  # seconds between two looks of a request whose model may still appear
 BACKGROUND = 2 * PRIORITY_RANGE[0]  # below every priority of a request
 OUTPUT_WEIGHT = 2  # charge of an output token to its API key, in prompt tokens
-
 WINDOW_S = 15.0  # completions are counted over one to two windows
 LONGEST_S = 60  # largest Retry-After
 
 Place = Callable[[Placement], bool]
 
 
-class Refusals:
-    """Makes the errors of requests that no worker serves. Each method counts one refusal and returns a 503."""
+class ModelCatalog:
+    """The models that clients may name: the models of connected workers, and the models that the settings expect.
 
-    def __init__(self, retry_after_s: int, metrics: GatewayMetrics) -> None:
-        self._retry_after_s = retry_after_s
-        self._counter = metrics.refusals
+    A request of a model without a worker waits until the first worker of the model connects.
+    """
 
-    def full(self) -> ApiError:
-        return self._refused("Too many requests wait for a worker.", "queue_full")
-
-    def refusing(self) -> ApiError:
-        return self._refused(
-            "Every worker of this model refuses new requests: an operator has set 'max_queued_requests' to 0. Retry later.",
-            "queue_full",
-        )
-
-    def busy(self) -> ApiError:
-        return self._refused("All workers are busy.", "queue_timeout")
-
-    def no_worker(self) -> ApiError:
-        return self._refused("No worker is connected.", "no_worker")
-
-    def no_scores(self) -> ApiError:
-        return self._refused("Every worker of this model is of a version that serves no scores. Retry later.", "no_worker")
-
-    def weights_gone(self) -> ApiError:
-        return self._refused(
-            "No worker serves the model version that began the response. Send the request again.", "weights_not_served"
-        )
-
-    def paused(self) -> ApiError:
-        return self._refused("All workers that could serve this are paused.", "paused")
-
-    def _refused(self, message: str, reason: str) -> ApiError:
-        self._counter.labels(reason).inc()
-        return unavailable(message, self._retry_after_s, reason)
-
-
-class Pace:
-    """Estimates Retry-After of a 503 from the rate at which choices complete."""
-
-    def __init__(self, waiting: Callable[[], int], least_s: int, clock: Callable[[], float]) -> None:
-        """Starts the first window.
+    def __init__(
+        self, settings: GatewaySettings, pools: Mapping[str, Pool], may_grow: Callable[[], bool], refusals: Refusals
+    ) -> None:
+        """Makes the catalog of a fleet.
 
         Args:
-            waiting: Returns the number of choices that wait for a worker.
-            least_s: Retry-After in seconds if no choice waits.
-            clock: Returns seconds.
+            pools: By the model name that clients use.
+            may_grow: Returns whether a worker may still connect for the first time and add a model.
         """
-        self._waiting = waiting
-        self._least_s = least_s
-        self._clock = clock
-        self._begun = clock()
-        self._before = 0  # completed in the window before this one
-        self._since = 0  # completed in this window
+        self._settings = settings
+        self._pools = pools
+        self._may_grow = may_grow
+        self._refusals = refusals
+        self._grown = asyncio.Event()
+        self.expected = settings.expected_models  # names of models that may have no worker yet
+        self.unplaced: Counter[str] = Counter()  # waiting requests by the expected model that they name; "" for other names
 
-    def completed(self) -> None:
-        """Counts a choice that has left its worker."""
-        self._turn()
-        self._since += 1
+    @property
+    def default(self) -> ModelInfo | None:
+        """The model of a request that names none: the first known one of the setting `models`, else the first by name."""
+        name = self._first_known(self._pools)
+        return self._pools[name].model if name else None
 
-    def retry_after_s(self) -> int:
-        """Returns the seconds until the last waiting choice is served at the recent rate, from least_s to LONGEST_S.
+    def models(self) -> list[ModelInfo]:
+        return [pool.model for pool in self._pools.values()]
 
-        If no choice has completed, the time for which completions have been counted is the estimate.
+    def names(self) -> list[str]:
+        """Returns the names of all models that clients may name, with or without a worker."""
+        return list(dict.fromkeys((*self.expected, *self._pools)))
+
+    def listed(self) -> list[ModelInfo]:
+        """Returns the models of names(). The context length of a model without a worker is 0."""
+        return [self._pools[name].model if name in self._pools else ModelInfo(name, 0, 0) for name in self.names()]
+
+    def waiting(self) -> dict[str, int]:
+        """Returns the number of waiting choices of every model of names(); "" for requests of other names."""
+        waiting = {name: self.unplaced[name] for name in ("", *self.names())}
+        for name, pool in self._pools.items():
+            waiting[name] += pool.num_waiting
+        return waiting
+
+    def workers_of(self, name: str | None = None) -> list[SessionWorker]:
+        """Returns the connected workers of a model that may have sessions; of the default model for None."""
+        model = self._find(name)
+        links = self._pools[model.name].homes() if model is not None else ()
+        return [SessionWorker(link.info.worker_id, link.address, link.paused) for link in links if link.info is not None]
+
+    def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
+        """Returns the hash that the first block of a prompt is chained to; empty if routing uses no block hashes."""
+        pool = self._pools.get(model.name)
+        return model.hash_root(cache_salt) if pool is not None and pool.wants_hashes else b""
+
+    def reads_predictions(self, model: ModelInfo) -> bool:
+        """Whether a worker of the model drafts tokens from predicted outputs."""
+        pool = self._pools.get(model.name)
+        return pool is not None and any(link.info is not None and link.info.reads_predictions for link in pool.links.values())
+
+    def grown(self) -> None:
+        """Wakes the requests that wait for a worker to connect."""
+        self._grown.set()
+
+    async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name, for None the caller's default one. Waits for its first worker if there may be one.
+
+        Raises:
+            ApiError: There is no such model, the caller may not use it, or no worker of it came in time.
         """
-        self._turn()
-        waiting = self._waiting()
-        if not waiting:
-            return self._least_s
-        counted_s = self._clock() - self._begun + WINDOW_S
-        done = self._before + self._since
-        seconds = counted_s * waiting / done if done else counted_s
-        return int(min(max(-(-seconds // 1), self._least_s), LONGEST_S))
+        if caller.models is not None:
+            name = self._allowed(name, caller)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.queue_timeout_s
+        while (found := self._find(name)) is None:
+            if loop.time() >= deadline:
+                raise self._refusals.no_worker()
+            expected = name is None or not self._pools or name in self.expected
+            if not expected and not self._may_grow():
+                raise unknown_model()
+            await self._wait(name, deadline if expected else loop.time() + LOOK_S)
+        return found
 
-    def _turn(self) -> None:
-        passed = self._clock() - self._begun
-        if passed >= WINDOW_S:
-            self._before = self._since if passed < 2 * WINDOW_S else 0
-            self._since = 0
-            self._begun += passed // WINDOW_S * WINDOW_S
+    def _allowed(self, name: str | None, caller: Caller) -> str:
+        """Returns the name, or the name of the caller's default model for None. Raises ApiError 403."""
+        if name is None:
+            usable = [each for each in self.names() if caller.may_use(each)]
+            name = self._first_known(usable) or next(iter(usable), None)
+        if name is None or not caller.may_use(name):
+            raise model_not_allowed()
+        return name
+
+    def _first_known(self, names: Collection[str]) -> str:
+        """Returns the first of these names in the setting `models` that is known, else the first known one by name; "" if none
+        is known."""
+        known = self._pools.keys() & names
+        return next((name for name in self.expected if name in known), min(known, default=""))
+
+    def _find(self, name: str | None) -> ModelInfo | None:
+        if name is None:
+            return self.default
+        pool = self._pools.get(name)
+        return None if pool is None else pool.model
+
+    async def _wait(self, name: str | None, until: float) -> None:
+        """Waits until a worker connects, or until this loop time. Raises ApiError if too many requests wait already."""
+        if self.unplaced.total() >= self._settings.max_waiting_requests:
+            raise self._refusals.full()
+        meant = next(iter(self.expected), "") if name is None else name
+        counted = meant if meant in self.expected else ""
+        self.unplaced[counted] += 1
+        try:
+            with suppress(TimeoutError):  # wait_for checks the time
+                async with asyncio.timeout_at(until):
+                    self._grown.clear()
+                    await self._grown.wait()
+        finally:
+            self.unplaced[counted] -= 1
 
 
 class Waiting:
@@ -263,3 +309,48 @@ class Waiting:
 def _key(placement: Placement) -> str:
     """Returns the name of the API key of the choice."""
     return placement.request.key
+
+
+class Pace:
+    """Estimates Retry-After of a 503 from the rate at which choices complete."""
+
+    def __init__(self, waiting: Callable[[], int], least_s: int, clock: Callable[[], float]) -> None:
+        """Starts the first window.
+
+        Args:
+            waiting: Returns the number of choices that wait for a worker.
+            least_s: Retry-After in seconds if no choice waits.
+            clock: Returns seconds.
+        """
+        self._waiting = waiting
+        self._least_s = least_s
+        self._clock = clock
+        self._begun = clock()
+        self._before = 0  # completed in the window before this one
+        self._since = 0  # completed in this window
+
+    def completed(self) -> None:
+        """Counts a choice that has left its worker."""
+        self._turn()
+        self._since += 1
+
+    def retry_after_s(self) -> int:
+        """Returns the seconds until the last waiting choice is served at the recent rate, from least_s to LONGEST_S.
+
+        If no choice has completed, the time for which completions have been counted is the estimate.
+        """
+        self._turn()
+        waiting = self._waiting()
+        if not waiting:
+            return self._least_s
+        counted_s = self._clock() - self._begun + WINDOW_S
+        done = self._before + self._since
+        seconds = counted_s * waiting / done if done else counted_s
+        return int(min(max(-(-seconds // 1), self._least_s), LONGEST_S))
+
+    def _turn(self) -> None:
+        passed = self._clock() - self._begun
+        if passed >= WINDOW_S:
+            self._before = self._since if passed < 2 * WINDOW_S else 0
+            self._since = 0
+            self._begun += passed // WINDOW_S * WINDOW_S

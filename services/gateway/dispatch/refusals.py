@@ -1,9 +1,10 @@
-"""Translates a worker's refusal or failure into the client's error, with the client's own field names."""
+"""The client's errors for requests that no worker serves, or that a worker has refused or failed."""
 
 from __future__ import annotations
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
+from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.choice import Choice
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import GenerationParams
@@ -13,8 +14,50 @@ SESSION_ID = "session.session_id"  # the field that a worker names if it has no 
 GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
 
 
-def of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
-    """Returns the client's error. `finish` has the reason ABORT, or no reason."""
+class Refusals:
+    """Makes the errors of requests that no worker serves. Each method counts one refusal and returns a 503."""
+
+    def __init__(self, retry_after_s: int, metrics: GatewayMetrics) -> None:
+        self._retry_after_s = retry_after_s
+        self._counter = metrics.refusals
+
+    def full(self) -> ApiError:
+        return self._refused("Too many requests wait for a worker.", "queue_full")
+
+    def refusing(self) -> ApiError:
+        return self._refused(
+            "Every worker of this model refuses new requests: an operator has set 'max_queued_requests' to 0. Retry later.",
+            "queue_full",
+        )
+
+    def busy(self) -> ApiError:
+        return self._refused("All workers are busy.", "queue_timeout")
+
+    def no_worker(self) -> ApiError:
+        return self._refused("No worker is connected.", "no_worker")
+
+    def no_scores(self) -> ApiError:
+        return self._refused("Every worker of this model is of a version that serves no scores. Retry later.", "no_worker")
+
+    def weights_gone(self) -> ApiError:
+        return self._refused(
+            "No worker serves the model version that began the response. Send the request again.", "weights_not_served"
+        )
+
+    def paused(self) -> ApiError:
+        return self._refused("All workers that could serve this are paused.", "paused")
+
+    def _refused(self, message: str, reason: str) -> ApiError:
+        self._counter.labels(reason).inc()
+        return unavailable(message, self._retry_after_s, reason)
+
+
+def error_of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
+    """Returns the client's error for a worker's refusal or failure, with the client's own field names.
+
+    Args:
+        finish: Has the reason ABORT, or no reason.
+    """
     code, text, asked = finish.error, _why(finish), choice.params
     if code == pb.ERROR_CODE_INVALID_ARGUMENT and finish.field == SESSION_ID:
         return ApiError(404, text or "There is no such session.", param=asked.fields.of(SESSION_ID), code="session_not_found")
