@@ -8,8 +8,7 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
-from services.gateway.discovery.endpoints import Endpoints, join
-from services.gateway.discovery.targets import DnsTarget
+from services.gateway.discovery.endpoints import DnsTarget, Endpoints, join_address
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class DnsWatch:
         self._empty = 0 if hosts else self._empty + 1
         if hosts or self._empty >= EMPTY_ANSWERS:
             self._answered = True
-            self._changed({join(host, port): True for host in hosts})
+            self._changed({join_address(host, port): True for host in hosts})
 
     def _pause_s(self) -> float:
         tries = min(self._failures if self._answered else self._failures + self._empty, 16)

@@ -1,8 +1,11 @@
-"""Follows the EndpointSlices of one Service: lists them, then watches the changes.
+"""Follows the endpoints of a Service by its EndpointSlices, and by its DNS name while the slices cannot be read.
 
-The slices are listed again after RESYNC_S, and if the API server no longer has the watched version. The blocking client runs in a
-daemon thread, which hands its results to the event loop. While the API server fails, the last endpoints stay, and the watch
-reports the DNS name by which the pods can be looked up, if there is one.
+KubernetesWatch lists the slices, then watches the changes. It lists them again after RESYNC_S, and if the API server no longer
+has the watched version. The blocking client runs in a daemon thread, which hands its results to the event loop. While the API
+server fails, the last endpoints stay, and the watch reports the DNS name by which the pods can be looked up, if there is one.
+
+KubernetesService looks that name up. A rollback to discovery by DNS removes the permission and the network access to the API
+server while old gateways still end their streams. Without DNS, the endpoints of these gateways would disappear pod by pod.
 """
 
 from __future__ import annotations
@@ -18,10 +21,19 @@ from typing import Any
 import urllib3
 from kubernetes import client, config
 
-from services.gateway.discovery.endpoint_slices import endpoints_of, has_names, number_of
-from services.gateway.discovery.endpoints import Endpoints
-from services.gateway.discovery.kubernetes_api import GONE, WATCH_S, KubernetesApiError, SliceApi, load_client, own_namespace
-from services.gateway.discovery.targets import DnsTarget, KubernetesTarget
+from services.gateway.discovery.dns import DnsWatch, Resolve
+from services.gateway.discovery.endpoints import DnsTarget, Endpoints, KubernetesTarget
+from services.gateway.discovery.kubernetes_api import (
+    GONE,
+    WATCH_S,
+    KubernetesApiError,
+    SliceApi,
+    endpoints_of,
+    has_names,
+    load_client,
+    number_of,
+    own_namespace,
+)
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
@@ -191,3 +203,57 @@ class KubernetesWatch:
 
     def _fields(self) -> dict[str, dict[str, Any]]:
         return fields(service_=self._target.service, namespace=self._target.namespace)
+
+
+class KubernetesService:
+    """The endpoints of one Service."""
+
+    def __init__(
+        self,
+        target: KubernetesTarget,
+        changed: Callable[[Endpoints], None],
+        dns_refresh_s: float,
+        lookup: Resolve,
+        load: LoadClient,
+        watch_s: float = WATCH_S,
+        resync_s: float = RESYNC_S,
+    ) -> None:
+        """Makes the follower.
+
+        Args:
+            changed: Called with new endpoints, on the event loop of run().
+            dns_refresh_s: Pause between two look-ups, in seconds.
+            lookup: Looks up a DNS name.
+            load: Makes the client of the Kubernetes API.
+            watch_s: See kubernetes_api.WATCH_S.
+            resync_s: See RESYNC_S.
+        """
+        self._slices = KubernetesWatch(target, changed, self._named, load, watch_s, resync_s)
+        self._changed = changed
+        self._dns_refresh_s = dns_refresh_s
+        self._lookup = lookup
+        self._tasks: asyncio.TaskGroup | None = None
+        self._names: tuple[DnsWatch, asyncio.Task[None]] | None = None  # set while the slices cannot be read
+
+    @property
+    def trouble(self) -> str:
+        """Error of the last DNS look-up; empty if it succeeded, or if DNS is not used now."""
+        return "" if self._names is None else self._names[0].trouble
+
+    async def run(self) -> None:
+        """Follows the endpoints until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            await self._slices.run()
+
+    def _named(self, name: DnsTarget | None) -> None:
+        if self._names is not None:
+            self._names[1].cancel()
+            self._names = None
+        if name is not None and self._tasks is not None:
+            watch = DnsWatch(name, self._dns_refresh_s, self._lookup, self._heard)
+            self._names = watch, self._tasks.create_task(watch.run())
+
+    def _heard(self, endpoints: Endpoints) -> None:
+        if endpoints:  # a name may lose its addresses because the DNS server has lost the API server; the endpoints stay
+            self._changed(endpoints)

@@ -8,13 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from services.gateway.discovery import dns
-from services.gateway.discovery.endpoints import Endpoints, merge
-from services.gateway.discovery.targets import DnsTarget, KubernetesTarget, StaticTarget, check_target, parse
+from services.gateway.discovery.endpoints import (
+    DnsTarget,
+    Endpoints,
+    KubernetesTarget,
+    StaticTarget,
+    check_target,
+    merge_endpoints,
+    parse_target,
+)
 from services.shared.observe.log_fields import fields
 
 if TYPE_CHECKING:
-    from services.gateway.discovery.kubernetes_service import KubernetesService
-    from services.gateway.discovery.kubernetes_watch import LoadClient
+    from services.gateway.discovery.kubernetes_watch import KubernetesService, LoadClient
 
 __all__ = ["Discovery", "check_target"]
 
@@ -46,7 +52,7 @@ class Discovery:
         Raises:
             ValueError: A target is invalid.
         """
-        self._targets = [parse(target) for target in dict.fromkeys(targets)]
+        self._targets = [parse_target(target) for target in dict.fromkeys(targets)]
         self._changed = changed
         self._dns_refresh_s = dns_refresh_s
         self._resolve = resolve
@@ -80,7 +86,7 @@ class Discovery:
     def _service(self, target: KubernetesTarget, heard: Callable[[Endpoints], None]) -> KubernetesService:
         # Imported here, because the Kubernetes client is the gateway's largest import.
         from services.gateway.discovery.kubernetes_api import load_client
-        from services.gateway.discovery.kubernetes_service import KubernetesService
+        from services.gateway.discovery.kubernetes_watch import KubernetesService
 
         return KubernetesService(target, heard, self._dns_refresh_s, self._resolve, self._load_client or load_client)
 
@@ -92,7 +98,7 @@ class Discovery:
         return heard
 
     def _tell(self) -> None:
-        merged = merge(self._parts[place] for place in sorted(self._parts))
+        merged = merge_endpoints(self._parts[place] for place in sorted(self._parts))
         if merged == self._told:
             return
         before, self._told = self._told or {}, merged

@@ -168,7 +168,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/discovery/targets.py",
+        "services/gateway/discovery/endpoints.py",
         ("1 <= number <= 65535", "1 <= number <= 65536"),
         ("len(port) <= 15", "len(port) <= 30"),
         only="test_discovery",
@@ -183,7 +183,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/discovery/kubernetes_service.py",
+        "services/gateway/discovery/kubernetes_watch.py",
         ("            self._names[1].cancel()\n", ""),
         ("if endpoints:  # a name", "if endpoints is not None:  # a name"),
         only="test_discovery",

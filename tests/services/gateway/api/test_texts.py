@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.admin.status import QUIET_S, _state
 from services.gateway.discovery.dns import DnsWatch, resolve
-from services.gateway.discovery.targets import DnsTarget
+from services.gateway.discovery.endpoints import DnsTarget
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import redis_server

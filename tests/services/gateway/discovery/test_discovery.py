@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from services.gateway.discovery import dns
-from services.gateway.discovery.targets import DnsTarget, KubernetesTarget, StaticTarget, parse
+from services.gateway.discovery.endpoints import DnsTarget, KubernetesTarget, StaticTarget, parse_target
 from services.gateway.discovery.watch import Discovery, check_target
 from tests.services.gateway.discovery.names import Names
 
@@ -27,7 +27,7 @@ from tests.services.gateway.discovery.names import Names
     ],
 )
 def test_parse_returns_the_target(text: str, target: object) -> None:
-    assert parse(text) == target
+    assert parse_target(text) == target
     assert check_target(text) == text
 
 

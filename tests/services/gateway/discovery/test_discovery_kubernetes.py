@@ -17,9 +17,9 @@ import pytest
 from kubernetes import client
 
 from services.gateway.discovery import kubernetes_api, kubernetes_watch
-from services.gateway.discovery.endpoint_slices import endpoints_of, has_names, number_of
-from services.gateway.discovery.kubernetes_service import KubernetesService
-from services.gateway.discovery.targets import KubernetesTarget
+from services.gateway.discovery.endpoints import KubernetesTarget
+from services.gateway.discovery.kubernetes_api import endpoints_of, has_names, number_of
+from services.gateway.discovery.kubernetes_watch import KubernetesService
 from tests.services.gateway.discovery.names import Names
 
 WAIT_S = 60.0
