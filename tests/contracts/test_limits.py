@@ -27,7 +27,7 @@ ELSEWHERE = {
     "MAX_HEAD_SECONDS": (GATEWAY + "http/test_connection.py", "head_s"),
     "MAX_BODY_BYTES": (GATEWAY + "api/test_bad_input.py", "max_body_bytes"),
     "MAX_MESSAGE_BYTES": (GATEWAY + "peers/test_worker_link.py", "MAX_MESSAGE_BYTES"),
-    "MAX_RENDERED_CHARS": ("tests/services/tokenizer/test_chat.py", "max_chars"),
+    "MAX_RENDERED_CHARS": ("tests/services/tokenizer/test_render_child.py", "max_chars"),
     "MAX_TEMPLATE_SECONDS": ("tests/services/tokenizer/test_server.py", "test_hostile_template_does_not_stop_other_requests"),
     **dict.fromkeys((name for name in NAMES if "KEY" in name and "ROUTING" not in name), (KEYS, "limits.MAX_KEYS")),
     "MAX_SECRETS_OF_A_KEY": (KEYS, "MAX_SECRETS_OF_A_KEY"),

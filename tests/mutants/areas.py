@@ -134,7 +134,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/worker/test_engine_config.py",
         "tests/exec/test_weight_stream.py",
         "tests/services/tokenizer/test_history.py",
-        "tests/services/tokenizer/test_chat.py",
+        "tests/services/tokenizer/test_render_child.py",
         "tests/services/tokenizer/test_render_pool.py",
         "tests/services/worker/front/test_outbox.py",
         "tests/services/worker/loop/test_progress.py",

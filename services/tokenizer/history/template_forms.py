@@ -52,7 +52,7 @@ MAX_ORDERS = 512  # orders that are remembered
 
 _MARK = "a7f3c9"  # a text that no template contains
 _ID = "call_5f0c1d2e3a4b59687786a5b4"  # the form of this server's call ids
-_CALLS: tuple[tuple[ArgumentsKind, ...], ...] = ((), ("object",), ("object", "object"))  # of a shape in an order
+_CALLS: tuple[tuple[ArgumentsKind, ...], ...] = ((), ("object",), ("object", "object"))  # a shape in an order, by its calls
 _USER: Message = {"role": "user", "content": "Find it."}
 _ANSWER: Message = {"role": "assistant", "content": "Found."}
 

@@ -15,7 +15,7 @@ from services.gateway.parsers.formats import harmony
 from services.gateway.parsers.formats.families import CALL_FORMATS
 from services.gateway.parsers.output_parser import CallArguments, CallEnd, CallStart, Event
 from services.shared.output_formats import REASONING_FORMATS, OutputFormats
-from services.tokenizer.chat import ChatTemplate
+from services.tokenizer.render_child import ChatTemplate
 from tests.night import NIGHTLY
 from tests.services.gateway.parsers.outputs import at_random, events, in_characters, text_of
 from tests.services.gateway.parsers.templates import TEMPLATES

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.parsers.output_parser import Reasoning
 from services.shared.output_formats import OutputFormats, detect
-from services.tokenizer.chat import ChatTemplate
+from services.tokenizer.render_child import ChatTemplate
 from tests.services.gateway.parsers.outputs import at_random, calls_of, events, in_characters, text_of
 from tests.services.gateway.parsers.templates import TEMPLATES
 

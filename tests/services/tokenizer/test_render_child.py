@@ -8,17 +8,18 @@ from typing import Any
 import jinja2
 import pytest
 
-from services.tokenizer.chat import (
+from services.tokenizer.render_child import (
     ChatTemplate,
     InvalidField,
     OutputTooLong,
+    Renderer,
     TemplateRefusal,
+    TooMuch,
     cut_at_tag,
     parse_json,
     prepare_messages,
     tag_final,
 )
-from services.tokenizer.render_child import Renderer, TooMuch
 
 
 def render(source: str, **variables: Any) -> str:
