@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.config import SchedulePolicy
 from services.worker.core.contracts.messages import SessionTurn, Submit
-from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, SamplingParams, StepResult
 from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.scheduler import Scheduler

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import services.worker.exec.kernel_set as kernel_set
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from tests.exec.driver import Driver, Sequence
 

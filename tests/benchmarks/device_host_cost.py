@@ -17,8 +17,7 @@ import torch
 from kernels.contracts.ops import PackedLinear
 from kernels.reference import layers as reference
 from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SamplingParams, SlotParams
 from services.worker.exec.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.kernel_set import KernelSet

@@ -22,8 +22,7 @@ from statistics import median
 
 import torch
 
-from services.worker.core.contracts.plan import SlotParams
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams, SlotParams
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import Computed, Drafter
 from services.worker.exec.executor import DeviceExecutor

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.protocol import Executor
 from tests.exec.driver import Driver, Sequence

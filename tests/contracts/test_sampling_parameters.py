@@ -33,7 +33,7 @@ from services.shared.sampling_parameters import (
     SamplingParameter,
     of_api,
 )
-from services.worker.core.contracts.sampling import DryParams, SamplingParams
+from services.worker.core.contracts.plan import DryParams, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 BODIES: dict[Api, type[BaseModel]] = {

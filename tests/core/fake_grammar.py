@@ -8,8 +8,7 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec, Matcher
 
 
 def spec(seed: int, length: int) -> GrammarSpec:

@@ -13,9 +13,8 @@ import numpy as np
 from services.shared.index.prefix_index import BlockTier
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, SessionTurn, Submit, Verified
-from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.plan import BatchPlan, SamplingParams
 from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.control import SchedulerControl
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.shared.index.prefix_index import cache_namespace
 from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import BLOCK_TOKENS
 from services.worker.core.kv.memory import TableUpdates

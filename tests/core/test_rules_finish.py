@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, Submit
-from services.worker.core.contracts.plan import RowFault, StepResult
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import RowFault, SamplingParams, StepResult
 from services.worker.core.requests.finish import REGEX_TAIL_TOKENS, check_finished, first_stop
 from services.worker.core.requests.request import make_request
 from tests.core.fake_grammar import spec

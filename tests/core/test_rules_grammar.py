@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.scheduler import Scheduler
 from tests.all_pairs import each_pair, each_value
 from tests.core.fake_grammar import PositionMatcher, spec

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.core.contracts.messages import FinishReason
-from services.worker.core.contracts.trace import TraceKind
+from services.worker.core.contracts.messages import FinishReason, TraceKind
 from services.worker.core.contracts.transfers import UNASKED, Fact, Tier
 from services.worker.exec.fake import TimeModel
 from tests.core.harness import Engine

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from services.worker.core.contracts.config import SchedulePolicy
-from services.worker.core.contracts.messages import ErrorCode, PauseMode, SessionTurn
-from services.worker.core.contracts.plan import ForwardMode
-from services.worker.core.contracts.sampling import EmbeddingParams
-from services.worker.core.contracts.trace import TraceKind
+from services.worker.core.contracts.messages import ErrorCode, PauseMode, SessionTurn, TraceKind
+from services.worker.core.contracts.plan import EmbeddingParams, ForwardMode
 from services.worker.core.contracts.transfers import OperationKind, Tier
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
-from services.worker.core.contracts.plan import RowFault
-from services.worker.core.contracts.sampling import EmbeddingParams
+from services.worker.core.contracts.plan import EmbeddingParams, RowFault
 from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

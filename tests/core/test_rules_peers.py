@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.core.contracts.grammar import GrammarSpec
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
+from services.worker.core.contracts.plan import EmbeddingParams
 from services.worker.core.contracts.reservations import KvReservation, KvSource, Prover, ReservationReleased, proof
-from services.worker.core.contracts.sampling import EmbeddingParams, GrammarSpec
 from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Tier
 from services.worker.exec.fake import hashed_token
 from tests.core.fake_grammar import spec

@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.requests.request import Request, make_request
 from services.worker.core.requests.shares import Shares
 from services.worker.core.requests.waiting_queue import WaitingQueue, effective_policy, service_order

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
-from services.worker.core.contracts.plan import ForwardMode
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import ForwardMode, SamplingParams
 from services.worker.core.requests.request import make_request
 from services.worker.core.requests.waiting_queue import victim_order
 from tests.all_pairs import each_value

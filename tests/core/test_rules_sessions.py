@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn, Submit
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.contracts.transfers import Tier
 from tests.all_pairs import each_value
 from tests.core.harness import Engine, slow

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
-from services.worker.core.contracts.plan import RowFault
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import RowFault, SamplingParams
 from services.worker.core.requests.finish import check_finished
 from services.worker.core.requests.request import Request
 from tests.core.deployed_config import deployed_config

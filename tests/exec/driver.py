@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowLogprobs, SlotParams
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowLogprobs, SamplingParams, SlotParams
 from services.worker.exec.contracts.protocol import Executor, Masks
 
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import NOTHING_VERIFIED, FinishReason, PeerOutput, Submit, Verified
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
-from services.worker.core.contracts.sampling import DryParams, SamplingParams
+from services.worker.core.contracts.plan import DryParams, PromptLogprobs, RowLogprobs, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
 from tests.core.deployed_config import deployed_config

@@ -15,8 +15,7 @@ import numpy as np
 
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.contracts.sampling import DryParams, EmbeddingParams
+from services.worker.core.contracts.plan import BatchPlan, DryParams, EmbeddingParams, StepResult
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.exec.contracts.protocol import NO_MASKS, Executor, Guesses, Masks, Run

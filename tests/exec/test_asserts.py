@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.contracts.ops import RaggedRows
-from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import DryParams, EmbeddingParams, SamplingParams
 from services.worker.core.kv.memory import KVMemory
 from services.worker.exec.fake import FakeExecutor
 from services.worker.exec.loading import load_model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.kernel_set import numerics

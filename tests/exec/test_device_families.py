@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.protocol import Executor
 from tests.exec.driver import Driver, Sequence, greedy

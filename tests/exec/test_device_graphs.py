@@ -20,8 +20,7 @@ import torch
 from kernels.reference import layers as reference
 from kernels.reference import sampling as sampling_twin
 from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.core.contracts.plan import RowFault
-from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import DryParams, EmbeddingParams, RowFault, SamplingParams
 from services.worker.exec.attention.backend import AttentionBatch, KernelAttention
 from services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor
 from services.worker.exec.contracts.protocol import Executor, ExecutorError

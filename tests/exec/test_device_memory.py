@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.core.contracts.plan import RowFault
-from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import EmbeddingParams, RowFault, SamplingParams
 from services.worker.exec import build
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
-from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, RowFault, SamplingParams, SlotParams
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.fake import FakeExecutor
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, embedded

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind

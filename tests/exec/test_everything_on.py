@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
-from services.worker.core.contracts.messages import Finish, FinishReason, SessionTurn, Submit
-from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
-from services.worker.core.contracts.trace import TraceKind
+from services.worker.core.contracts.messages import Finish, FinishReason, SessionTurn, Submit, TraceKind
+from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
 from services.worker.core.control import SchedulerControl
 from services.worker.core.invariants import violations
 from services.worker.core.scheduler import Scheduler

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kernels.contracts.sample_ops import SampleKernels
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowFault, SlotParams
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowFault, SamplingParams, SlotParams
 from services.worker.exec.sampling import logprob_requests as logprob_wishes
 from services.worker.exec.sampling.logprob_requests import Logits, LogprobRequests
 from services.worker.exec.streams.copies import Readback

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.plan import I32, SlotParams
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import I32, SamplingParams, SlotParams
 from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
 from services.worker.exec.drafting import ngram
 from services.worker.exec.drafting.ngram import MOST_INDEXES, NgramDrafter

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.grammar import Matcher
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec, Matcher
 from services.worker.core.contracts.messages import Finish, FinishReason, Submit
-from services.worker.core.contracts.sampling import DryParams, GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.contracts.plan import DryParams, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Run
 from services.worker.exec.executor import DeviceExecutor

@@ -12,8 +12,7 @@ import torch
 
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.reference.sampling import largest, support
-from services.worker.core.contracts.plan import RowFault, SlotParams
-from services.worker.core.contracts.sampling import DryParams, SamplingParams
+from services.worker.core.contracts.plan import DryParams, RowFault, SamplingParams, SlotParams
 from tests.all_pairs import each_value
 from tests.exec.host_executors import on_both_by_night
 from tests.exec.sampling import Sampling

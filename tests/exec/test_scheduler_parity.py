@@ -13,8 +13,7 @@ import pytest
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import FinishReason, Submit
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, SamplingParams
 from services.worker.core.invariants import violations
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run

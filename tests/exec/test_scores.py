@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kernels.contracts.sample_ops import SampleKernels
-from services.worker.core.contracts.plan import RowFault, SlotParams
-from services.worker.core.contracts.sampling import SamplingParams, ScoreParams
+from services.worker.core.contracts.plan import RowFault, SamplingParams, ScoreParams, SlotParams
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.fake import FakeExecutor
 from services.worker.exec.sampling import logprob_requests as logprob_wishes

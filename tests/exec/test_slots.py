@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kernels.contracts.sample_ops import SampleKernels
-from services.worker.core.contracts.plan import RowFault, SlotParams
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import RowFault, SamplingParams, SlotParams
 from services.worker.exec.contracts.step_data import Outcome
 from tests.exec.host_executors import on_both_by_night, on_both_kernels
 from tests.exec.sampling import Sampling

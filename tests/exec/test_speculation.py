@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.plan import I32, SlotParams
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import I32, SamplingParams, SlotParams
 from services.worker.core.planning.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from services.worker.core.contracts.messages import Finish, PagesReady, Submit
-from services.worker.core.contracts.plan import RowLogprobs
+from services.worker.core.contracts.plan import RowLogprobs, SamplingParams
 from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.invariants import violations
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys

@@ -10,8 +10,7 @@ import numpy as np
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import Finish, Submit
-from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowLogprobs
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowLogprobs, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
 from tests.benchmarks.gpu.serving import NoText

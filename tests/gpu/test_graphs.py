@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, SamplingParams
 from services.worker.exec.build import DeviceExecutor
 from tests.exec.device_executors import GRAPH_ROWS, executor_of
 from tests.exec.driver import Driver, Sequence

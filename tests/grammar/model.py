@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.core.contracts.grammar import GrammarSpec
 from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.compile.grammar_compiler import GrammarCompiler
 from services.worker.grammar.compile.grammar_source import prepare

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.grammar.schema.formats import PATTERNS
 from tests.grammar import model
 from tests.night import NIGHTLY

@@ -27,7 +27,7 @@ import pytest
 import typing_extensions
 from pydantic import Field
 
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.schema.refusal import GrammarRefused
 from tests.grammar import model

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.grammar.schema.refusal import GrammarRefused
 from tests.grammar import model
 

@@ -17,8 +17,7 @@ from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Measured, SampleKernel
 from kernels.cpu.build import built_library
 from kernels.cpu.library import CpuSampling
 from kernels.reference import sampling as sampling_reference
-from services.worker.core.contracts.plan import SlotParams
-from services.worker.core.contracts.sampling import DryParams, SamplingParams
+from services.worker.core.contracts.plan import DryParams, SamplingParams, SlotParams
 from services.worker.exec.sampling.dry import Repeats
 from services.worker.exec.sampling.slots import token_words
 from tests.all_pairs import each_pair, each_value

@@ -10,7 +10,7 @@ import torch
 
 from kernels.triton.layers.layers import TritonLayers
 from services.worker.core.contracts.messages import FinishReason
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.planning.draft_controller import DraftController
 from services.worker.exec.attention.triton_backend import TritonAttention
 from services.worker.exec.build import DeviceParts, assemble_executor, build_device_executor

@@ -19,10 +19,10 @@ from services.sim.core.run.simulation import Simulation
 from services.sim.core.run.time_models import PRESETS
 from services.sim.core.trace.arrivals import ClosedLoop
 from services.sim.core.trace.trace import read_trace
+from services.worker.core.contracts.grammar import GrammarSpec
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, Verified
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SamplingParams, SlotParams
 from services.worker.core.contracts.reservations import KvReservation
-from services.worker.core.contracts.sampling import GrammarSpec, SamplingParams
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.planning import planner
 from services.worker.core.requests.request import Request

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from services.worker.core.contracts.config import UNCHUNKED, SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import PauseMode
-from services.worker.core.contracts.trace import TraceEvent
+from services.worker.core.contracts.messages import PauseMode, TraceEvent
 from services.worker.core.contracts.transfers import Tier
-from services.worker.core.contracts.tree_name import is_retired, retired_name, salt_of_tree
 from services.worker.core.invariants import violations
+from services.worker.core.kv.radix_cache import is_retired, retired_name, salt_of_tree
 from services.worker.core.requests.finish import CANCELLED
 from services.worker.core.scheduler import Scheduler
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import COUNTER_NAMES, Counters, StepStats
-from services.worker.core.contracts.grammar import GrammarBook, Matcher
+from services.worker.core.contracts.grammar import GrammarBook, GrammarSpec, Matcher
 from services.worker.core.contracts.messages import (
     ErrorCode,
     Finish,
@@ -25,10 +25,7 @@ from services.worker.core.contracts.messages import (
 )
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
 from services.worker.core.contracts.reservations import KvSource, ReservationEvents, ReservationReleased
-from services.worker.core.contracts.sampling import GrammarSpec
-from services.worker.core.contracts.trace import TraceLog
 from services.worker.core.contracts.transfers import Fact, PageOperation
-from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.kv.memory import KVMemory, KVShape
@@ -38,7 +35,7 @@ from services.worker.core.planning.draft_controller import DraftController
 from services.worker.core.planning.planner import Planner
 from services.worker.core.planning.step_rows import Extend, Step
 from services.worker.core.requests.finish import CANCELLED, TextRules, refusal, refused
-from services.worker.core.requests.lifecycle import RequestLifecycle
+from services.worker.core.requests.lifecycle import RequestLifecycle, TraceLog
 from services.worker.core.requests.queues import RequestQueues
 from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns, make_request
 from services.worker.core.requests.reservations import KvReservations
@@ -54,7 +51,7 @@ def configured_memory(
     config: SchedulerConfig, events: CacheEventLog | None = None, backups: BackupQueue | None = None
 ) -> KVMemory:
     shape = KVShape(config.num_pages, config.page_size, config.max_running_requests, config.max_pages_per_request)
-    return KVMemory(shape, config.eviction_policy, config.enable_radix_cache, events, backups, is_retired)
+    return KVMemory(shape, config.eviction_policy, config.enable_radix_cache, events, backups)
 
 
 class Scheduler:

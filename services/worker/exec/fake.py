@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
-from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
+from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SamplingParams, StepResult
 from services.worker.core.contracts.reservations import OpenReservation, ReservationEvents, ReservationReleased, proof
-from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import EARLY_S, NO_PAGES, UNASKED, Deleted, Fact, OperationKind, PageOperation, Pull
 from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import (

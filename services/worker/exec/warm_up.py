@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from services.shared.limits import MAX_TOP_LOGPROBS
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
-from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, DryParams, EmbeddingParams, ForwardMode, SamplingParams, SlotParams
 from services.worker.exec.contracts.protocol import NO_MASKS
 from services.worker.exec.contracts.step_data import Places
 from services.worker.exec.sampling.logprob_requests import TOPS

@@ -23,7 +23,7 @@ from services.shared.observe.log_fields import fields, trace_fields
 from services.shared.sampling_parameters import SamplingDefaults
 from services.worker.core.contracts.messages import Prefetch, PromptKeys, Submit
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
-from services.worker.core.contracts.tree_name import tree_name
+from services.worker.core.kv.radix_cache import tree_name
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.front.outbox import LoadReport, PeerStream, ProtocolError, StreamOutbox, refusal_to_pb, unavailable
 from services.worker.front.spans import RequestSpans

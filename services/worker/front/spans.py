@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput
-from services.worker.core.contracts.trace import TraceEvent, TraceKind
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, TraceEvent, TraceKind
 from services.worker.core.planning.step_rows import Extend
 
 if TYPE_CHECKING:

@@ -19,19 +19,17 @@ from services.shared import limits
 from services.shared import sampling_parameters as table
 from services.shared.field_refusal import worded
 from services.shared.sampling_parameters import API_DEFAULTS, SMALLEST_POSITIVE, SamplingDefaults, SamplingParameter
+from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
 from services.worker.core.contracts.messages import PagesReady, Prefetch, SessionTurn, Submit
-from services.worker.core.contracts.plan import no_tokens
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
-from services.worker.core.contracts.sampling import (
+from services.worker.core.contracts.plan import (
     DEFAULT_STREAM_INTERVAL,
     DryParams,
     EmbeddingParams,
-    GrammarKind,
-    GrammarPart,
-    GrammarSpec,
     SamplingParams,
     ScoreParams,
+    no_tokens,
 )
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
 from services.worker.text.patterns import InvalidPattern, compile_pattern
 
 DEFAULT_DRY_BREAKERS = ("\n", ":", '"', "*")

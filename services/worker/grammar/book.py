@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.limits import MAX_GRAMMAR_BYTES
-from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.core.contracts.grammar import GrammarSpec
 from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.compile.compiler_pool import QUEUE_FULL, CompilerPool
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits

@@ -15,7 +15,7 @@ import xxhash
 from services.shared.index.prefix_index import root_hash
 from services.shared.sampling_parameters import SamplingDefaults
 from services.shared.settings import served_name
-from services.worker.core.contracts.tree_name import parts_of
+from services.worker.core.kv.radix_cache import parts_of
 from services.worker.identity.weights_revision import WeightsReading
 
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, SamplingParams
 from services.worker.core.requests.finish import TextRules
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, ExecutorError

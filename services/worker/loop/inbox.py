@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.worker.core.contracts.grammar import GrammarSpec
 from services.worker.core.contracts.messages import PagesReady, Prefetch, Submit
 from services.worker.core.contracts.reservations import KvSource, ReservationReleased
-from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.control import SchedulerControl
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor

@@ -15,10 +15,9 @@ from typing import Protocol
 from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit
+from services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit, TraceEvent
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.contracts.reservations import ReservationReleased
-from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.planning.step_rows import Extend

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, SamplingParams, StepResult
 from services.worker.core.scheduler import Scheduler
 from services.worker.device_limits import limits_of, most_step_tokens, resolved
 from services.worker.settings import WorkerSettings

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from services.sim.core.run.worker import NoText
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.fake import TimeModel

@@ -14,7 +14,7 @@ from services.sim.core.trace.script import Script, ScriptBook, grammar_of
 from services.sim.core.trace.trace import Trace
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import PeerOutput, Submit
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.sim.core.trace.trace import Trace
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 
 I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]

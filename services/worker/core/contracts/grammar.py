@@ -1,14 +1,45 @@
-"""The core's view of structured output: matchers that other packages make. The core compiles no grammar.
+"""Structured output: the grammars of requests, and matchers that other packages make. The core compiles no grammar.
 
 A request with a grammar waits in GATED until it has a matcher; the loop reports it by Scheduler.grammar_ready.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.core.contracts.sampling import GrammarSpec
+
+class GrammarKind(enum.StrEnum):
+    JSON_OBJECT = "json_object"  # any JSON object; GrammarSpec.source is empty
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarPart:
+    """A part of a structural tag that a gateway has made from a schema or pattern of the client."""
+
+    pointer: str  # JSON pointer into the tag, such as #/format/tags/0
+    within: str = ""  # position of the part's schema in the client's schema, as a JSON pointer without the #
+    partial: bool = False  # whether unsupported keywords of the schema are left out
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """The rule for a request's output. Equal specs share one compiled grammar."""
+
+    kind: GrammarKind
+    source: str  # the schema, pattern or grammar as text
+    parts: tuple[GrammarPart, ...] = ()  # parts of a structural tag that a gateway has made and the client has not seen
+
+    @property
+    def label(self) -> str:
+        """The name of the grammar in a refusal. The client knows the kind unless a gateway has made the structural tag."""
+        return "the grammar" if self.parts else self.kind
 
 
 class Reason(str):

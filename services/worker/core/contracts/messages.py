@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
+from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, SamplingParams, no_tokens
 from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Tier
 
 
@@ -198,3 +197,29 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"  # present requests end
     RETRACT = "retract"  # running requests free their memory and wait; their cached prefixes may be flushed
     IN_PLACE = "in_place"  # running requests keep their memory and continue after the pause
+
+
+class TraceKind(enum.StrEnum):
+    """Kinds of events. The comments explain the event's `detail`."""
+
+    QUEUED = "queued"  # prompt tokens
+    GATED = "gated"  # prompt tokens; the grammar is being compiled
+    UNGATED = "ungated"  # always 0
+    IMPORTING = "importing"  # prompt tokens that may come from another tier
+    IMPORTED = "imported"  # prompt tokens that came from another tier
+    ADMITTED = "admitted"  # tokens that a prefix hit covered
+    PREFILLED = "prefilled"  # tokens whose KV exists when the last chunk, which was planned now, is computed
+    JUMPED = "jumped"  # output tokens, including the tokens that the grammar has added
+    RETRACTED = "retracted"  # output tokens so far
+    PREEMPTED = "preempted"  # output tokens so far
+    ENDED = "ended"  # output tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """A transition of one request in the scheduler."""
+
+    at: float  # seconds on the loop's clock
+    request_id: str
+    kind: TraceKind
+    detail: int  # see TraceKind

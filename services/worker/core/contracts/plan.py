@@ -1,7 +1,7 @@
-"""The messages between the scheduler core and an executor: BatchPlan and StepResult. Columns, not row objects.
+"""The messages between the scheduler core and an executor: BatchPlan and StepResult, and the sampling parameters of slots.
 
-Both are immutable once built. Arrays are numpy int32 unless a comment says otherwise, and belong to the plan. The executor may
-read them from its own thread until the step's result is committed.
+The messages have columns, not row objects. All are immutable once built. Arrays are numpy int32 unless a comment says otherwise,
+and belong to the plan. The executor may read them from its own thread until the step's result is committed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.contracts.row_fault import RowFault as RowFault
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.grammar import GrammarSpec
 from services.worker.core.contracts.transfers import PageOperation
 
 I32 = NDArray[np.int32]
 # Tokens of a decode step up to which reading the weights dominates its time, so that draft tokens cost little.
 VERIFIED_TOKENS = 16
+DEFAULT_STREAM_INTERVAL = 1
+FORCE_STREAM_INTERVAL = 50  # tokens between two messages of a request that does not stream
 NO_STEP = 0  # steps are numbered from 1
 _NO_TOKENS: I32 = np.empty(0, dtype=np.int32)
 
@@ -26,6 +28,78 @@ _NO_TOKENS: I32 = np.empty(0, dtype=np.int32)
 def no_tokens() -> I32:
     """Returns a shared empty array, which must not be written to."""
     return _NO_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingParams:
+    """A request for a vector instead of tokens."""
+
+    dimensions: int = 0  # number of first dimensions to return; 0 for all
+    # Whether the returned dimensions are scaled to length 1; without a value, the model's files decide.
+    normalize: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreParams:
+    """A request for the log probabilities of some tokens after its prompt, instead of output."""
+
+    label_token_ids: tuple[int, ...]  # one or more ids within the vocabulary, in the order of the result
+
+
+@dataclass(frozen=True, slots=True)
+class DryParams:
+    """A penalty on continuing a repetition ("Don't Repeat Yourself").
+
+    A token that would extend a repeat of n tokens, n >= allowed_length, loses multiplier * base ** (n - allowed_length).
+    """
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    window: int = 0  # number of last tokens that are searched; 0 for all
+    breakers: tuple[int, ...] = ()  # token ids that end every repeat
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The rules for sampling and stopping of one request. Every default is resolved."""
+
+    max_new_tokens: int  # clipped to the context; 0: the request ends with its prompt
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1: the whole vocabulary
+    min_p: float = 0.0
+    top_n_sigma: float = 0.0  # 0: the whole vocabulary
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value that is added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
+    banned_token_ids: tuple[int, ...] = ()
+    dry: DryParams | None = None
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    # 64 bits. Seed and absolute token position determine each draw, so that a request samples the same tokens in any batch.
+    seed: int = 0
+    top_logprobs: int = -1  # -1: no logprobs of outputs; 0: only the sampled token's
+    logprob_token_ids: tuple[int, ...] = ()  # further ids whose logprobs are returned with all other logprobs
+    # Position of the first prompt token whose logprob is wanted, at least 1; -1: no logprobs of the prompt. They follow
+    # top_logprobs and logprob_token_ids.
+    prompt_logprobs_from: int = -1
+    grammar: GrammarSpec | None = None
+    embedding: EmbeddingParams | None = None
+    score: ScoreParams | None = None
+    stream_interval: int = DEFAULT_STREAM_INTERVAL
+    skip_special_tokens: bool = True
+    speculative: bool = True  # draft tokens may be verified for this request, if the worker drafts
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled. If not, the request ends with its prompt and reserves no KV for output."""
+        return self.max_new_tokens > 0 and self.embedding is None and self.score is None
 
 
 class ForwardMode(enum.IntEnum):

@@ -123,12 +123,11 @@ class KVMemory:
         enable_radix_cache: bool,
         events: CacheEventLog | None = None,
         backups: BackupQueue | None = None,
-        is_retired: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.page_size = shape.page_size
         self.evicted_pages_total = 0
         self._shape, self._enable_radix_cache = shape, enable_radix_cache
-        self._new_tree: Callable[[], RadixCache] = partial(RadixCache, shape.page_size, policy, events, backups, is_retired)
+        self._new_tree: Callable[[], RadixCache] = partial(RadixCache, shape.page_size, policy, events, backups)
         self.reset()
 
     def reset(self) -> None:

@@ -1,8 +1,12 @@
 """The radix tree over pages of KV. It maps token prefixes to pages and shares them between requests (SGLang's RadixCache).
 
-Keys are int32 token ids as bytes, cut at page boundaries. Each namespace has a separate tree. A cached page is pinned while its
-node has a lock, and evictable otherwise. Locks and holds are counted along the whole path to the root, so that an unlocked node
-has no locked descendant. Unlocked leaves are evicted in the order of the policy. Recency is a counter. KVMemory is the owner.
+Keys are int32 token ids as bytes, cut at page boundaries. A cached page is pinned while its node has a lock, and evictable
+otherwise. Locks and holds are counted along the whole path to the root, so that an unlocked node has no locked descendant.
+Unlocked leaves are evicted in the order of the policy. Recency is a counter. KVMemory is the owner.
+
+Each namespace has a separate tree, whose name has the revision of the weights too. The revision separates requests from pages of
+other weights, even if the tree outlives a replacement of the weights. The tree of a deleted salt is retired: requests that were
+present continue to use it under a unique name, and no other tier stores its pages.
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from services.shared.index.prefix_index import salt_of
 from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
+_END = "\n"  # end of the revision, which never contains it
+_LENGTH = ":"  # follows the length at the beginning of a namespace; a revision never contains it
+_RETIRED = "retired-"  # beginning of a retired tree's revision; no digest begins like this
 STALE_ENTRIES = 64  # stale entries of the eviction queue, in addition to one per node, at which they are removed
 _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 
@@ -59,7 +67,6 @@ class RadixCache:
         policy: EvictionPolicy = EvictionPolicy.LRU,
         events: CacheEventLog | None = None,
         backups: BackupQueue | None = None,
-        is_retired: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """Starts empty.
 
@@ -68,13 +75,11 @@ class RadixCache:
             policy: eviction order of unlocked leaves.
             events: log of cached blocks; without a log, blocks are not hashed.
             backups: queue of nodes to copy to lower tiers; None if the worker has no tiers.
-            is_retired: returns whether a namespace has a name of a retired tree, as retire() gives it.
         """
         self._page_bytes = page_size * TOKEN_BYTES
         self._eviction_key = _EVICTION_KEYS[policy]
         self._events = events
         self._backups = backups
-        self._is_retired = is_retired
         self._roots: dict[str, TreeNode] = {}
         self._empty_roots: list[TreeNode] = []  # roots that may be empty
         self._retired: list[TreeNode] = []  # roots whose pages no new request finds
@@ -92,7 +97,7 @@ class RadixCache:
         if node is None:
             node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
             self._empty_roots.append(node)
-            if self._is_retired(namespace):
+            if is_retired(namespace):
                 self._retired.append(node)
         return node
 
@@ -112,7 +117,7 @@ class RadixCache:
         return list(self._roots)
 
     def retire(self, namespace: str, name: str) -> None:
-        """Renames a namespace, so that later requests find nothing in it (see tree_name.py).
+        """Renames a namespace, so that later requests find nothing in it (see retired_name).
 
         The next forget_retired() drops its unlocked nodes, including held ones.
         """
@@ -442,3 +447,35 @@ def _leaves_below(root: TreeNode) -> list[TreeNode]:
 
 def _is_empty(root: TreeNode) -> bool:
     return not root.children and root.lock_ref == 0 and root.holds == 0
+
+
+def tree_name(revision: str, namespace: str) -> str:
+    """Returns the name of a tree. Without a revision, the name is the namespace."""
+    assert _END not in revision, "a digest has one line"
+    return f"{revision}{_END}{namespace}" if revision else namespace
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Returns (revision, namespace) of a name with a revision."""
+    revision, _, namespace = name.partition(_END)
+    return revision, namespace
+
+
+def salt_of_tree(name: str) -> str:
+    """Returns the cache salt of a tree, which may be retired; empty for none."""
+    return salt_of(_namespace_of(name))
+
+
+def retired_name(name: str, number: int) -> str:
+    """Returns the unique name of a retired tree. `number` is the number of the deletion."""
+    assert not is_retired(name), "a tree is retired once"
+    return f"{_RETIRED}{number}{_END}{_namespace_of(name)}"
+
+
+def is_retired(name: str) -> bool:
+    return name.startswith(_RETIRED)
+
+
+def _namespace_of(name: str) -> str:
+    revision, end, namespace = name.partition(_END)
+    return namespace if end and _LENGTH not in revision else name

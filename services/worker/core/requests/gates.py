@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.grammar import GrammarBook
+from services.worker.core.contracts.grammar import GrammarBook, GrammarSpec
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
-from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.requests.request import Request, SlotColumns

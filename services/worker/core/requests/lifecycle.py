@@ -6,24 +6,26 @@ A queued request leaves through `end`, which frees its memory and emits its one 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import Counters
-from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady
+from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, TraceEvent, TraceKind
 from services.worker.core.contracts.reservations import OpenReservation
-from services.worker.core.contracts.trace import TraceKind, TraceLog
 from services.worker.core.contracts.transfers import Tier
-from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.memory import KVMemory, Lease
 from services.worker.core.kv.other_tiers import OtherTiers, Wanted
+from services.worker.core.kv.radix_cache import is_retired
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.requests.queues import RequestQueues
 from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
 from services.worker.core.requests.reservations import KvReservations
 from services.worker.core.requests.sessions import SessionTable
 
+MAX_EVENTS = 16384  # events of the trace log
 MAX_TIER_LOOKUPS = 2  # searches per wait: when it begins, and before the admission
 
 
@@ -61,6 +63,29 @@ class Deadlines:
         """Drops the limits of requests whose seq is not in `seqs`."""
         self._heap = [entry for entry in self._heap if entry[1] in seqs]
         heapq.heapify(self._heap)
+
+
+class TraceLog:
+    """The last events of all requests in one ring, which show why a request was slow."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # time of the next events; Scheduler.submit(), plan() and commit() set it
+        self._count = 0  # number of events since the start
+        self._events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
+
+    def add(self, request_id: str, kind: TraceKind, detail: int) -> None:
+        self._events.append(TraceEvent(self.now, request_id, kind, detail))
+        self._count += 1
+
+    def of(self, request_id: str) -> list[TraceEvent]:
+        """Returns the events of a request that are in the ring, oldest first."""
+        return [event for event in self._events if event.request_id == request_id]
+
+    def since(self, count: int) -> tuple[int, list[TraceEvent]]:
+        """Returns the number of all events, and those after the first `count` that are in the ring, oldest first."""
+        assert 0 <= count <= self._count, "more events than there were"
+        latest = list(islice(reversed(self._events), self._count - count))
+        return self._count, latest[::-1]
 
 
 class RequestLifecycle:

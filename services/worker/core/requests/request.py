@@ -25,12 +25,11 @@ from services.worker.core.contracts.messages import (
     Submit,
     Verified,
 )
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
+from services.worker.core.contracts.plan import FORCE_STREAM_INTERVAL, PromptLogprobs, RowLogprobs, SamplingParams, no_tokens
 from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.sampling import FORCE_STREAM_INTERVAL, SamplingParams
 from services.worker.core.contracts.transfers import Tier
-from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.kv.memory import Lease
+from services.worker.core.kv.radix_cache import tree_name
 from services.worker.core.requests.shares import Flow, Payer
 
 STOP_IDS = 8  # stop token ids per slot in the column; requests with more ids are marked as special

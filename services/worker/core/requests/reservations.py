@@ -21,8 +21,8 @@ from services.worker.core.contracts.reservations import (
     ReservationEvents,
     ReservationReleased,
 )
-from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.memory import KVMemory
+from services.worker.core.kv.radix_cache import is_retired
 from services.worker.core.kv.tree_node import TreeNode
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, KeptBlock, OperationKind, PageOperation
-from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
+from services.worker.core.kv.radix_cache import is_retired
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.kept_blocks import KeptBlocks

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from hashlib import blake2b
 
-from services.worker.core.contracts.tree_name import salt_of_tree
+from services.worker.core.kv.radix_cache import salt_of_tree
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 
 TAG_BYTES = 8
@@ -46,7 +46,7 @@ class PageKeys:
         return blake2b(salt.encode(), digest_size=TAG_BYTES, key=self._secret, person=_OF_SALTS).digest() if salt else UNSALTED
 
     def root(self, tree: str, group: int = 0) -> bytes:
-        """Returns the root of a tree, which precedes its first page. `tree` is a name from tree_name.py."""
+        """Returns the root of a tree, which precedes its first page. `tree` is a name from tree_name()."""
         parts = (self._layout, tree.encode(), str(group).encode())
         packed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return self.tag(salt_of_tree(tree)) + self._digest(packed)

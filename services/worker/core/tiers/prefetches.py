@@ -16,9 +16,9 @@ from services.shared.index.prefix_index import cache_namespace
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import Prefetch
 from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Asker, Wanted
+from services.worker.core.kv.radix_cache import tree_name
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.tiers.imports import Imports
 

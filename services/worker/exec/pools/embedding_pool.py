@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
-from services.worker.core.contracts.sampling import EmbeddingParams
+from services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, RowFault, SlotParams
 
 States = Callable[[Tensor], Tensor]
 

@@ -26,8 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from pathlib import Path
 
-from services.worker.core.contracts.grammar import Reason
-from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.core.contracts.grammar import GrammarSpec, Reason
 from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.compile.fair_lane import FairLane
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message

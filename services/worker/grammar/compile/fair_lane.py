@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 
-from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.core.contracts.grammar import GrammarSpec
 
 TENANTS_FULL = 4  # number of tenants with a full queue that fill the lane
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import xgrammar
 
-from services.worker.core.contracts.sampling import GrammarKind, GrammarPart, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared, warning_in
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits

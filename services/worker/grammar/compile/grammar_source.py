@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.shared.json_schema import too_large
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.grammar.compile.grammar_compiler import Prepared
 from services.worker.grammar.schema import json_rules
 from services.worker.grammar.schema.json_document import parse_json

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.worker.core.contracts.sampling import GrammarPart
+from services.worker.core.contracts.grammar import GrammarPart
 from services.worker.grammar.schema.json_document import parse_json
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.grammar.schema.regex_rules import regex_ebnf

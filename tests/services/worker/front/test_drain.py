@@ -19,8 +19,8 @@ from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.local.ports import HOST, free_ports
 from services.shared.rpc import grpc_server
 from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, ReservationReleased
-from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.front.drain import drain
 from tests.services.worker.conftest import Serving, run, serving
 from tests.services.worker.front.test_server import LENGTH, FrontEnd, expected, submit

@@ -12,16 +12,10 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.shared import limits
 from services.shared.sampling_parameters import SCALARS, SMALLEST_POSITIVE, Api, Kind, SamplingDefaults, SamplingParameter
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.core.contracts.messages import SessionTurn, Submit
+from services.worker.core.contracts.plan import DryParams, EmbeddingParams, SamplingParams, ScoreParams
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
-from services.worker.core.contracts.sampling import (
-    DryParams,
-    EmbeddingParams,
-    GrammarKind,
-    GrammarSpec,
-    SamplingParams,
-    ScoreParams,
-)
 from services.worker.front.wire import InvalidRequest, ModelLimits, prefetch_from_pb, submit_from_pb
 from tests.services.parameter_values import NUMERIC, outside, typical
 

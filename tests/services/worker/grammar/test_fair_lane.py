@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.grammar.compile.fair_lane import TENANTS_FULL, FairLane
 
 

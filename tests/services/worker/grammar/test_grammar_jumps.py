@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.grammar.compile.byte_cursor import MAX_FORCED_BYTES, ByteCursor
 from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.compile.trial import allowed_ids
@@ -129,7 +129,7 @@ def test_cursor_forces_bytes_when_one_may_follow(pattern: str, before: str, forc
 
 
 ENDLESS = """
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from tests.grammar import model
 
 matcher = model.matcher(model.compiled(GrammarSpec(GrammarKind.EBNF, {source!r})), jump=True)

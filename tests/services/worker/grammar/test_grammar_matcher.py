@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import xgrammar
 
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.core.contracts.messages import PauseMode, Submit
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.control import SchedulerControl
 from services.worker.core.scheduler import Scheduler
 from services.worker.grammar.compile.byte_cursor import ByteCursor

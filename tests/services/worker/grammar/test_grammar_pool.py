@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from services.shared.limits import MAX_GRAMMAR_BYTES
-from services.worker.core.contracts.sampling import GrammarKind, GrammarPart, GrammarSpec
+from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
 from services.worker.grammar.book import CompiledBook
 from services.worker.grammar.compile.compiler_pool import QUICK_NICENESS, SLOW_NICENESS
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits

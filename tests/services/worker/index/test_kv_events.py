@@ -40,8 +40,8 @@ from services.shared.index.prefix_index import (
 )
 from services.shared.index.redis_client import redis_client
 from services.shared.sampling_parameters import SamplingDefaults
-from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.kv.cache_events import CacheEvents
+from services.worker.core.kv.radix_cache import tree_name
 from services.worker.identity.model_identity import ServedWeights, identify_model
 from services.worker.index import publisher as publishing
 from services.worker.index.publisher import CacheEventHandover, IndexPublisher

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from rootstock.v1 import common_pb2, worker_pb2
+from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.loop.inbox import Barrier, CloseSession, Command, GrammarFailed, GrammarReady, LoopEnded, OpenSession, Stop
 from tests.services.worker.conftest import Serving, run, serving

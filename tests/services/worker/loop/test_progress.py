@@ -11,8 +11,7 @@ import pytest
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.plan import BatchPlan, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FakeExecutor, TimeModel
 from services.worker.loop.first_steps import run_first_steps
