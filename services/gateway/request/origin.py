@@ -1,4 +1,4 @@
-"""The origin of a request: the call that it came with, its caller, and what its body reveals before the request is prepared."""
+"""The origin of a request: its call, its caller, and the facts of its body that other code reads during the preparation."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ OMITTED_TOOLS = "omitted_tools"  # the entry of an ASGI scope's state that has O
 
 
 class Origin:
-    """One call of an operation: by an HTTP request, a batch line, a background response or a health probe.
+    """The call of an operation by an HTTP request, a batch line, a background response or a health probe.
 
-    The preparation of the request adds what the body reveals. Other code may read that while the request is prepared: an abort
-    reads the names, and an HTTP response the wish for a stream.
+    The preparation of the request adds facts of the body. Other code may read these facts during the preparation: an abort reads
+    the names, and an HTTP response the wish for a stream.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class Origin:
         self.routing_key = routing_key
         self.trace_headers = trace_headers or {}
         self.is_counted = is_counted
-        self.trace: RequestTrace | None = None  # None if the request is not traced
+        self.trace: RequestTrace | None = None  # unset if the request is not traced
         self.names: list[str] = []  # the client's names for the whole request, besides its id
         self.part_names: list[str] = []  # the client's names for prompts of the request
         self.wants_stream = False  # the client asks for a stream
@@ -121,7 +121,7 @@ class Origin:
         self.omitted_tools: list[str] = [] if omitted_tools is None else omitted_tools
 
     def begin_trace(self, tracing: Tracing) -> None:
-        """Begins the trace of the request, if the request is sampled."""
+        """Begins the trace of the request if the request is sampled."""
         self.trace = begin_trace(tracing, self.request_id, self.route, self.method, self.trace_headers)
 
     def name(self, name: str | None, part_names: Iterable[str] = ()) -> None:
