@@ -12,7 +12,7 @@ from kernels.contracts.sample_ops import SampleKernels
 from kernels.cpu import load_sampling
 from kernels.reference import sampling as sampling_twin
 from services.worker.core.contracts.plan import I32, BatchPlan, SlotParams
-from services.worker.exec.contracts.step_data import Batch, Outcome
+from services.worker.exec.contracts.step_data import Outcome, SampleBatch
 from services.worker.exec.sampling.sampler import DeviceSampler
 from services.worker.exec.sampling.slots import Words
 from services.worker.exec.streams.copies import UploadRing
@@ -57,9 +57,9 @@ class Sampling:
             positions: int32[n], positions of the sampled tokens.
             masks: uint32[ceil(V / 32)] by row.
         """
-        space = self.sampler.passing_space(torch.from_numpy(slots), torch.from_numpy(positions))
-        launched = self.sampler.launch(Batch(slots, np.arange(len(slots)), logits, space, fixed=False), masks or {})
-        return self.sampler.outcome(launched)
+        inputs = self.sampler.passing_inputs(torch.from_numpy(slots), torch.from_numpy(positions))
+        batch = SampleBatch.of(logits, inputs, slots, np.arange(len(slots)))
+        return self.sampler.outcome(self.sampler.launch(batch, masks or {}))
 
     def edited(self, logits: Tensor, slot: int, position: int) -> list[float]:
         """Returns float32[V], the edited logits of the slot's row."""

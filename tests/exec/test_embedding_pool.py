@@ -14,7 +14,7 @@ import torch
 from services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, RowFault, SamplingParams, SlotParams
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.fake import FakeExecutor
-from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, embedded
+from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, finite_vectors
 from tests.all_pairs import each_pair, each_value
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.host_executors import build_host_executor
@@ -162,8 +162,8 @@ def test_pool_faults_only_the_row_of_an_infinite_vector(kind: PoolingKind) -> No
     for slot in (4, 5):
         pool.admit(SlotParams(slot, 1, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
     states = torch.tensor([[1.0, 0.0], [torch.nan, 1.0]])
-    result = embedded(pool.pool(plan, lambda wanted: states[wanted]))
-    assert result.faults == {1: RowFault.NAN_LOGITS} and list(result.vectors) == [0]
+    vectors, faults = finite_vectors(pool.pool(plan, lambda wanted: states[wanted]))
+    assert faults == {1: RowFault.NAN_LOGITS} and list(vectors) == [0]
 
 
 def test_pool_sums_chunks_in_float32() -> None:
@@ -175,5 +175,5 @@ def test_pool_sums_chunks_in_float32() -> None:
     state = torch.tensor([[1.0, 0.1]], dtype=torch.bfloat16)
     for start in range(count):
         step = replace(plan, starts=i32([start]), sample=np.array([start == count - 1]))
-        result = embedded(pool.pool(step, lambda wanted: state[wanted]))
-    assert result.vectors[0].tolist() == pytest.approx(state[0].tolist(), rel=1e-5)
+        vectors, _ = finite_vectors(pool.pool(step, lambda wanted: state[wanted]))
+    assert vectors[0].tolist() == pytest.approx(state[0].tolist(), rel=1e-5)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.exec.attention.backend import AttentionBatch
-from services.worker.exec.contracts.step_data import ForwardBatch
+from services.worker.exec.contracts.step_data import ForwardBatch, SampleBatch
 from services.worker.exec.step.idle_steps import idle_decode
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.cuda_streams import Streams
@@ -46,9 +46,9 @@ def measured_eager_cost(runner: DeviceRunner, rows: int) -> float:
         graph.sample.replay()
 
     def launched() -> None:
-        device, count = idle_decode(runner, rows), len(graph.space.rows.slots)
-        space = runner.sampler.passing_space(device.sample_slots[:count], device.sample_positions[:count])
-        runner.sampler.run_kernels(runner.passes.all_logits(count), space)
+        (slots, positions), count = idle_decode(runner, rows), len(graph.batch.inputs.slots)
+        inputs = runner.sampler.passing_inputs(slots[:count], positions[:count])
+        runner.sampler.run_kernels(SampleBatch.idle(runner.passes.all_logits(count), inputs))
 
     in_graph = _seconds(runner.streams, replayed)
     return max(0.0, _seconds(runner.streams, launched) / in_graph - 1)

@@ -28,7 +28,7 @@ from services.worker.exec.contracts.operations import (
 )
 from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
-from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
+from services.worker.exec.step.model_runner import DeviceRunner, StepRun
 from services.worker.exec.streams.copies import Readback
 from services.worker.exec.tiers.page_mover import PageMover
 
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 class Steps(Protocol):
     """Launches steps on the streams, in their order: a DeviceRunner, or DraftedSteps on top of one."""
 
-    def forward(self, run: DeviceRun) -> None: ...
+    def forward(self, run: StepRun) -> None: ...
 
-    def sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None: ...
+    def sample(self, run: StepRun, masks: Masks, behind: Masks) -> None: ...
 
-    def result(self, run: DeviceRun) -> StepResult: ...
+    def result(self, run: StepRun) -> StepResult: ...
 
-    def release(self, run: DeviceRun) -> None: ...
+    def release(self, run: StepRun) -> None: ...
 
 
 def _ignore(_: str) -> None:
@@ -92,8 +92,8 @@ class DeviceExecutor:
     def runner(self) -> DeviceRunner:
         return self._runner
 
-    def forward(self, plan: BatchPlan) -> DeviceRun:
-        run = DeviceRun(plan, Readback(self._streams))
+    def forward(self, plan: BatchPlan) -> StepRun:
+        run = StepRun(plan, Readback(self._streams))
         self._streams.launch(partial(self._forward, run))
         return run
 
@@ -165,13 +165,13 @@ class DeviceExecutor:
 
     # Work on the streams
 
-    def _forward(self, run: DeviceRun) -> None:
+    def _forward(self, run: StepRun) -> None:
         try:
             self._profile.record(f"forward {run.plan.step_id}", partial(self._steps.forward, run))
         except Exception as error:  # any exception: wait() of this step raises it
             self._failed(run, error)
 
-    def _sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None:
+    def _sample(self, run: StepRun, masks: Masks, behind: Masks) -> None:
         try:
             if run.error is None:
                 self._profile.record(f"sample {run.plan.step_id}", partial(self._steps.sample, run, masks, behind))
@@ -180,7 +180,7 @@ class DeviceExecutor:
         except Exception as error:  # any exception, as above
             self._failed(run, error)
 
-    def _result(self, run: DeviceRun) -> StepResult:
+    def _result(self, run: StepRun) -> StepResult:
         if run.error is None:
             try:
                 return self._steps.result(run)
@@ -197,7 +197,7 @@ class DeviceExecutor:
         self._settle()
         self._runner.drop()
 
-    def _failed(self, run: DeviceRun, error: Exception) -> None:
+    def _failed(self, run: StepRun, error: Exception) -> None:
         run.error = error
         run.guess({})
         if self._settle():
@@ -220,8 +220,8 @@ class DeviceExecutor:
             self.on_lost(sentence)
 
 
-def _own(run: Run) -> DeviceRun:
-    if not isinstance(run, DeviceRun):
+def _own(run: Run) -> StepRun:
+    if not isinstance(run, StepRun):
         raise TypeError(f"not a run of this executor: {run!r}")
     return run
 

@@ -14,7 +14,7 @@ from services.worker.exec.contracts.protocol import NO_MASKS
 from services.worker.exec.contracts.step_data import Places
 from services.worker.exec.sampling.logprob_requests import TOPS
 from services.worker.exec.step.idle_steps import StepBounds, idle_decode, largest_step
-from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
+from services.worker.exec.step.model_runner import DeviceRunner, StepRun
 from services.worker.exec.step.passes import NOTHING
 from services.worker.exec.streams.copies import Readback
 
@@ -68,7 +68,7 @@ def _logprobs(runner: DeviceRunner) -> None:
 def _request(runner: DeviceRunner, generates: bool) -> None:
     """Runs a request with all sampling features: a prompt of one token, then one decode step."""
     for start, given in ((0, 1), (1, 0)) if generates else ((0, 1),):
-        run = DeviceRun(_step(start, given, EVERYTHING if generates else VECTOR), Readback(runner.streams))
+        run = StepRun(_step(start, given, EVERYTHING if generates else VECTOR), Readback(runner.streams))
         runner.forward(run)
         masks = {0: np.full(runner.sampler.num_words, ~np.uint32(0), dtype=np.uint32)} if generates else {}
         runner.sample(run, masks)
@@ -92,7 +92,7 @@ def _verification(runner: DeviceRunner, rows: int) -> None:
         table_counts=NOTHING,
         table_pages=NOTHING,
     )
-    run = DeviceRun(plan, Readback(runner.streams), known=np.zeros(tokens, dtype=np.int32))
+    run = StepRun(plan, Readback(runner.streams), known=np.zeros(tokens, dtype=np.int32))
     order = np.arange(tokens).reshape(rows, 1 + GUESSES).T.ravel()
     places = Places(order, (rows,) * (1 + GUESSES), np.zeros(rows * GUESSES, dtype=np.int32))
     runner.passes.table.fill_(0)

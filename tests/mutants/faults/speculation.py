@@ -52,7 +52,7 @@ SPECULATION = (
         ("        return output\n", "        return normed\n"),
         ("        return normed\n", "        return output\n"),
         ("head.embedding_norm.forward(", "head.state_norm.forward("),
-        ("activations.residual.copy_(states)", "pass"),
+        ("context.residual.copy_(states)", "pass"),
         only="test_model_drafters",
     ),
     *of(

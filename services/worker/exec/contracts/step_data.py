@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
 from kernels.contracts.sample_ops import NOBODY, SampleRows
 from services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs
+from services.worker.exec.streams.copies import Readback
 from services.worker.exec.streams.cuda_streams import Graph
 
 I64 = NDArray[np.int64]
@@ -156,41 +160,74 @@ class ForwardBatch:
         return int(self.offsets[-1] + self.num_tokens[-1]) if len(self.offsets) else 0
 
     def words(self) -> I32:
-        """Returns the columns as one array for the upload, in the order that DeviceBatch.of() reads."""
+        """Returns the columns as one array for the upload."""
         assert len(self.slots) == len(self.starts) == len(self.num_tokens) == len(self.offsets), "a row is in each column"
         assert len(self.sample_slots) == len(self.sample_positions) == len(self.sample_indices), "so is a sample"
         parts = (self.slots, self.starts, self.num_tokens, self.offsets)
         return np.concatenate((*parts, self.sample_slots, self.sample_positions, self.sample_indices))
 
+    def row_columns(self, words: Tensor) -> Sequence[Tensor]:
+        """Returns slots, starts, num_tokens and offsets as views of the uploaded words(), int32[R] each."""
+        return words[: 4 * len(self.slots)].view(4, -1).unbind(0)
+
+    def sample_columns(self, words: Tensor) -> Sequence[Tensor]:
+        """Returns sample_slots, sample_positions and sample_indices as views of the uploaded words(), int32[n or R] each."""
+        return words[4 * len(self.slots) :].view(3, -1).unbind(0)
+
+
+NOT_SAMPLED = -1  # code in SampleBatch.faults of a row that was not sampled
+
+
+class TakesNote(Protocol):
+    """Counts sampled tokens of one request, for penalties."""
+
+    def add(self, token: int) -> None:
+        """Records a sampled token."""
+
 
 @dataclass(frozen=True, slots=True)
-class DeviceBatch:
-    """The columns of ForwardBatch.words() as views on the device, all int32."""
+class OutputLogprobs:
+    """The log probabilities that sampled rows want.
 
-    slots: Tensor  # [R]
-    starts: Tensor  # [R]
-    num_tokens: Tensor  # [R]
-    offsets: Tensor  # [R]
-    sample_slots: Tensor  # [n]
-    sample_positions: Tensor  # [n]
-    sample_indices: Tensor  # [n]
+    They are copied, because the slot may change its request before the result comes.
+    """
+
+    rows: I32  # indices into the sampled rows
+    nums: tuple[int, ...]  # number of most likely tokens, per entry of `rows`
+    ids: tuple[I64, ...]  # further token ids, per entry of `rows`
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """Rows that are sampled together, and the device memory in which they are sampled.
+
+    StepSampler.launch() returns the batch with the fields that its results need.
+    """
+
+    slots: I32  # int32[n] on the host, without padding
+    rows: I64  # int64[n], rows of the plan
+    logits: Tensor  # float32[>= n, V]
+    inputs: SampleRows  # at least n rows; slots and positions are on the device already
+    out: Tensor  # int32[2, rows of `inputs`]: sampled tokens and codes of faults
+    fixed: bool = False  # inputs and out belong to a CUDA graph, whose addresses must stay
+    readback: Readback | None = None  # the copy of `out` and of log probabilities; None before the launch
+    wish: OutputLogprobs | None = None  # requested log probabilities, None if no row has such a request
+    pasts: Sequence[tuple[int, TakesNote]] = ()  # (index of a row, recorder of its tokens)
+    broken: frozenset[int] = frozenset()  # slots whose sampling parameters could not be applied
+
+    def __post_init__(self) -> None:
+        assert len(self.slots) == len(self.rows) <= len(self.inputs.slots), "each row has a slot, and an input on the device"
 
     @classmethod
-    def of(cls, words: Tensor, num_rows: int) -> DeviceBatch:
-        assert len(words) >= 4 * num_rows and (len(words) - 4 * num_rows) % 3 == 0, "four columns of rows, three of samples"
-        per_row, sampled = words[: 4 * num_rows].view(4, num_rows), words[4 * num_rows :].view(3, -1)
-        return cls(*per_row.unbind(0), *sampled.unbind(0))
+    def of(cls, logits: Tensor, inputs: SampleRows, slots: I32, rows: I64) -> SampleBatch:
+        """Returns a batch of one step and allocates its output."""
+        out = torch.zeros((2, len(inputs.slots)), dtype=torch.int32, device=inputs.slots.device)
+        return cls(slots, rows, logits, inputs, out)
 
-
-NOT_SAMPLED = -1  # code in SampleSpace.faults of a row that was not sampled
-
-
-@dataclass(frozen=True, slots=True)
-class SampleSpace:
-    """The device memory in which a batch of n rows is sampled."""
-
-    rows: SampleRows  # inputs
-    out: Tensor  # int32[2, n]: sampled tokens and codes of faults
+    @classmethod
+    def idle(cls, logits: Tensor, inputs: SampleRows) -> SampleBatch:
+        """Returns a batch without rows of a plan, for graphs and measurements. Its kernels run over all rows of `inputs`."""
+        return cls.of(logits, inputs, np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
 
     @property
     def tokens(self) -> Tensor:
@@ -199,20 +236,6 @@ class SampleSpace:
     @property
     def faults(self) -> Tensor:
         return self.out[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows to sample."""
-
-    slots: I32  # int32[n] on the host, without padding
-    rows: NDArray[np.int64]  # int64[n], rows of the plan
-    logits: Tensor  # float32[>= n, V]
-    space: SampleSpace  # inputs and outputs; slots and positions are on the device already
-    fixed: bool  # the space belongs to a CUDA graph, whose addresses must stay
-
-    def __post_init__(self) -> None:
-        assert len(self.slots) == len(self.rows) <= len(self.space.rows.slots), "each row has a slot, and a place in the space"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,18 +273,6 @@ class Outcome:
     tokens: I32  # int32[n]; 0 for a row that was not sampled
     faults: dict[int, RowFault]  # by index into the rows, none for a row that was not sampled
     logprobs: dict[int, RowLogprobs]  # by index into the rows, none for a row that was not sampled
-
-
-@dataclass(frozen=True, slots=True)
-class OutputLogprobs:
-    """The log probabilities that sampled rows want.
-
-    They are copied, because the slot may change its request before the result comes.
-    """
-
-    rows: I32  # indices into the sampled rows
-    nums: tuple[int, ...]  # number of most likely tokens, per entry of `rows`
-    ids: tuple[I64, ...]  # further token ids, per entry of `rows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +316,8 @@ class CudaGraph:
     known: Tensor  # int32[size], token ids that the plan gives; -1 for a token from the relay
     ids: Tensor  # input token ids
     rows: RaggedRows  # inputs of the forward kernels
-    # memory of the sampling kernels; covers only the first rows if the graph has more rows than there are slots
-    space: SampleSpace
-    logits: Tensor  # output of the forward kernels, for the rows of `space`
+    # logits of the forward kernels and memory of the sampling kernels, without rows of a plan; covers only the first rows if the
+    # graph has more rows than there are slots
+    batch: SampleBatch
     forward: Graph
     sample: Graph

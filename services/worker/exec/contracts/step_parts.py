@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.sample_ops import Measured
+from kernels.contracts.sample_ops import Measured, SampleRows
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, SlotParams
 from services.worker.exec.contracts.protocol import Masks
 from services.worker.exec.contracts.step_data import (
-    Batch,
     CudaGraph,
     Outcome,
-    OutputLogprobs,
     Places,
     PromptPiece,
-    SampleSpace,
+    SampleBatch,
     ScoredRows,
     ScorePiece,
 )
 from services.worker.exec.streams.copies import Readback, UploadRing
-
-
-class TakesNote(Protocol):
-    """Counts sampled tokens of one request, for penalties."""
-
-    def add(self, token: int) -> None:
-        """Records a sampled token."""
-
-
-@dataclass(slots=True)
-class Launched:
-    """A batch whose sampling is launched."""
-
-    batch: Batch
-    readback: Readback
-    wish: OutputLogprobs | None  # requested log probabilities, None if no row has such a request
-    pasts: Sequence[tuple[int, TakesNote]]  # (index of a row, recorder of its tokens)
-    broken: frozenset[int]  # slots whose sampling parameters could not be applied
 
 
 class Sections(Protocol):
@@ -149,34 +128,32 @@ class StepSampler(Protocol):
     def follow(self, plan: BatchPlan) -> None:
         """Records the tokens that the plan gives, for penalties."""
 
-    def fixed_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
-        """Returns a space for a CUDA graph, whose addresses stay."""
+    def fixed_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
+        """Returns inputs for a CUDA graph, whose addresses stay."""
 
-    def passing_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
-        """Returns a space for a single step."""
+    def passing_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
+        """Returns inputs for a single step."""
 
-    def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
-        """Launches the sampling kernels on the current stream. The launches can be captured.
-
-        Args:
-            logits: float32[>= n, V].
-            space: n rows.
-        """
+    def run_kernels(self, batch: SampleBatch) -> None:
+        """Launches the sampling kernels for all rows of the inputs on the current stream. The launches can be captured."""
 
     def launch(
-        self, batch: Batch, masks: Masks, replay: Callable[[], None] | None = None, places: Places | None = None
-    ) -> Launched:
+        self, batch: SampleBatch, masks: Masks, replay: Callable[[], None] | None = None, places: Places | None = None
+    ) -> SampleBatch:
         """Launches the sampling of a batch.
 
         Args:
             batch: the rows to sample.
             masks: token masks by row of the plan.
-            replay: runs the captured kernels of a fixed space, None to launch the kernels.
+            replay: runs the captured kernels of a fixed batch, None to launch the kernels.
             places: order of rows that depend on each other (draft tokens), None for independent rows.
+
+        Returns:
+            The batch with its readback, and with the rows in the order of `places`.
         """
 
-    def outcome(self, launched: Launched) -> Outcome:
-        """Waits for the results of launch()."""
+    def outcome(self, batch: SampleBatch) -> Outcome:
+        """Waits for the results of a launched batch."""
 
 
 class StepGraphs(Protocol):

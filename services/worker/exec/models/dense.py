@@ -18,7 +18,6 @@ from torch import Tensor
 from kernels.contracts.ops import RaggedRows
 from services.worker.exec.contracts.causal_model import NoVocabulary
 from services.worker.exec.models.layers import (
-    Activations,
     Attend,
     Attention,
     Embedding,
@@ -26,9 +25,11 @@ from services.worker.exec.models.layers import (
     GatedMlp,
     Head,
     RmsNorm,
+    Take,
     TransformerLayer,
     Workspace,
     storage_bytes,
+    stream_buffers,
 )
 from services.worker.exec.pools.kv_pool import KVPool, LayerKV
 from services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel, architecture_of
@@ -54,7 +55,7 @@ class Decoder:
         self._cos_sin, self._attend, self._aux_layers = cos_sin, attend, aux_layers
         self._hidden_size = model.config.hidden_size
         self._space = Workspace(model.embedding.weight.dtype, model.embedding.weight.device)
-        self._last: Activations | None = None
+        self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
 
     def attending(self, attend: Attend, aux_layers: tuple[int, ...] = ()) -> Decoder:
         """Returns a decoder of the same model with another attention, and with buffers of its own."""
@@ -67,7 +68,7 @@ class Decoder:
             num_tokens: tokens of the step.
             num_wanted: largest number of rows of one call of states() or logits().
         """
-        self.model.reserve(Activations(self._space, num_tokens, self._hidden_size))
+        self.model.reserve(lambda name, columns: self._space.take(name, num_tokens, columns))
         self.aux_states(num_tokens)
         self._space.take("normed", num_wanted, self._hidden_size)
         if self.model.head is not None:
@@ -77,11 +78,10 @@ class Decoder:
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         assert len(input_ids) == len(rows.positions) == len(rows.locations), "a position and a place in the pool for each token"
         assert len(pool.keys) == len(self.model.layers), "a pool for each layer"
-        activations = Activations(self._space, len(input_ids), self._hidden_size)
-        context = ForwardContext(rows, self._cos_sin, self._attend, activations)
+        context = ForwardContext(self._space, self._hidden_size, rows, self._cos_sin, self._attend)
         aux = dict(zip(self._aux_layers, self.aux_states(len(input_ids)), strict=True))
         self.model.forward(input_ids, pool, context, aux)
-        self._last = activations
+        self._last = context.residual, context.update
 
     def aux_states(self, num_tokens: int) -> tuple[Tensor, ...]:
         """Returns the inputs of the aux layers, [num_tokens, N] each, for the first tokens of the last pass.
@@ -97,7 +97,8 @@ class Decoder:
         assert wanted.dim() == 1, "indices into the step's tokens"
         normed = self._space.take("normed", len(wanted), self._hidden_size)
         if len(wanted):
-            self.model.norm.add(normed, self._last.update[wanted], self._last.residual[wanted])
+            residual, update = self._last
+            self.model.norm.add(normed, update[wanted], residual[wanted])
         return normed
 
     def logits(self, wanted: Tensor) -> Tensor:
@@ -147,9 +148,11 @@ class DenseModel(ABC):
         """The cache size of each layer, per token."""
         return tuple(layer.cache for layer in self.layers)
 
-    def reserve(self, activations: Activations) -> None:
+    def reserve(self, take: Take) -> None:
+        """Takes the buffers that forward() will take."""
+        stream_buffers(take, self.config.hidden_size)
         for layer in self.layers:
-            layer.reserve(activations)
+            layer.reserve(take)
 
     def forward(self, input_ids: Tensor, pool: KVPool, context: ForwardContext, aux: Mapping[int, Tensor]) -> None:
         """Computes all layers, and leaves the last one's output as residual and update.
@@ -158,8 +161,7 @@ class DenseModel(ABC):
             input_ids: int64[T].
             aux: buffers [T, N] for the inputs of layers, by layer; the number of layers stands for the last one's output.
         """
-        activations = context.activations
-        residual, update, hidden = activations.residual, activations.update, activations.hidden
+        residual, update, hidden = context.residual, context.update, context.hidden
         self.embedding.forward(residual, input_ids)
         for index, layer in enumerate(self.layers):
             if index == 0:

@@ -31,7 +31,6 @@ from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.models import registry
 from services.worker.exec.models.dense import Decoder, DenseConfig, read_layer
 from services.worker.exec.models.layers import (
-    Activations,
     Embedding,
     ForwardContext,
     Head,
@@ -92,7 +91,7 @@ class DraftHead(ABC):
         """Writes the states out [T, N] for the aux states [T, N] of T tokens of the target."""
 
     @abstractmethod
-    def layer_input(self, both: Tensor, states: Tensor, activations: Activations) -> Tensor:
+    def layer_input(self, both: Tensor, states: Tensor, context: ForwardContext) -> Tensor:
         """Sets the residual, and returns the input of the layer's attention.
 
         Args:
@@ -129,8 +128,8 @@ class Eagle3Head(DraftHead):
     def entry(self, out: Tensor, aux: tuple[Tensor, ...]) -> None:
         self.fc.forward(out, torch.cat(aux, 1))
 
-    def layer_input(self, both: Tensor, states: Tensor, activations: Activations) -> Tensor:
-        activations.residual.copy_(states)
+    def layer_input(self, both: Tensor, states: Tensor, context: ForwardContext) -> Tensor:
+        context.residual.copy_(states)
         return both
 
     def next_states(self, output: Tensor, normed: Tensor) -> Tensor:
@@ -156,10 +155,10 @@ class MtpHead(DraftHead):
         (last,) = aux
         self.target_norm.forward(out, last.contiguous())
 
-    def layer_input(self, both: Tensor, states: Tensor, activations: Activations) -> Tensor:
-        self.joined.forward(activations.residual, both)
-        self.layer.input_norm.forward(activations.hidden, activations.residual)
-        return activations.hidden
+    def layer_input(self, both: Tensor, states: Tensor, context: ForwardContext) -> Tensor:
+        self.joined.forward(context.residual, both)
+        self.layer.input_norm.forward(context.hidden, context.residual)
+        return context.hidden
 
     def next_states(self, output: Tensor, normed: Tensor) -> Tensor:
         return normed
@@ -185,7 +184,7 @@ class HeadDraftModel:
         self._head, self._attend, self._hidden_size = head, kernels.paged_attention, config.hidden_size
         self._cos_sin = rope_table(config.rope, config.head_dim, self.max_context + 1).to(weight.device)
         self._space = Workspace(weight.dtype, weight.device)
-        self._last: Activations | None = None
+        self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
 
     def entry(self, kept: tuple[Tensor, ...]) -> Tensor:
         states = torch.empty((len(kept[0]), self._hidden_size), dtype=kept[0].dtype, device=kept[0].device)
@@ -195,19 +194,18 @@ class HeadDraftModel:
     def forward(self, ids: Tensor, states: Tensor | None, rows: RaggedRows, pool: KVPool) -> None:
         assert states is not None and len(states) == len(ids), "a state for each token"
         head = self._head
-        activations = Activations(self._space, len(ids), self._hidden_size)
-        context = ForwardContext(rows, self._cos_sin, self._attend, activations)
-        head.embedding.forward(activations.residual, ids)
-        head.embedding_norm.forward(activations.hidden, activations.residual)
-        head.state_norm.forward(activations.update, states)
-        both = torch.cat((activations.hidden, activations.update), 1)
-        head.layer.forward(head.layer_input(both, states, activations), pool.layer(0), context)
-        self._last = activations
+        context = ForwardContext(self._space, self._hidden_size, rows, self._cos_sin, self._attend)
+        head.embedding.forward(context.residual, ids)
+        head.embedding_norm.forward(context.hidden, context.residual)
+        head.state_norm.forward(context.update, states)
+        both = torch.cat((context.hidden, context.update), 1)
+        head.layer.forward(head.layer_input(both, states, context), pool.layer(0), context)
+        self._last = context.residual, context.update
 
     def guess(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         assert self._last is not None, "draft tokens follow a pass"
         head = self._head
-        output, update = self._last.residual[wanted], self._last.update[wanted]
+        output, update = (each[wanted] for each in self._last)
         normed = torch.empty_like(output)
         head.norm.add(normed, update, output)
         logits = self._space.take("logits", len(wanted), head.head.vocab_size, torch.float32)

@@ -9,7 +9,7 @@ Shapes: T tokens of the pass, hidden size N, H query heads, G key/value heads, h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from kernels.contracts.ops import Kernels, PackedLinear, RaggedRows
 from services.worker.exec.pools.kv_pool import LayerKV
 from services.worker.exec.weights.source import WeightReader
+
+Take = Callable[[str, int], Tensor]  # returns the buffer [T, columns] of a name, see ForwardContext.take()
 
 
 class Workspace:
@@ -53,15 +55,30 @@ class Workspace:
         return buffer[: rows * columns].view(rows, columns)
 
 
-class Activations:
-    """The buffers of one forward pass over T tokens. The output of a layer is the sum of `residual` and `update`, [T, N] each."""
+class Attend(Protocol):
+    """Kernels.paged_attention, or the attend() of an attention back end."""
 
-    def __init__(self, space: Workspace, num_tokens: int, hidden_size: int) -> None:
-        self._space, self._num_tokens = space, num_tokens
+    def __call__(
+        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+    ) -> None: ...
+
+
+class ForwardContext:
+    """The inputs and the buffers that all layers of one forward pass over T tokens share.
+
+    The output of a layer is the sum of `residual` and `update`, [T, N] each.
+    """
+
+    def __init__(self, space: Workspace, hidden_size: int, rows: RaggedRows, cos_sin: Tensor, attend: Attend) -> None:
+        """Takes the buffers that every layer uses.
+
+        Args:
+            cos_sin: float32[positions, D]: cosines, then sines, of D / 2 angles.
+        """
+        self.rows, self.cos_sin, self.attend = rows, cos_sin, attend
+        self._space, self._num_tokens = space, len(rows.positions)
         self._taken: dict[tuple[str, int], Tensor] = {}
-        self.residual = self.take("residual", hidden_size)
-        self.update = self.take("update", hidden_size)
-        self.hidden = self.take("hidden", hidden_size)
+        self.residual, self.update, self.hidden = stream_buffers(self.take, hidden_size)
 
     def take(self, name: str, columns: int) -> Tensor:
         """Returns the buffer [T, columns] of this name. All layers that take the name share its memory."""
@@ -71,23 +88,9 @@ class Activations:
         return found
 
 
-class Attend(Protocol):
-    """Kernels.paged_attention, or the attend() of an attention back end."""
-
-    def __call__(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """The inputs that all layers of one forward pass share."""
-
-    rows: RaggedRows
-    # float32[positions, D]: cosines, then sines, of D / 2 angles
-    cos_sin: Tensor
-    attend: Attend
-    activations: Activations
+def stream_buffers(take: Take, hidden_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the buffers `residual`, `update` and `hidden` of a forward pass, [T, N] each."""
+    return take("residual", hidden_size), take("update", hidden_size), take("hidden", hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +210,14 @@ class Attention:
         """The cache size of the layer, per token."""
         return LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
 
-    def buffers(self, activations: Activations) -> tuple[Tensor, Tensor]:
+    def buffers(self, take: Take) -> tuple[Tensor, Tensor]:
         """Returns buffers of the projections [T, (H + 2 G) D] and of the mixed values [T, H D]."""
-        return activations.take("qkv", self.qkv.packed.out_features), activations.take("mixed", self.o.packed.in_features)
+        return take("qkv", self.qkv.packed.out_features), take("mixed", self.o.packed.in_features)
 
     def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
         """Writes keys and values of the tokens to the pools, and the attention's output to out [T, N]."""
         assert context.cos_sin.shape[1] == self.head_dim, "cosines and sines of half a head's dimensions each"
-        qkv, mixed = self.buffers(context.activations)
+        qkv, mixed = self.buffers(context.take)
         keys, values = pools
         self.qkv.forward(qkv, x)
         self.kernels.rope_write_kv(qkv, self.qk_norms, self.eps, context.cos_sin, context.rows, keys, values)
@@ -244,11 +247,11 @@ class GatedMlp:
             kernels=weights.kernels,
         )
 
-    def buffers(self, activations: Activations) -> Tensor:
-        return activations.take("activated", self.down.packed.in_features)
+    def buffers(self, take: Take) -> Tensor:
+        return take("activated", self.down.packed.in_features)
 
     def forward(self, out: Tensor, x: Tensor, context: ForwardContext) -> None:
-        activated = self.buffers(context.activations)
+        activated = self.buffers(context.take)
         self.kernels.gated_linear(activated, x, self.gate_up)
         self.down.forward(out, activated)
 
@@ -270,10 +273,10 @@ class TransformerLayer:
     def cache(self) -> LayerKV:
         return self.attention.cache
 
-    def reserve(self, activations: Activations) -> None:
+    def reserve(self, take: Take) -> None:
         """Takes the buffers that forward() will take."""
-        self.attention.buffers(activations)
-        self.mlp.buffers(activations)
+        self.attention.buffers(take)
+        self.mlp.buffers(take)
 
     def forward(self, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
         """Adds the attention to the residual, and leaves the MLP's output as the update.
@@ -282,10 +285,9 @@ class TransformerLayer:
             x: the attention's input, [T, K]. It is normed, and may be the buffer `hidden`.
             pools: the layer's keys and values.
         """
-        activations = context.activations
-        self.attention.forward(activations.update, x, pools, context)
-        self.post_norm.add(activations.hidden, activations.update, activations.residual)
-        self.mlp.forward(activations.update, activations.hidden, context)
+        self.attention.forward(context.update, x, pools, context)
+        self.post_norm.add(context.hidden, context.update, context.residual)
+        self.mlp.forward(context.update, context.hidden, context)
 
     def tensors(self) -> Iterator[Tensor]:
         for part in (self.input_norm, self.attention, self.post_norm, self.mlp):

@@ -30,21 +30,14 @@ class PoolingConfig:
     normalize: bool  # scale vectors to length 1, unless the request chooses otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """The vectors of a step, by row of the plan. A row is in one of the two dictionaries."""
+def finite_vectors(vectors: Mapping[int, Tensor]) -> tuple[dict[int, NDArray[np.float32]], dict[int, RowFault]]:
+    """Returns vectors on the host, float32[dimensions], and faults, by row of the plan.
 
-    vectors: dict[int, NDArray[np.float32]]  # float32[dimensions]
-    faults: dict[int, RowFault]
-
-
-def embedded(vectors: Mapping[int, Tensor]) -> Embedded:
-    """Returns the vectors, which are on the host. A row whose vector is not finite becomes a fault."""
+    A row whose vector is not finite has only a fault.
+    """
     sound = {row: bool(vector.isfinite().all()) for row, vector in vectors.items()}
-    return Embedded(
-        {row: vector.numpy() for row, vector in vectors.items() if sound[row]},
-        {row: RowFault.NAN_LOGITS for row in vectors if not sound[row]},
-    )
+    found = {row: vector.numpy() for row, vector in vectors.items() if sound[row]}
+    return found, {row: RowFault.NAN_LOGITS for row in vectors if not sound[row]}
 
 
 @dataclass(slots=True)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kernels.contracts.sample_ops import NOBODY, SampleKernels, SampleRows
 from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
-from services.worker.exec.contracts.step_data import NOT_SAMPLED, Batch, Outcome, OutputLogprobs, Places, SampleSpace
-from services.worker.exec.contracts.step_parts import Launched
+from services.worker.exec.contracts.step_data import NOT_SAMPLED, Outcome, OutputLogprobs, Places, SampleBatch
 from services.worker.exec.sampling.logprob_requests import LogprobRequests
 from services.worker.exec.sampling.slots import (
     NO_LOSS,
@@ -86,8 +85,8 @@ class DeviceSampler:
         self._nothing = _nothing(max(max_slots, max_rows), self._num_words, device)
         self._ring = UploadRing(streams, 4 * max_slots + self._num_words)
         self._broken: set[int] = set()  # slots whose parameters could not be applied, until their next admission
-        self._unsettled: list[Launched] = []  # launched batches whose tokens have not been added to the pasts, in order
-        self._dirty: set[int] = set()  # ids of spaces whose masks or losses are not empty
+        self._unsettled: list[SampleBatch] = []  # launched batches whose tokens have not been added to the pasts, in order
+        self._dirty: set[int] = set()  # ids of fixed inputs whose masks or losses are not empty
 
     @property
     def wishes(self) -> LogprobRequests:
@@ -136,12 +135,12 @@ class DeviceSampler:
     def admit(self, views: Mapping[str, Tensor]) -> None:
         self._slots.admit(views)
 
-    # Spaces
+    # Inputs on the device
 
-    def fixed_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
-        """Returns a space with fixed addresses for a graph, without masks and losses."""
+    def fixed_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
+        """Returns inputs with fixed addresses for a graph, without masks and losses."""
         size, device = len(slots), self._streams.device
-        rows = SampleRows(
+        return SampleRows(
             slots=slots,
             positions=positions,
             mask_rows=torch.full((size,), -1, dtype=torch.int32, device=device),
@@ -150,18 +149,13 @@ class DeviceSampler:
             loss_ids=torch.zeros(MAX_LOSSES, dtype=torch.int32, device=device),
             losses=torch.zeros(MAX_LOSSES, dtype=torch.float32, device=device),
         )
-        return self._space(rows)
 
-    def passing_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
-        """Returns a space for one step, without masks and losses."""
+    def passing_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
+        """Returns inputs for one step, without masks and losses."""
         size, nothing = len(slots), self._nothing
         assert size == len(positions) < len(nothing.loss_offsets), "no more rows than a batch may have"
         unmasked, lossless = nothing.mask_rows[:size], nothing.loss_offsets[: size + 1]
-        return self._space(SampleRows(slots, positions, unmasked, nothing.masks, lossless, nothing.loss_ids, nothing.losses))
-
-    def _space(self, rows: SampleRows) -> SampleSpace:
-        out = torch.zeros((2, len(rows.slots)), dtype=torch.int32, device=self._streams.device)
-        return SampleSpace(rows, out)
+        return SampleRows(slots, positions, unmasked, nothing.masks, lossless, nothing.loss_ids, nothing.losses)
 
     # A step
 
@@ -179,17 +173,20 @@ class DeviceSampler:
 
     def launch(
         self,
-        batch: Batch,
+        batch: SampleBatch,
         masks: Mapping[int, Words],
         replay: Callable[[], None] | None = None,
         places: Places | None = None,
-    ) -> Launched:
+    ) -> SampleBatch:
         """Launches the sampling of a batch and the copy of its results to the host.
 
         Args:
             masks: grammar masks by row of the plan.
-            replay: replays the graph of a fixed space, or None to launch the kernels here.
+            replay: replays the graph of a fixed batch, or None to launch the kernels here.
             places: the positions of rows that verify draft tokens, or None if no row depends on another.
+
+        Returns:
+            The batch with its readback, and with the rows in the order of `places`.
         """
         if places is not None:
             batch = replace(batch, slots=batch.slots[places.order], rows=batch.rows[places.order])
@@ -204,34 +201,30 @@ class DeviceSampler:
         readback = Readback(self._streams)
         if views:
             self._streams.forward_after_schedule()
-        self._streams.forward_after_copy()  # earlier results of this space may still be copied from it
+        self._streams.forward_after_copy()  # earlier results may still be copied from the output
         with self._streams.on_forward():
             if places is not None:
                 batch = self._placed(batch, places, views)
-            space, skipped = self._filled(batch, views), None
+            filled, skipped = self._filled(batch, views), None
             if places is not None:
-                self._run_places(batch.logits, space, places, views)
-                skipped = space.faults == NOT_SAMPLED
-            elif replay is None or space is not batch.space:
-                self.run_kernels(batch.logits, space)
+                self._run_places(filled, places, views)
+                skipped = filled.faults == NOT_SAMPLED
+            elif replay is None or filled is not batch:
+                self.run_kernels(filled)
             else:
                 replay()
-            readback.add("sampled", space.out)
+            readback.add("sampled", filled.out)
             if wish is not None:
-                self._wishes.measure_outputs(wish, views, batch.logits, space.tokens, readback, skipped)
-        launched = Launched(batch, readback, wish, pasts, frozenset(self._broken))
+                self._wishes.measure_outputs(wish, views, filled.logits, filled.tokens, readback, skipped)
+        launched = replace(filled, readback=readback, wish=wish, pasts=pasts, broken=frozenset(self._broken))
         self._ring.release(readback.launch())
         if pasts:
             self._unsettled.append(launched)
         return launched
 
-    def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
-        """Launches the sampling kernels on the current stream. The call can be captured.
-
-        Args:
-            logits: float32[>= n, V].
-        """
-        self._run(logits, space.rows, space.tokens, space.faults)
+    def run_kernels(self, batch: SampleBatch) -> None:
+        """Launches the sampling kernels for all rows of the inputs on the current stream. The call can be captured."""
+        self._run(batch.logits, batch.inputs, batch.tokens, batch.faults)
 
     def _run(self, logits: Tensor, rows: SampleRows, tokens: Tensor, faults: Tensor) -> None:
         count = len(rows.slots)
@@ -250,24 +243,24 @@ class DeviceSampler:
         self._kernels.edit_logits(edited, values, rows, table)
         self._kernels.select_tokens(tokens, faults, values, edited, rows, table, self._relay)
 
-    def _placed(self, batch: Batch, places: Places, views: Mapping[str, Tensor]) -> Batch:
+    def _placed(self, batch: SampleBatch, places: Places, views: Mapping[str, Tensor]) -> SampleBatch:
         """Returns the batch with logits, slots and positions in the order of `places`, all rows NOT_SAMPLED."""
-        rows, logits, count = batch.space.rows, batch.logits, len(places.order)
+        rows, logits, count = batch.inputs, batch.logits, len(places.order)
         if places.in_order:
             logits, slots, positions = logits[:count], rows.slots[:count], rows.positions[:count]
         else:
             order = views["order"].long()
             logits, slots, positions = (each.index_select(0, order) for each in (logits, rows.slots, rows.positions))
-        space = self.passing_space(slots, positions)
-        space.faults.fill_(NOT_SAMPLED)
-        return replace(batch, logits=logits, space=space, fixed=False)
+        placed = SampleBatch.of(logits, self.passing_inputs(slots, positions), batch.slots, batch.rows)
+        placed.faults.fill_(NOT_SAMPLED)
+        return placed
 
-    def _run_places(self, logits: Tensor, space: SampleSpace, places: Places, views: Mapping[str, Tensor]) -> None:
+    def _run_places(self, batch: SampleBatch, places: Places, views: Mapping[str, Tensor]) -> None:
         """Samples the rows position by position. After a rejected draft token, the row's later positions are NOT_SAMPLED.
 
         The host reads no device value, except if the host is the device: then it stops when no row continues.
         """
-        rows, (tokens, faults), guesses = space.rows, space.out, views["guesses"]
+        logits, rows, (tokens, faults), guesses = batch.logits, batch.inputs, batch.out, views["guesses"]
         before = at = known = 0
         for place, size in enumerate(places.sizes):
             part = slice(at, at + size)
@@ -285,26 +278,28 @@ class DeviceSampler:
                 known += size
             before, at = at, at + size
 
-    def outcome(self, launched: Launched) -> Outcome:
-        """Waits for the batch and returns its tokens, faults and log probabilities."""
+    def outcome(self, batch: SampleBatch) -> Outcome:
+        """Waits for the launched batch and returns its tokens, faults and log probabilities."""
+        assert batch.readback is not None, "a result follows a launch"
         self.settle()
-        host, count = launched.readback.host(), len(launched.batch.slots)
+        host, count = batch.readback.host(), len(batch.slots)
         tokens, codes = host["sampled"].numpy()[:, :count]
         assert len(tokens) == len(codes) == count, "each row has a token and the code of a fault"
         tokens, told = tokens.copy(), np.flatnonzero(codes).tolist()
         faults = {index: RowFault(int(codes[index])) for index in told if codes[index] != NOT_SAMPLED}
-        for index, slot in enumerate(launched.batch.slots.tolist() if launched.broken else ()):
-            if slot in launched.broken:
+        for index, slot in enumerate(batch.slots.tolist() if batch.broken else ()):
+            if slot in batch.broken:
                 faults[index] = RowFault.FAILED
         without = {*faults, *told}
         tokens[list(without)] = 0
-        logprobs = self._wishes.outputs(launched.wish, host, without) if launched.wish is not None else {}
+        logprobs = self._wishes.outputs(batch.wish, host, without) if batch.wish is not None else {}
         return Outcome(tokens, faults, logprobs)
 
     def settle(self) -> None:
         """Adds the tokens of all launched batches to the pasts. Waits for tokens that are not on the host yet."""
         while self._unsettled:
             launched = self._unsettled.pop(0)  # before anything can raise, so that no token counts twice
+            assert launched.readback is not None, "only launched batches are unsettled"
             tokens, faults = launched.readback.host()["sampled"].tolist()
             assert all(index < len(tokens) for index, _ in launched.pasts), "who takes note has a row"
             for index, past in launched.pasts:
@@ -312,10 +307,10 @@ class DeviceSampler:
                     past.add(tokens[index])
 
     def _send(
-        self, batch: Batch, masked: Mapping[int, Words], lossy: bool, wish: OutputLogprobs | None, places: Places | None
+        self, batch: SampleBatch, masked: Mapping[int, Words], lossy: bool, wish: OutputLogprobs | None, places: Places | None
     ) -> dict[str, Tensor]:
         sections: list[tuple[str, NDArray[np.generic]]] = []
-        size = len(batch.space.rows.slots) if places is None else len(places.order)
+        size = len(batch.inputs.slots) if places is None else len(places.order)
         if masked:
             mask_rows = np.full(size, -1, dtype=np.int32)
             assert max(masked) < len(batch.slots) <= size, "a mask belongs to a row, and not to padding"
@@ -360,37 +355,36 @@ class DeviceSampler:
             self._broken.add(slot)
             return [NO_LOSS] * len(guesses)
 
-    def _filled(self, batch: Batch, views: Mapping[str, Tensor]) -> SampleSpace:
-        """Returns the space of the batch with the step's masks and losses.
+    def _filled(self, batch: SampleBatch, views: Mapping[str, Tensor]) -> SampleBatch:
+        """Returns the batch with the step's masks and losses.
 
-        A fixed space is filled in place if the losses fit. Otherwise the result is a new space with the uploaded tensors.
+        Fixed inputs are filled in place if the losses fit. Otherwise the result has new inputs with the uploaded tensors.
         """
-        space, space_id = batch.space, id(batch.space)
+        rows, rows_id = batch.inputs, id(batch.inputs)
         masks = views["masks"].view(-1, self._num_words) if "masks" in views else None
-        rows = space.rows
-        if batch.fixed and space_id in self._dirty:
+        if batch.fixed and rows_id in self._dirty:
             rows.mask_rows.fill_(-1)
             rows.loss_offsets.zero_()
-            self._dirty.discard(space_id)
+            self._dirty.discard(rows_id)
         if not batch.fixed or ("loss_ids" in views and len(views["loss_ids"]) > MAX_LOSSES):
-            return self._with(space, views, masks)
+            return self._with(batch, views, masks)
         if masks is not None:
-            assert len(masks) <= len(rows.masks), "a space has room for a mask of each row"
+            assert len(masks) <= len(rows.masks), "fixed inputs have memory for a mask of each row"
             rows.mask_rows.copy_(views["mask_rows"])
             rows.masks[: len(masks)].copy_(masks)
-            self._dirty.add(space_id)
+            self._dirty.add(rows_id)
         if "loss_ids" in views:
             count = len(views["loss_ids"])
             rows.loss_offsets.copy_(views["loss_offsets"])
             rows.loss_ids[:count].copy_(views["loss_ids"])
             rows.losses[:count].copy_(views["losses"].view(torch.float32))
-            self._dirty.add(space_id)
-        return space
+            self._dirty.add(rows_id)
+        return batch
 
-    def _with(self, space: SampleSpace, views: Mapping[str, Tensor], masks: Tensor | None) -> SampleSpace:
-        rows = space.rows
+    def _with(self, batch: SampleBatch, views: Mapping[str, Tensor], masks: Tensor | None) -> SampleBatch:
+        rows = batch.inputs
         if masks is None and "loss_ids" not in views:
-            return space
+            return batch
         changed = SampleRows(
             slots=rows.slots,
             positions=rows.positions,
@@ -400,4 +394,4 @@ class DeviceSampler:
             loss_ids=views.get("loss_ids", rows.loss_ids),
             losses=views["losses"].view(torch.float32) if "losses" in views else rows.losses,
         )
-        return SampleSpace(changed, space.out)
+        return replace(batch, inputs=changed)

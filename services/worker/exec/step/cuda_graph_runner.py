@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.step_data import CudaGraph, DeviceBatch, ForwardBatch
+from services.worker.exec.contracts.step_data import CudaGraph, ForwardBatch, SampleBatch
 from services.worker.exec.contracts.step_parts import StepSampler
 from services.worker.exec.step.passes import ForwardPass
 from services.worker.exec.streams.capture import GraphMemory
@@ -72,11 +73,11 @@ class CudaGraphRunner:
     def _captured(self, size: int) -> CudaGraph:
         columns = ForwardBatch.idle(self._forward.capacity, size)
         words = torch.from_numpy(columns.words()).to(self._forward.device)
-        device = DeviceBatch.of(words, size)
-        ids, rows = self._forward.fresh_rows(columns, device)
+        ids, rows = self._forward.fresh_rows(columns, words)
         known = torch.full((size,), -1, dtype=torch.int32, device=self._forward.device)
         sampled = min(size, self._sampler.max_slots)
-        space = self._sampler.fixed_space(device.sample_slots[:sampled], device.sample_positions[:sampled])
+        slots, positions, _ = columns.sample_columns(words)
+        inputs = self._sampler.fixed_inputs(slots[:sampled], positions[:sampled])
         self._attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, rows, graph=size))
         computed: list[Tensor] = []
 
@@ -85,6 +86,6 @@ class CudaGraphRunner:
             computed[:] = [self._forward.all_logits(sampled)]
 
         forward_graph = self._memory.capture(forward)
-        logits = computed[0]
-        sample_graph = self._memory.capture(lambda: self._sampler.run_kernels(logits, space))
-        return CudaGraph(size, words, known, ids, rows, space, logits, forward_graph, sample_graph)
+        batch = replace(SampleBatch.idle(computed[0], inputs), fixed=True)
+        sample_graph = self._memory.capture(lambda: self._sampler.run_kernels(batch))
+        return CudaGraph(size, words, known, ids, rows, batch, forward_graph, sample_graph)

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_tokens
 from services.worker.exec.contracts.drafter import Computed, Drafter, Kept
 from services.worker.exec.contracts.protocol import NO_MASKS, Masks
-from services.worker.exec.contracts.step_data import Batch, Places
-from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
+from services.worker.exec.contracts.step_data import Places, SampleBatch
+from services.worker.exec.step.model_runner import DeviceRunner, StepRun
 from services.worker.exec.step.passes import NOTHING
 from services.worker.exec.streams.copies import Readback
 from services.worker.exec.streams.cuda_streams import Moment
@@ -40,7 +40,7 @@ class _Drafted:
     """A launched step. Dictionaries have the row of the plan as key."""
 
     plan: BatchPlan  # as the scheduler made it
-    inner: DeviceRun  # the runner's step, with a row for each token of a drafted row
+    inner: StepRun  # the runner's step, with a row for each token of a drafted row
     firsts: I64  # int64[rows], first row of the inner plan for each row of the plan
     holders: I64  # int64[rows], number of the slot's admission that the row belongs to
     guesses: dict[int, list[int]]  # draft tokens; sample() removes draft tokens without a grammar mask
@@ -86,7 +86,7 @@ class DraftedSteps:
         self._steps: dict[int, _Drafted] = {}
         self._unsettled: list[_Drafted] = []  # sampled steps whose tokens are not on the host yet, in order
 
-    def forward(self, run: DeviceRun) -> None:
+    def forward(self, run: StepRun) -> None:
         plan, streams = run.plan, self._runner.streams
         with streams.on_forward():
             try:
@@ -105,7 +105,7 @@ class DraftedSteps:
         self._runner.forward(step.inner)
         step.spans = [*spans, (begun, streams.moment())]
 
-    def sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None:
+    def sample(self, run: StepRun, masks: Masks, behind: Masks) -> None:
         plan, step, streams = run.plan, self._steps[run.plan.step_id], self._runner.streams
         begun = streams.moment()
         own = {int(step.firsts[row]): mask for row, mask in masks.items()}
@@ -130,7 +130,7 @@ class DraftedSteps:
         self._unsettled.append(step)
         step.spans.append((begun, streams.moment()))
 
-    def result(self, run: DeviceRun) -> StepResult:
+    def result(self, run: StepRun) -> StepResult:
         step = self._steps.pop(run.plan.step_id)
         inner = self._settled(step)
         tokens: list[int] = []
@@ -157,7 +157,7 @@ class DraftedSteps:
         predicted[step.predicted] = True
         return replace(told, predicted=predicted)
 
-    def release(self, run: DeviceRun) -> None:
+    def release(self, run: StepRun) -> None:
         step = self._steps.pop(run.plan.step_id, None)
         self._runner.release(run if step is None else step.inner)
 
@@ -248,7 +248,7 @@ class DraftedSteps:
             mask_rows=firsts[plan.mask_rows].astype(np.int32),
             drafts=no_tokens(),
         )
-        run = DeviceRun(inner, Readback(self._runner.streams))
+        run = StepRun(inner, Readback(self._runner.streams))
         if guesses:
             run.known = np.full(len(plan.input_ids) + len(rows) - extends, -1, dtype=np.int32)
             at = len(plan.input_ids) - extends
@@ -265,12 +265,12 @@ class DraftedSteps:
         starts[plan.num_extend :] = self._lengths[plan.slots[plan.num_extend :]]
         assert (starts <= plan.starts).all(), "a row begins no later than it was planned to"
         inner = replace(_mapped(plan), starts=starts, drafts=no_tokens())
-        run = DeviceRun(inner, Readback(self._runner.streams))
+        run = StepRun(inner, Readback(self._runner.streams))
         return _Drafted(plan, run, rows, self._holders[plan.slots], {}, {}, [])
 
     # After the forward pass
 
-    def _places(self, step: _Drafted, batch: Batch) -> Places:
+    def _places(self, step: _Drafted, batch: SampleBatch) -> Places:
         """Returns the positions of the batch's rows. Decode rows with more draft tokens come first at each position.
 
         Args:

@@ -7,10 +7,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.contracts.sample_ops import NOBODY
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.step_data import DeviceBatch, ForwardBatch
+from services.worker.exec.contracts.step_data import ForwardBatch, SampleBatch
 from services.worker.exec.contracts.step_parts import StepSampler
 from services.worker.exec.step.passes import ForwardPass
 from services.worker.exec.streams.cuda_streams import Streams
@@ -54,24 +55,30 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
     columns = ForwardBatch(rows, slots, starts, counts, offsets, np.arange(0), nobody, zeros, zeros, count, count)
     with streams.on_forward():
         passes.table.fill_(0)
-        device = DeviceBatch.of(torch.from_numpy(columns.words()).to(passes.device), rows)
-        ids, ragged = passes.fresh_rows(columns, device)
+        words = torch.from_numpy(columns.words()).to(passes.device)
+        ids, ragged = passes.fresh_rows(columns, words)
         given = torch.zeros(columns.total, dtype=torch.int32, device=passes.device)
         runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, rows, ragged))
         passes.run(ids, ragged, columns, given)
+        sample_slots, positions, indices = columns.sample_columns(words)
         if bounds.generates:
-            logits = passes.model.logits(device.sample_indices.long())
-            runner.sampler.run_kernels(logits, runner.sampler.passing_space(device.sample_slots, device.sample_positions))
+            logits = passes.model.logits(indices.long())
+            runner.sampler.run_kernels(SampleBatch.idle(logits, runner.sampler.passing_inputs(sample_slots, positions)))
         else:
-            passes.model.states(device.sample_indices.long())
+            passes.model.states(indices.long())
         passes.table.fill_(-1)
 
 
-def idle_decode(runner: StepLauncher, rows: int) -> DeviceBatch:
-    """Launches the forward pass of a decode step that has only padding rows, without a graph. Returns its columns."""
+def idle_decode(runner: StepLauncher, rows: int) -> tuple[Tensor, Tensor]:
+    """Launches the forward pass of a decode step that has only padding rows, without a graph.
+
+    Returns:
+        Slots and positions of the sampled tokens, int32[rows] each.
+    """
     passes, columns = runner.passes, ForwardBatch.idle(runner.passes.capacity, rows)
-    device = DeviceBatch.of(torch.from_numpy(columns.words()).to(passes.device), rows)
-    ids, ragged = passes.fresh_rows(columns, device)
+    words = torch.from_numpy(columns.words()).to(passes.device)
+    ids, ragged = passes.fresh_rows(columns, words)
     runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, ragged))
     passes.run(ids, ragged, columns, given=None)
-    return device
+    slots, positions, _ = columns.sample_columns(words)
+    return slots, positions

@@ -22,9 +22,9 @@ from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks
-from services.worker.exec.contracts.step_data import Batch, CudaGraph, DeviceBatch, ForwardBatch, Places, PromptPiece, ScorePiece
-from services.worker.exec.contracts.step_parts import Launched, StepGraphs, StepSampler
-from services.worker.exec.pools.embedding_pool import EmbeddingPool, embedded
+from services.worker.exec.contracts.step_data import CudaGraph, ForwardBatch, Places, PromptPiece, SampleBatch, ScorePiece
+from services.worker.exec.contracts.step_parts import StepGraphs, StepSampler
+from services.worker.exec.pools.embedding_pool import EmbeddingPool, finite_vectors
 from services.worker.exec.pools.kv_pool import Arrivals
 from services.worker.exec.step.passes import POISON, ForwardPass, Piece, UnwrittenToken, halves, select, whole
 from services.worker.exec.streams.copies import Readback, UploadRing
@@ -38,7 +38,7 @@ UPLOAD_WORDS = 1 << 16  # words of a step's upload in addition to its tokens; a 
 
 
 @dataclass(slots=True)
-class DeviceRun:
+class StepRun:
     """A launched step.
 
     Any thread may use plan, guesses and result. All other fields belong to the thread that launches steps.
@@ -46,7 +46,7 @@ class DeviceRun:
 
     plan: BatchPlan
     readback: Readback  # results of the forward pass other than logits
-    batches: list[Batch] = field(default_factory=list)  # rows to sample; one batch per pass
+    batches: list[SampleBatch] = field(default_factory=list)  # rows to sample, one batch per pass; sample() launches them
     graph: CudaGraph | None = None  # the graph that computed the step, or None if no graph did
     order: I64 | None = None  # see ForwardBatch
     # int32[tokens], ids of draft tokens, -1 for other tokens, or None without draft tokens. Pieces leave out their rows.
@@ -55,7 +55,6 @@ class DeviceRun:
     embeddings: list[int] = field(default_factory=list)  # rows of the plan that have an embedding in the readback
     scores: list[ScorePiece] = field(default_factory=list)  # measured log probabilities of labels
     faults: dict[int, RowFault] = field(default_factory=dict)  # rows that did not fit into memory, by row of the plan
-    launched: list[Launched] = field(default_factory=list)  # launched sampling, one entry per batch
     error: BaseException | None = None  # the reason why the step failed
     in_pieces: bool = False  # several passes computed the step
     guesses: Future[Guesses] = field(default_factory=Future)  # draft tokens by decode row
@@ -122,10 +121,10 @@ class DeviceRunner:
         self.graph_limits = GraphLimits()
         self.stats = ExecutorStats()
 
-    def forward(self, run: DeviceRun) -> None:
+    def forward(self, run: StepRun) -> None:
         plan = run.plan
         assert self._unsampled is None, "a step is sampled before the next one's forward pass"
-        assert not run.batches and not run.launched, "a step is launched once"
+        assert not run.batches, "a step is launched once"
         run.guess({})
         self._unsampled = plan
         try:
@@ -149,7 +148,7 @@ class DeviceRunner:
             self._arrivals.wait_all()
 
     def sample(
-        self, run: DeviceRun, masks: Masks, behind: Masks = NO_MASKS, places: Callable[[Batch], Places] | None = None
+        self, run: StepRun, masks: Masks, behind: Masks = NO_MASKS, places: Callable[[SampleBatch], Places] | None = None
     ) -> None:
         """Launches the sampling of the step and the copies of its results to the host.
 
@@ -163,8 +162,8 @@ class DeviceRunner:
         self._unsampled = None
         self.sampler.follow(run.plan)
         replay = run.graph.sample.replay if run.graph is not None else None
-        for batch in run.batches:
-            run.launched.append(self.sampler.launch(batch, masks, replay, None if places is None else places(batch)))
+        for index, batch in enumerate(run.batches):
+            run.batches[index] = self.sampler.launch(batch, masks, replay, None if places is None else places(batch))
         if self._unwritten is not None:
             with self.streams.on_forward():
                 run.readback.add("unwritten", self._unwritten.clone())
@@ -182,7 +181,7 @@ class DeviceRunner:
                 self._arrivals.expect(plan.table_pages)
                 self._update_table(views)
 
-    def kept(self, run: DeviceRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:
+    def kept(self, run: StepRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:
         """Returns copies of the hidden states of the tokens first to first + count - 1 of the plan.
 
         Called on the forward stream.
@@ -211,18 +210,19 @@ class DeviceRunner:
         if self.graphs is not None:
             self.graphs.release()
 
-    def release(self, run: DeviceRun) -> None:
+    def release(self, run: StepRun) -> None:
         """Frees the step's upload buffers as soon as the device has finished the step.
 
         The mark is the copy of the last results, or an additional copy if the forward pass has results of its own.
         """
         self._unsampled = None
-        last = run.launched[-1].readback.mark if run.launched and run.readback.empty else None
+        sampled = [batch.readback.mark for batch in run.batches if batch.readback is not None]
+        last = sampled[-1] if sampled and run.readback.empty else None
         mark = last or run.readback.launch()
         self._ring.release(mark)
         self.sampler.ring.release(mark)
 
-    def result(self, run: DeviceRun) -> StepResult:
+    def result(self, run: StepRun) -> StepResult:
         """Waits for the step and returns its result.
 
         Raises:
@@ -233,18 +233,18 @@ class DeviceRunner:
         if "unwritten" in host and int(host["unwritten"][0]):
             raise UnwrittenToken(f"no token was written for one of the slots {plan.slots[plan.num_extend :].tolist()}")
         prompts, faults = self.sampler.wishes.prompts(run.prompts, host)
-        vectors = embedded({row: host[f"embedding_{row}"] for row in run.embeddings})
+        vectors, failed = finite_vectors({row: host[f"embedding_{row}"] for row in run.embeddings})
         scores, unsound = self.sampler.wishes.scores(run.scores, host)
-        faults |= vectors.faults | unsound
+        faults |= failed | unsound
         logprobs: dict[int, RowLogprobs] = {}
-        for launched in run.launched:
-            outcome, rows = self.sampler.outcome(launched), launched.batch.rows
+        for batch in run.batches:
+            outcome, rows = self.sampler.outcome(batch), batch.rows
             assert len(outcome.tokens) == len(rows), "each row that was sampled has a token"
             tokens[rows] = outcome.tokens
             faults |= {int(rows[index]): fault for index, fault in outcome.faults.items()}
             logprobs |= {int(rows[index]): values for index, values in outcome.logprobs.items()}
         faults |= run.faults
-        return StepResult(plan.step_id, tokens, faults, logprobs, prompts, vectors.vectors, scores)
+        return StepResult(plan.step_id, tokens, faults, logprobs, prompts, vectors, scores)
 
     # Upload
 
@@ -268,7 +268,7 @@ class DeviceRunner:
         if plan.num_extend and not self._extends_in_graph(plan):
             return None
         graph = self.graphs.for_rows(int(plan.num_tokens.sum()))
-        if guessed and graph is not None and len(graph.space.rows.slots) < int(plan.sample.sum()):
+        if guessed and graph is not None and len(graph.batch.inputs.slots) < int(plan.sample.sum()):
             return None
         return graph
 
@@ -284,7 +284,7 @@ class DeviceRunner:
         """Returns the columns of the pass and the token ids to upload.
 
         Args:
-            known: see DeviceRun.
+            known: see StepRun.
 
         Returns:
             None and the plan's ids if the plan has no rows. The ids are those of the extend rows. If a graph computes extend rows
@@ -326,7 +326,7 @@ class DeviceRunner:
 
     # Forward pass
 
-    def _replay(self, run: DeviceRun, graph: CudaGraph, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
+    def _replay(self, run: StepRun, graph: CudaGraph, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
         assert self.graphs is not None, "a graph is one of these"
         assert columns.total == graph.size, "a graph is replayed with all of its rows"
         self.stats.graph_steps += 1
@@ -336,9 +336,9 @@ class DeviceRunner:
         graph.forward.replay()
         run.graph, run.order = graph, columns.order
         slots = run.plan.slots if len(columns.rows) == run.plan.num_rows else run.plan.slots[columns.rows]
-        run.batches = [Batch(slots, columns.rows, graph.logits, graph.space, fixed=True)] if len(slots) else []
+        run.batches = [replace(graph.batch, slots=slots, rows=columns.rows)] if len(slots) else []
 
-    def _eager(self, run: DeviceRun, plan: BatchPlan, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
+    def _eager(self, run: StepRun, plan: BatchPlan, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
         self.stats.eager_steps += 1
         if columns.total > self._max_tokens:
             self._in_pieces(run, plan)
@@ -352,21 +352,21 @@ class DeviceRunner:
             return
         self._in_pieces(run, plan)  # outside of the handler, whose traceback holds tensors
 
-    def _compute(self, run: DeviceRun, piece: Piece, columns: ForwardBatch, views: Mapping[str, Tensor], kept: bool) -> None:
+    def _compute(self, run: StepRun, piece: Piece, columns: ForwardBatch, views: Mapping[str, Tensor], kept: bool) -> None:
         """Launches the forward pass of a piece and the measurements that its tokens need.
 
         Args:
             kept: whether the inputs of sampling are copied, because other passes run before sampling and overwrite them.
         """
         assert columns.total <= self._max_tokens, "no pass is larger than what was reserved"
-        plan, device = piece.plan, DeviceBatch.of(views["columns"], piece.plan.num_rows)
-        ids, rows = self.passes.fresh_rows(columns, device)
+        plan, words = piece.plan, views["columns"]
+        ids, rows = self.passes.fresh_rows(columns, words)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
         self.passes.run(ids, rows, columns, views["given"], views.get("known"))
         prompts = self.sampler.wishes.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
         vectors = self._embeddings.pool(plan, self._states)
         scores = self._score(plan, views, run)
-        batch = self._batch(piece, columns, device, kept)
+        batch = self._batch(piece, columns, words, kept)
         for row, vector in vectors.items():
             run.readback.add(f"embedding_{int(piece.rows[row])}", vector)
         run.embeddings += [int(piece.rows[row]) for row in vectors]
@@ -374,7 +374,7 @@ class DeviceRunner:
         run.scores += [replace(score, rows=tuple(piece.rows[list(score.rows)].tolist())) for score in scores]
         run.batches += [batch] if batch is not None else []
 
-    def _score(self, plan: BatchPlan, views: Mapping[str, Tensor], run: DeviceRun) -> list[ScorePiece]:
+    def _score(self, plan: BatchPlan, views: Mapping[str, Tensor], run: StepRun) -> list[ScorePiece]:
         wishes, logits = self.sampler.wishes, self.passes.model.logits
         scored = wishes.of_prompts(plan)
         return [] if scored is None else wishes.measure_scores(scored, views, logits, run.readback, f"{len(run.scores)}_")
@@ -386,23 +386,23 @@ class DeviceRunner:
             return model.states(wanted)
         return torch.cat([model.states(part).clone() for part in torch.split(wanted, self._max_wanted)])
 
-    def _batch(self, piece: Piece, columns: ForwardBatch, device: DeviceBatch, kept: bool) -> Batch | None:
+    def _batch(self, piece: Piece, columns: ForwardBatch, words: Tensor, kept: bool) -> SampleBatch | None:
         """Returns the rows to sample, or None if there are no such rows.
 
         It must run after all other calls of the model's logits(), because each call overwrites the logits before.
         """
         if not len(columns.rows):
             return None
-        logits = self.passes.model.logits(device.sample_indices.long())
-        slots, positions = device.sample_slots, device.sample_positions
+        slots, positions, indices = columns.sample_columns(words)
+        logits = self.passes.model.logits(indices.long())
         if kept:
             logits, slots, positions = logits.clone(), slots.clone(), positions.clone()
-        space = self.sampler.passing_space(slots, positions)
-        return Batch(columns.sample_slots, piece.rows[columns.rows], logits, space, fixed=False)
+        inputs = self.sampler.passing_inputs(slots, positions)
+        return SampleBatch.of(logits, inputs, columns.sample_slots, piece.rows[columns.rows])
 
     # Out of memory
 
-    def _in_pieces(self, run: DeviceRun, plan: BatchPlan) -> None:
+    def _in_pieces(self, run: StepRun, plan: BatchPlan) -> None:
         """Computes a step in pieces, halving each piece until it fits into memory.
 
         If a single token (or a row that must not be cut) does not fit, the row with the longest context ends with a
@@ -422,7 +422,7 @@ class DeviceRunner:
             else:
                 pending = self._without_largest(run, [piece, *pending])
 
-    def _fits(self, run: DeviceRun, piece: Piece) -> bool:
+    def _fits(self, run: StepRun, piece: Piece) -> bool:
         if piece.num_tokens > self._max_tokens:
             return False
         done = (len(run.prompts), len(run.embeddings), len(run.batches), len(run.scores))
@@ -443,7 +443,7 @@ class DeviceRunner:
         self._ring.release(self.streams.mark_copy())
         self._reclaim()
 
-    def _without_largest(self, run: DeviceRun, pending: Sequence[Piece]) -> list[Piece]:
+    def _without_largest(self, run: StepRun, pending: Sequence[Piece]) -> list[Piece]:
         lengths = {
             int(row): int(start + count)
             for piece in pending

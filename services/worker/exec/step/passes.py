@@ -18,7 +18,7 @@ from kernels.contracts.ops import RaggedRows
 from kernels.contracts.step_ops import StepKernels
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.step_data import DeviceBatch, ForwardBatch
+from services.worker.exec.contracts.step_data import ForwardBatch
 from services.worker.exec.pools.kv_pool import KVPool
 
 I64 = NDArray[np.int64]
@@ -65,17 +65,22 @@ class ForwardPass:
         """Number of positions that the table maps for a slot."""
         return int(self.table.shape[1]) * self._page_size
 
-    def fresh_rows(self, columns: ForwardBatch, device: DeviceBatch) -> tuple[Tensor, RaggedRows]:
-        """Returns input ids, int64[T], and rows. Both have uninitialized columns that run() fills."""
+    def fresh_rows(self, columns: ForwardBatch, words: Tensor) -> tuple[Tensor, RaggedRows]:
+        """Returns input ids, int64[T], and rows. Both have uninitialized columns that run() fills.
+
+        Args:
+            words: columns.words() on the device.
+        """
         total = columns.total
         assert columns.max_context <= self.capacity, "no position lies beyond the pages of its slot"
         ids = torch.empty(total, dtype=torch.int64, device=self.device)
+        slots, starts, num_tokens, offsets = columns.row_columns(words)
         rows = RaggedRows(
             page_table=self.table,
-            slots=device.slots,
-            starts=device.starts,
-            num_tokens=device.num_tokens,
-            offsets=device.offsets,
+            slots=slots,
+            starts=starts,
+            num_tokens=num_tokens,
+            offsets=offsets,
             positions=torch.empty(total, dtype=torch.int32, device=self.device),
             locations=torch.empty(total, dtype=torch.int64, device=self.device),
             max_context=columns.max_context,

@@ -10,8 +10,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,36 +21,6 @@ from torch import Tensor
 from services.worker.exec.streams.cuda_streams import Arrival, Mark, Moment, NeverCame, T
 
 CLOSE_TIMEOUT_S = 30.0
-
-
-class _Collected(Generic[T]):
-    """A value of collected work.
-
-    The streams' thread writes it before the lock opens, and the waiting thread reads it afterwards.
-    """
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._values: list[T] = []
-        self._error: BaseException | None = None
-        self._closed = threading.Lock()  # used once per step, and cheaper than an event
-        self._closed.acquire()
-
-    def run(self) -> None:
-        assert not self._values and self._closed.locked(), "work that is collected runs once"
-        try:
-            self._values.append(self._work())
-        except BaseException as error:  # raised again in value(), for the waiting thread
-            self._error = error
-        finally:
-            self._closed.release()
-
-    def value(self) -> T:
-        with self._closed:
-            if self._error is not None:
-                raise self._error
-        assert len(self._values) == 1, "a value is taken once"
-        return self._values.pop()
 
 
 class _PastEvent:
@@ -145,9 +117,9 @@ class HostStreams:
         assert threading.current_thread() is not self._thread, "work does not wait for work behind it"
         if self._closed:
             raise RuntimeError("the streams are closed, so the work would never run")
-        collected = _Collected(work)
-        self._queue.put(collected.run)
-        return collected.value
+        future = Future[T]()
+        self._queue.put(partial(_complete, future, work))
+        return future.result
 
     def close(self) -> None:
         self._closed = True
@@ -199,3 +171,12 @@ class HostStreams:
 
     def synchronize(self) -> None:
         assert threading.current_thread() is self._thread, "only work on the streams can know that all before it is done"
+
+
+def _complete(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        value = work()
+    except BaseException as error:  # raised again by Future.result(), for the waiting thread
+        future.set_exception(error)
+    else:
+        future.set_result(value)
