@@ -36,7 +36,7 @@ from services.worker.front.outbox import LoadReport, NoIndex, StreamOutbox
 from services.worker.front.server import WorkerServicer
 from services.worker.front.spans import RequestSpans
 from services.worker.front.wire import ModelLimits
-from services.worker.grammar.unused import UnusedGrammars
+from services.worker.grammar.book import UnusedGrammars
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.index.publisher import IndexPublisher
 from services.worker.loop.first_steps import run_first_steps

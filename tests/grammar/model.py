@@ -8,13 +8,11 @@ from pathlib import Path
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.grammar.compile.compiled import Compiled
-from services.worker.grammar.compile.grammar_compiler import GrammarCompiler
-from services.worker.grammar.compile.grammar_source import prepare
+from services.worker.grammar.compile.forking_compiler import prepare
+from services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler
 from services.worker.grammar.compile.trial import allowed_ids
 from services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
-from services.worker.grammar.match.forced_text import ForcedText
-from services.worker.grammar.match.matcher import MatcherSetup, XgrammarMatcher
+from services.worker.grammar.match.matcher import ForcedText, MatcherSetup, XgrammarMatcher
 from services.worker.text.step_meter import StepMeter
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -28,7 +28,7 @@ import typing_extensions
 from pydantic import Field
 
 from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.grammar_compiler import Compiled
 from services.worker.grammar.schema.refusal import GrammarRefused
 from tests.grammar import model
 from tests.night import NIGHTLY

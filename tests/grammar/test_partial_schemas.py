@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
-from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.grammar_compiler import Compiled
 from services.worker.grammar.schema.refusal import GrammarRefused
 from tests.grammar import model
 

@@ -1,11 +1,13 @@
 """The compiled grammars of a worker by content, within a limit of memory. Refusals are remembered for failure_s.
 
 Requests with the same grammar share one compilation. open() is called on the loop's thread; compilations end on the pool's
-threads. One lock guards the book and is held only briefly.
+threads. One lock guards the book and is held only briefly. UnusedGrammars returns the memory of unused grammars to the operating
+system, because schemas come in waves.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import threading
@@ -13,20 +15,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.limits import MAX_GRAMMAR_BYTES
+from services.shared.memory import trim_heap
 from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.compile.compiler_pool import QUEUE_FULL, CompilerPool
+from services.worker.grammar.compile.grammar_compiler import Compiled
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
 from services.worker.grammar.compile.vocabulary import Vocabulary
-from services.worker.grammar.match.forced_text import ForcedText
-from services.worker.grammar.match.matcher import TOO_SLOW, MatcherSetup, XgrammarMatcher
+from services.worker.grammar.match.matcher import TOO_SLOW, ForcedText, MatcherSetup, XgrammarMatcher
 from services.worker.text.step_meter import StepMeter
 
 MAX_FAILURES = 1024  # remembered refusals
-
+EVERY_S = 15.0  # seconds between two looks
 logger = logging.getLogger(__name__)
 
 
@@ -198,3 +201,32 @@ class CompiledBook:
 def _digest(spec: GrammarSpec) -> bytes:
     """Returns a digest of a spec, so that the text of a refused grammar is not kept."""
     return hashlib.sha256(f"{spec.kind}\0{spec.source}\0{spec.parts}".encode(errors="surrogatepass")).digest()
+
+
+class Book(Protocol):
+    @property
+    def num_compiled(self) -> int:
+        """Number of compilations since the book was made, refusals included."""
+
+    def drop_unused(self) -> bool:
+        """Drops unused grammars. Returns whether it dropped any."""
+
+
+class UnusedGrammars:
+    """Drops unused grammars of a book regularly and trims the heap."""
+
+    def __init__(self, book: Book, every_s: float = EVERY_S) -> None:
+        self._book = book
+        self._every_s = every_s
+
+    async def run(self) -> None:
+        """Runs until cancelled. The heap is trimmed after a drop or a compilation, as soon as an interval had no compilation."""
+        seen, owed = self._book.num_compiled, False
+        while True:
+            await asyncio.sleep(self._every_s)
+            compiled = self._book.num_compiled
+            owed = self._book.drop_unused() or owed or compiled != seen
+            if owed and compiled == seen:
+                owed = False
+                await asyncio.to_thread(trim_heap)
+            seen = compiled

@@ -12,7 +12,7 @@ from services.gateway.request.errors import ApiError
 from services.shared import limits
 from services.shared.json_schema import too_large
 from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.compile.grammar_source import prepare
+from services.worker.grammar.compile.forking_compiler import prepare
 from services.worker.grammar.schema.refusal import GrammarRefused
 
 

@@ -21,32 +21,30 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from pathlib import Path
 
 from services.worker.core.contracts.grammar import GrammarSpec, Reason
-from services.worker.grammar.compile.compiled import Compiled
-from services.worker.grammar.compile.fair_lane import FairLane
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
-from services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared
+from services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler, Prepared
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
 from services.worker.grammar.compile.priority import give_way
 from services.worker.grammar.compile.vocabulary import Vocabulary
 from services.worker.grammar.schema.refusal import GrammarRefused
 
+QUICK_NICENESS, SLOW_NICENESS = 10, 19
 ROOT = Path(__file__).resolve().parents[4]  # the folder that contains `services`
 START_S = 120.0  # longest start of the compiling process, which loads xgrammar, on a busy machine
 JOIN_S = 2.0  # longest wait for a thread at close()
 MARGIN_S = 2.0  # time after the child's own alarm, which normally comes first
-QUICK_NICENESS, SLOW_NICENESS = 10, 19
 DYING_S = 0.2  # time in which a dying process becomes a dead one
 WALL_FACTOR = 10.0  # longest compilation on a full machine, in multiples of its CPU time
 QUEUE_FULL = "too many grammars are waiting to be compiled, try again later"
-
+TENANTS_FULL = 4  # number of tenants with a full queue that fill the lane
 Done = Callable[[GrammarSpec, Compiled | None, str, bool], None]  # spec, compiled, reason, busy
-
 logger = logging.getLogger(__name__)
 
 
@@ -56,133 +54,6 @@ class CompilerGone(Exception):
 
 class _Slow(Exception):
     """The compilation took longer than its queue allows."""
-
-
-class _Nursery:
-    """The process that forks a child for each compilation. It is started at first use and after its death. Thread-safe."""
-
-    def __init__(self, vocabulary: Callable[[], bytes], limits: GrammarLimits, jumps: bool) -> None:
-        """Stores the setup without starting the process.
-
-        Args:
-            vocabulary: returns the serialized vocabulary; called at each start of the process.
-            jumps: whether grammars are also compiled for bytes.
-        """
-        self._vocabulary = vocabulary
-        self._setup = {"limits": asdict(limits), "jumps": jumps}
-        self._lock = threading.Lock()
-        # A process inherits the niceness of the thread that starts it and can never lower it. This thread keeps normal niceness.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
-        self._starter.submit(int).result()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._closed = False
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def is_alive(self, pid: int) -> bool:
-        """Returns whether the process with this id is the present one and alive.
-
-        It waits DYING_S, because a dying process closes its files before it can be reaped.
-        """
-        with self._lock:
-            if self._process is None or self._process.pid != pid:
-                return False
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(DYING_S)
-            return self._process.poll() is None
-
-    def hand_over(self, link: socket.socket) -> int:
-        """Makes the process fork a child that serves `link`. Returns the id of the forking process. Raises CompilerGone."""
-        with self._lock:
-            if self._closed:
-                raise CompilerGone("the grammar compiler is stopping")
-            for _ in range(2):  # a dead process is detected at the first use
-                control = self._running()
-                try:
-                    socket.send_fds(control, [b"g"], [link.fileno()])
-                    assert self._process is not None
-                    return self._process.pid
-                except OSError:
-                    self._kill()
-        raise CompilerGone("the grammar compiler has ended")
-
-    def ensure(self) -> None:
-        """Starts the process if it is not running. Raises CompilerGone."""
-        with self._lock:
-            if not self._closed:
-                self._running()
-
-    def close(self) -> None:
-        self._closed = True
-        self._kill_group()  # before taking the lock, which a thread that waits for a hanging start holds
-        with self._lock:
-            self._kill()
-        self._starter.shutdown(wait=False)
-
-    def _running(self) -> socket.socket:
-        if self._process is not None and self._process.poll() is not None:
-            logger.warning("the grammar compiler ended with status %d", self._process.returncode)
-            self._kill()
-        if self._control is None:
-            self._control = self._start()
-        return self._control
-
-    def _start(self) -> socket.socket:
-        vocabulary = self._vocabulary()
-        ours, theirs = socket.socketpair()
-        ours.settimeout(START_S)
-        try:
-            with theirs:
-                self._process = self._starter.submit(_start_compiler, theirs.fileno()).result()
-            send_message(ours, self._setup)
-            send_frame(ours, vocabulary)
-            receive_message(ours)
-        except (OSError, EOFError) as error:
-            ours.close()
-            self._kill()
-            raise CompilerGone(f"the grammar compiler does not start: {error}") from None
-        return ours
-
-    def _kill(self) -> None:
-        """Kills the process and its children."""
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._kill_group()
-            self._process.wait()
-        self._control = self._process = None
-
-    def _kill_group(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, or its group exists: the id is not reused
-        except ProcessLookupError:
-            logger.debug("the grammar compiler's group was empty")
-
-
-class _Library:
-    """xgrammar and its compiler in this process. They are loaded at first use, because this takes seconds. Thread-safe."""
-
-    def __init__(self, vocabulary: Vocabulary, jumps: bool) -> None:
-        self._words = vocabulary
-        self._jumps = jumps
-        self._lock = threading.Lock()
-        self._made: GrammarCompiler | None = None
-
-    def vocabulary(self) -> bytes:
-        """Returns the vocabulary in the form that the compiling process reads."""
-        return self._words.info().serialize_json().encode()
-
-    def compiler(self) -> GrammarCompiler:
-        with self._lock:
-            if self._made is None:
-                self._made = GrammarCompiler(self._words.info(), self._jumps)
-            return self._made
 
 
 class CompilerPool:
@@ -317,6 +188,133 @@ class CompilerPool:
         return GrammarRefused(f"{spec.label}: compiling it ended the compiler: too much memory, or nested too deep")
 
 
+class _Library:
+    """xgrammar and its compiler in this process. They are loaded at first use, because this takes seconds. Thread-safe."""
+
+    def __init__(self, vocabulary: Vocabulary, jumps: bool) -> None:
+        self._words = vocabulary
+        self._jumps = jumps
+        self._lock = threading.Lock()
+        self._made: GrammarCompiler | None = None
+
+    def vocabulary(self) -> bytes:
+        """Returns the vocabulary in the form that the compiling process reads."""
+        return self._words.info().serialize_json().encode()
+
+    def compiler(self) -> GrammarCompiler:
+        with self._lock:
+            if self._made is None:
+                self._made = GrammarCompiler(self._words.info(), self._jumps)
+            return self._made
+
+
+class _Nursery:
+    """The process that forks a child for each compilation. It is started at first use and after its death. Thread-safe."""
+
+    def __init__(self, vocabulary: Callable[[], bytes], limits: GrammarLimits, jumps: bool) -> None:
+        """Stores the setup without starting the process.
+
+        Args:
+            vocabulary: returns the serialized vocabulary; called at each start of the process.
+            jumps: whether grammars are also compiled for bytes.
+        """
+        self._vocabulary = vocabulary
+        self._setup = {"limits": asdict(limits), "jumps": jumps}
+        self._lock = threading.Lock()
+        # A process inherits the niceness of the thread that starts it and can never lower it. This thread keeps normal niceness.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
+        self._starter.submit(int).result()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def is_alive(self, pid: int) -> bool:
+        """Returns whether the process with this id is the present one and alive.
+
+        It waits DYING_S, because a dying process closes its files before it can be reaped.
+        """
+        with self._lock:
+            if self._process is None or self._process.pid != pid:
+                return False
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(DYING_S)
+            return self._process.poll() is None
+
+    def hand_over(self, link: socket.socket) -> int:
+        """Makes the process fork a child that serves `link`. Returns the id of the forking process. Raises CompilerGone."""
+        with self._lock:
+            if self._closed:
+                raise CompilerGone("the grammar compiler is stopping")
+            for _ in range(2):  # a dead process is detected at the first use
+                control = self._running()
+                try:
+                    socket.send_fds(control, [b"g"], [link.fileno()])
+                    assert self._process is not None
+                    return self._process.pid
+                except OSError:
+                    self._kill()
+        raise CompilerGone("the grammar compiler has ended")
+
+    def ensure(self) -> None:
+        """Starts the process if it is not running. Raises CompilerGone."""
+        with self._lock:
+            if not self._closed:
+                self._running()
+
+    def close(self) -> None:
+        self._closed = True
+        self._kill_group()  # before taking the lock, which a thread that waits for a hanging start holds
+        with self._lock:
+            self._kill()
+        self._starter.shutdown(wait=False)
+
+    def _running(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("the grammar compiler ended with status %d", self._process.returncode)
+            self._kill()
+        if self._control is None:
+            self._control = self._start()
+        return self._control
+
+    def _start(self) -> socket.socket:
+        vocabulary = self._vocabulary()
+        ours, theirs = socket.socketpair()
+        ours.settimeout(START_S)
+        try:
+            with theirs:
+                self._process = self._starter.submit(_start_compiler, theirs.fileno()).result()
+            send_message(ours, self._setup)
+            send_frame(ours, vocabulary)
+            receive_message(ours)
+        except (OSError, EOFError) as error:
+            ours.close()
+            self._kill()
+            raise CompilerGone(f"the grammar compiler does not start: {error}") from None
+        return ours
+
+    def _kill(self) -> None:
+        """Kills the process and its children."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._kill_group()
+            self._process.wait()
+        self._control = self._process = None
+
+    def _kill_group(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, or its group exists: the id is not reused
+        except ProcessLookupError:
+            logger.debug("the grammar compiler's group was empty")
+
+
 def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return subprocess.Popen(
@@ -328,3 +326,45 @@ def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
         env={"PYTHONPATH": str(ROOT), **single},  # the environment of this process is not inherited
         start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
     )
+
+
+class FairLane:
+    """The queue. One tenant cannot fill it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most  # grammars of one tenant that may wait
+        self._waiting: OrderedDict[bytes, deque[GrammarSpec]] = OrderedDict()  # by tenant; the next tenant is first
+        self._size = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def offer(self, spec: GrammarSpec, tenant: bytes) -> bool:
+        """Queues a grammar. Returns False at once if too many grammars wait or the lane is closed."""
+        with self._changed:
+            own = len(self._waiting.get(tenant, ()))
+            if self._closed or own >= self._most or self._size >= self._most * TENANTS_FULL:
+                return False
+            self._waiting.setdefault(tenant, deque()).append(spec)
+            self._size += 1
+            self._changed.notify()
+            return True
+
+    def take(self) -> tuple[GrammarSpec, bytes] | None:
+        """Waits for the next grammar. Returns None if the lane is closed."""
+        with self._changed:
+            while not self._size and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            tenant, specs = self._waiting.popitem(last=False)
+            spec = specs.popleft()
+            self._size -= 1
+            if specs:
+                self._waiting[tenant] = specs  # after all other tenants
+            return spec, tenant
+
+    def close(self) -> None:
+        """Closes the lane. All present and later calls of take() return None."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

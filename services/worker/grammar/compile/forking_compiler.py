@@ -1,6 +1,7 @@
 """The program of the compiling process, which compiler_child.py starts.
 
-It loads xgrammar and the vocabulary once, then forks a child for every grammar. A child that loops, allocates too much or
+It loads xgrammar and the vocabulary once, then forks a child for every grammar. A child translates the client's grammar into the
+input of xgrammar's compiler and compiles it with a trial. A child that loops, allocates too much or
 overflows its stack dies by its own alarm and limits, and the next child starts in milliseconds with clean memory. Messages:
 
   setup     {"limits": fields of GrammarLimits, "jumps"}, one frame with the vocabulary → {"ready": true}
@@ -21,17 +22,23 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xgrammar
 
+from services.shared.json_schema import too_large
 from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared, warning_in
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
-from services.worker.grammar.compile.grammar_source import prepare
 from services.worker.grammar.compile.priority import give_way
 from services.worker.grammar.compile.trial import try_out
+from services.worker.grammar.schema import json_rules
+from services.worker.grammar.schema.json_document import parse_json
 from services.worker.grammar.schema.refusal import GrammarRefused
+from services.worker.grammar.schema.regex_rules import regex_ebnf
+from services.worker.grammar.schema.schema_rules import schema_grammar
+from services.worker.grammar.schema.structural_tag import structural_tag
 
 MAX_LOG_BYTES = 1 << 20
 MAX_RECURSION = 2000  # depth of xgrammar's recursive descent, on a stack of 8 MiB
@@ -113,6 +120,41 @@ def _compile(bench: Workbench, spec: GrammarSpec, log: int) -> Prepared:
         raise GrammarRefused(f"{spec.label}: larger than {bench.limits.compiled_mib} MiB when compiled")
     try_out(compiled, bench.tokens, bench.limits)
     return prepared
+
+
+def prepare(spec: GrammarSpec) -> Prepared:
+    """Checks and translates a grammar. Runs in the compiling process, because a grammar may be made to be slow.
+
+    Raises:
+        GrammarRefused: the grammar is malformed, not supported or too large.
+    """
+    if spec.kind is GrammarKind.STRUCTURAL_TAG:
+        _bounded(parse_json(spec.source, spec.kind), spec.label)
+        return Prepared(True, structural_tag(spec.source, spec.parts))
+    return Prepared(False, ebnf_of(spec))
+
+
+def ebnf_of(spec: GrammarSpec) -> str:
+    """Returns EBNF text with a rule named root. Raises GrammarRefused."""
+    match spec.kind:
+        case GrammarKind.JSON_OBJECT:
+            return json_rules.finished({}, {}, json_rules.OBJECT).render()
+        case GrammarKind.JSON_SCHEMA:
+            return schema_grammar(_bounded(parse_json(spec.source, "json_schema"), spec.kind)).render()
+        case GrammarKind.REGEX:
+            return regex_ebnf(spec.source)
+        case GrammarKind.EBNF:
+            return spec.source
+        case GrammarKind.STRUCTURAL_TAG:
+            raise ValueError("a structural tag is no EBNF")
+
+
+def _bounded(document: Any, kind: str) -> Any:
+    """Returns the document itself. Raises GrammarRefused if it is too large."""
+    why = too_large(document)
+    if why:
+        raise GrammarRefused(f"{kind}: {why}")
+    return document
 
 
 def _confine(limits: GrammarLimits) -> int:

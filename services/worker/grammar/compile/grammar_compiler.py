@@ -1,4 +1,7 @@
-"""Calls xgrammar's compiler and turns its errors and warnings into reasons for a client."""
+"""Calls xgrammar's compiler for the model's vocabulary and, if jumps are enabled, for single bytes.
+
+Its errors and warnings become reasons for a client.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.worker.grammar.compile.byte_cursor import byte_vocabulary
-from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.schema.refusal import GrammarRefused
+
+if TYPE_CHECKING:
+    import xgrammar
+
+
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import xgrammar
@@ -22,6 +30,20 @@ class Prepared:
 
     is_tag: bool  # the text is a structural tag in xgrammar's form, otherwise EBNF
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled grammar, immutable and shared by all its matchers."""
+
+    grammar: xgrammar.CompiledGrammar
+    by_bytes: xgrammar.CompiledGrammar | None  # for single bytes, or None if jumps are disabled
+
+    @property
+    def size(self) -> int:
+        """Approximate size in bytes, at least 1."""
+        by_bytes = 0 if self.by_bytes is None else self.by_bytes.memory_size_bytes
+        return max(self.grammar.memory_size_bytes + by_bytes, 1)
 
 
 class GrammarCompiler:

@@ -11,7 +11,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from services.worker.grammar.compile.byte_cursor import ByteCursor, BytesRefused
-from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.grammar_compiler import Compiled
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.text.step_meter import StepMeter

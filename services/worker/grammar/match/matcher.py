@@ -1,7 +1,7 @@
 """The position of a request in its grammar, on top of xgrammar's matcher. Used only on the loop's thread.
 
 If a matcher costs more CPU time than its meter allows, or the library fails, it accepts no more tokens. Its request then ends,
-and `fault` has the reason. The trial before makes this rare.
+and `fault` has the reason. The trial before makes this rare. ForcedText converts text that a grammar determines into tokens.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.grammar.compile.byte_cursor import ByteCursor
-from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.grammar_compiler import Compiled
 from services.worker.grammar.compile.vocabulary import Vocabulary
-from services.worker.grammar.match.forced_text import ForcedText
 from services.worker.text.step_meter import StepMeter
 
 if TYPE_CHECKING:
     import xgrammar
 
+
+from services.shared.hf_tokenizer import HfTokenizer
+
+MIN_CHARS = 2  # a shorter text is nearly always one token, for which a jump does not pay
 TOO_SLOW = "the grammar has become too expensive: working out which tokens may come next takes too long"
 BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
 MAX_UNSEEN = 256  # tokens that the cursor may lag behind; this limits the CPU time of catching up in one step
 MIN_FORCED = 2  # tokens of a jump, which costs an extend step; sampling a single token is as fast
-
 logger = logging.getLogger(__name__)
 
 
@@ -288,3 +290,36 @@ class XgrammarMatcher:
             self._matcher.fill_next_token_bitmask(self._mask.view(np.int32), 0)
             self._row[-1] &= self._setup.last_word
         self._mask_is_current = True
+
+
+class ForcedText:
+    """Tokenizes forced text.
+
+    If the tokenizer adds a space to the first word of a text, the text gets an anchor token before it, which is then removed.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._anchor_id = tokenizer.anchor_id
+        self._anchor = "" if tokenizer.anchor_id is None else tokenizer.decode([tokenizer.anchor_id], False)
+
+    def tokens(self, data: bytes) -> list[int]:
+        """Returns the tokens of bytes that must come next, as if the text ended after them. Empty below MIN_CHARS characters."""
+        text = _whole_characters(data)
+        if len(text) < MIN_CHARS:
+            return []
+        (ids,) = self._tokenizer.encode_batch([self._anchor + text], False)
+        if self._anchor_id is None:
+            return ids
+        return ids[1:] if ids and ids[0] == self._anchor_id else []
+
+
+def _whole_characters(data: bytes) -> str:
+    """Returns the text up to the first incomplete character.
+
+    The bytes may end inside a character. They may also begin inside one, if the last token ended there; the result is then "".
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode()

@@ -6,11 +6,13 @@ properties has no other properties unless the schema allows them explicitly.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.worker.grammar.schema import json_rules
 from services.worker.grammar.schema.automaton import TooLarge
-from services.worker.grammar.schema.ebnf import Grammar, Node, Ref, Seq, choice
+from services.worker.grammar.schema.ebnf import Grammar, Node, Ref, Seq, Text, choice
 from services.worker.grammar.schema.formats import ANY_TEXT, BESIDE_PATTERN, PATTERNS
 from services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, QUOTE, STRING, VALUE
 from services.worker.grammar.schema.number_ranges import import_rules, multiples, numeric_keywords, whole_multiple
@@ -35,8 +37,9 @@ from services.worker.grammar.schema.schema_support import (
     text,
     types_of,
 )
-from services.worker.grammar.schema.shared_beginnings import any_of
 
+FEW = 16  # number of constants up to which nothing is shared
+MAX_DEPTH = 64  # nested common beginnings
 MAX_RULES = 20_000
 
 
@@ -300,3 +303,24 @@ def _without(schema: Any, keyword: str) -> Any:
         return {key: value for key, value in schema.items() if key != keyword}
     kind = schema.get("type")
     return {"type": kind} if isinstance(kind, str) and kind in TYPES and len(schema) > 1 else True
+
+
+def any_of(texts: Sequence[str], define: Callable[[Node], Ref], depth: int = 0) -> Node:
+    """Returns a node that matches exactly these texts.
+
+    Args:
+        define: makes a rule of a node.
+        depth: number of common beginnings around these texts.
+    """
+    distinct = sorted(set(texts))
+    if len(distinct) <= FEW or depth == MAX_DEPTH:
+        return choice(Text(text) for text in dict.fromkeys(texts))
+    length = _shared(distinct[0], distinct[-1])
+    rests = itertools.groupby((text[length:] for text in distinct), key=lambda rest: rest[:1])
+    node = define(choice([any_of(list(group), define, depth + 1) for _, group in rests]))
+    return Seq((Text(distinct[0][:length]), node)) if length else node
+
+
+def _shared(first: str, last: str) -> int:
+    """Returns the length of the common beginning of the first and last of sorted texts, which all texts between them share."""
+    return next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))

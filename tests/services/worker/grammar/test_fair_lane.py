@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.compile.fair_lane import TENANTS_FULL, FairLane
+from services.worker.grammar.compile.compiler_pool import TENANTS_FULL, FairLane
 
 
 def spec(name: str) -> GrammarSpec:

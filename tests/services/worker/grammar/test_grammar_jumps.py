@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from services.worker.grammar.compile.byte_cursor import MAX_FORCED_BYTES, ByteCursor
-from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.grammar_compiler import Compiled
 from services.worker.grammar.compile.trial import allowed_ids
 from services.worker.grammar.match.matcher import XgrammarMatcher
 from tests.grammar import model

@@ -15,15 +15,13 @@ from services.worker.core.contracts.plan import SamplingParams
 from services.worker.core.control import SchedulerControl
 from services.worker.core.scheduler import Scheduler
 from services.worker.grammar.compile.byte_cursor import ByteCursor
-from services.worker.grammar.compile.compiled import Compiled
-from services.worker.grammar.compile.grammar_compiler import GrammarCompiler
+from services.worker.grammar.compile.forking_compiler import prepare
+from services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
-from services.worker.grammar.compile.grammar_source import prepare
 from services.worker.grammar.compile.trial import allowed_ids, try_out
 from services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
-from services.worker.grammar.match.forced_text import ForcedText
 from services.worker.grammar.match.mask_filler import MaskFiller
-from services.worker.grammar.match.matcher import BROKEN, MAX_UNSEEN, TOO_SLOW, MatcherSetup, XgrammarMatcher
+from services.worker.grammar.match.matcher import BROKEN, MAX_UNSEEN, TOO_SLOW, ForcedText, MatcherSetup, XgrammarMatcher
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.loop.text_rules import ModelText
 from services.worker.text.step_meter import StepMeter

@@ -19,12 +19,11 @@ import pytest
 
 from services.shared.limits import MAX_GRAMMAR_BYTES
 from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
-from services.worker.grammar.book import CompiledBook
+from services.worker.grammar.book import CompiledBook, UnusedGrammars
 from services.worker.grammar.compile.compiler_pool import QUICK_NICENESS, SLOW_NICENESS
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
 from services.worker.grammar.compile.trial import allowed_ids
 from services.worker.grammar.match.matcher import TOO_SLOW
-from services.worker.grammar.unused import UnusedGrammars
 from tests.grammar import model
 
 HANG_GUARD_S = 90.0
