@@ -68,9 +68,9 @@ def table() -> str:
 
 def _verdict(configs: Any, model_type: str, architecture: str) -> tuple[str, list[str]]:
     """Returns a key of the table, or "unsupported", and the names of layer types or submodels for the worker's message."""
-    from services.worker.exec.models.causal_transformers import auto_class_of
     from services.worker.exec.models.encoder import is_encoder
     from services.worker.exec.models.registry import NotCovered, config_of
+    from services.worker.exec.models.transformers_model import auto_class_of
     from services.worker.exec.weights import transformers_checkpoint
     from services.worker.exec.weights.checkpoint import UnsupportedModel
 

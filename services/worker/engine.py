@@ -25,11 +25,10 @@ from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.device_limits import most_step_tokens, resolved
 from services.worker.draft_corpus import draft_corpus
 from services.worker.draft_folder import draft_folder
-from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.options import PeerOptions, TierOptions
 from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
-from services.worker.exec.contracts.protocol import Executor
+from services.worker.exec.contracts.protocol import Executor, ExecutorStats
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from services.worker.grammar.book import CompiledBook
 from services.worker.grammar.compile.grammar_limits import GrammarLimits

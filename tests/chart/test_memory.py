@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.worker.exec.memory_budget import DeviceMemoryUse, kv_pool_pages
 from services.worker.exec.pools.kv_pool import PoolTooSmall
+from services.worker.exec.sizing import DeviceMemoryUse, kv_pool_pages
 from services.worker.settings import WorkerSettings
 from tests.chart.pods import pods
 from tests.chart.release import CHART, CI_FILES, REPO, ci_names, ci_values, merged, refusal, render

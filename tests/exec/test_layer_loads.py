@@ -20,9 +20,8 @@ from services.worker.exec.pools import kv_pool
 from services.worker.exec.pools.kv_pool import MOST_GROUPS, Arrivals, KVPool, LayerGroups, LayerLoads
 from services.worker.exec.streams.cuda_streams import NeverCame
 from services.worker.exec.streams.host_streams import HostArrival, HostStreams
-from services.worker.exec.tiers.page_copier import PageCopier
+from services.worker.exec.tiers.page_copier import PageCopier, PoolReader
 from services.worker.exec.tiers.page_mover import PageMover
-from services.worker.exec.tiers.pool_reader import PoolReader
 
 PAGES, HOST_PAGES, LAYERS, DEADLINE_S = 6, 4, 3, 20.0
 KEYS = tuple(bytes([number]) * KEY_BYTES for number in range(HOST_PAGES))

@@ -35,9 +35,8 @@ from services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
 from services.worker.exec.streams.host_streams import HostArrival, HostStreams
 from services.worker.exec.tiers import page_mover
 from services.worker.exec.tiers.block_log import BlockLog
-from services.worker.exec.tiers.page_copier import PageCopier
+from services.worker.exec.tiers.page_copier import PageCopier, PoolReader
 from services.worker.exec.tiers.page_mover import PageMover
-from services.worker.exec.tiers.pool_reader import PoolReader
 from services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGES, HOST_PAGES, DEADLINE_S = 6, 8, 20.0

@@ -14,9 +14,9 @@ import transformers
 from transformers import AutoConfig
 
 from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.models import causal_transformers, paging_check
-from services.worker.exec.models.attention_layers import MaskDescription, MaskFunction, Probe
+from services.worker.exec.models import transformers_check
 from services.worker.exec.models.registry import NotCovered, config_of
+from services.worker.exec.models.transformers_check import MaskDescription, MaskFunction, Probe
 from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.host_executors import build_host_executor
@@ -134,7 +134,7 @@ def test_check_finds_a_state_between_steps(tmp_path: Path, monkeypatch: pytest.M
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, *types: str) -> None:
-    monkeypatch.setattr(causal_transformers, "LAYER_TYPES", causal_transformers.LAYER_TYPES | set(types))
+    monkeypatch.setattr(transformers_check, "LAYER_TYPES", transformers_check.LAYER_TYPES | set(types))
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
@@ -150,7 +150,7 @@ def test_load_refuses_unknown_layer_types(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tmp_path)
     config.layer_types = ["full_attention", "folded_attention", "sliding_attention"]
     with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM has layers of type folded_attention"):
-        causal_transformers.refuse_by_config(config, None)
+        transformers_check.refuse_by_config(config, None)
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
@@ -194,7 +194,7 @@ def test_check_refuses_compressed_and_sparse_layers_when_all_types_are_allowed(
     ids=["none", "window", "long window", "masked chunk", "rates by type", "rates by layer", "block", "other keys"],
 )
 def test_config_names_sizes_that_the_check_reaches(options: dict[str, Any], sizes: list[int]) -> None:
-    assert [size for _, size in paging_check.named_sizes(transformers.LlamaConfig(**options))] == sizes
+    assert [size for _, size in transformers_check.named_sizes(transformers.LlamaConfig(**options))] == sizes
 
 
 @pytest.mark.by_day(one_in=2)
@@ -210,15 +210,15 @@ def test_config_names_sizes_that_the_check_reaches(options: dict[str, Any], size
     ],
 )
 def test_long_trial_is_longer_than_every_size_within_the_context(options: dict[str, Any], context_len: int, tokens: int) -> None:
-    trial = paging_check.long_trial(transformers.LlamaConfig(**options), context_len)
+    trial = transformers_check.long_trial(transformers.LlamaConfig(**options), context_len)
     assert len(trial.ids[0]) == tokens
 
 
 def test_load_names_the_key_of_a_size_beyond_all_trials() -> None:
     config = transformers.LlamaConfig(index_block_size=4096, max_position_embeddings=8192, architectures=["LlamaForCausalLM"])
     with pytest.raises(UnsupportedModel, match=r"names index_block_size of 4096 tokens.* Set context_len to 4096 or less"):
-        causal_transformers.refuse_by_config(config, None)
-    causal_transformers.refuse_by_config(config, 4096)
+        transformers_check.refuse_by_config(config, None)
+    transformers_check.refuse_by_config(config, 4096)
 
 
 @pytest.mark.by_day(one_in=2, seed=6)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.exec.contracts.protocol import ExecutorStats
 from services.worker.metrics.executor_metrics import ExecutorMetrics
 from services.worker.metrics.loading_metrics import LoadMetrics
 

@@ -18,10 +18,10 @@ from services.worker.exec.attention.backend import AttentionBackend, AttentionSh
 from services.worker.exec.attention.choose import choose_attention
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.drafter import Kept
-from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.options import DeviceOptions
 from services.worker.exec.contracts.peer_pages import RoomServer
+from services.worker.exec.contracts.protocol import ExecutorStats
 from services.worker.exec.device import device_of, load_target, streams_of
 from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
 from services.worker.exec.executor import DeviceExecutor
@@ -38,19 +38,16 @@ from services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from services.worker.exec.sizing import PoolNeeds, pages_of_device
 from services.worker.exec.speculation import NO_DRAFT, Drafting, load_draft
-from services.worker.exec.step.cuda_graph_runner import CudaGraphRunner
+from services.worker.exec.step.cuda_graph_runner import CudaGraphMemory, CudaGraphRunner, GraphMemory, graph_sizes
 from services.worker.exec.step.drafted_steps import DraftedSteps
-from services.worker.exec.step.graph_sizes import graph_sizes
 from services.worker.exec.step.idle_steps import StepBounds, largest_step
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.step.passes import POISON, ForwardPass
-from services.worker.exec.streams.capture import CudaGraphMemory, GraphMemory
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.streams.returned_memory import return_cached, return_memory
 from services.worker.exec.tiers.make_tiers import make_mover
-from services.worker.exec.tiers.page_copier import PageCopier, PieceCopies
+from services.worker.exec.tiers.page_copier import PageCopier, PieceCopies, PoolReader
 from services.worker.exec.tiers.page_mover import PageMover
-from services.worker.exec.tiers.pool_reader import PoolReader
 from services.worker.exec.warm_up import PROMPTS, warm_up
 from services.worker.exec.weights.load_progress import LoadPhases
 from services.worker.exec.weights.load_request import LoadRequest

@@ -1,9 +1,13 @@
-"""Loads the model of a Hugging Face folder: by a class of the registry, through transformers' code, or as an encoder."""
+"""Loads the model of a Hugging Face folder: by a class of the registry, through transformers' code, or as an encoder.
+
+The pooling of an embedding model is read from the files that sentence-transformers writes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +26,22 @@ from services.worker.exec.weights.checkpoint import (
     UnsupportedModel,
     architecture_of,
     read_config,
+    read_json,
+    read_json_list,
     resolve_dtype,
 )
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
-from services.worker.exec.weights.pooling import read_pooling
 
+MODULES = "modules.json"
+KINDS = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
+LEGACY = {  # switches of older files
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
 
@@ -69,8 +84,8 @@ def load_model(request: LoadRequest) -> LoadedModel:
 
 def _refuse_by_config(request: LoadRequest, config: Any) -> None:
     """Refuses a model of transformers before its weights are opened. Raises UnsupportedModel."""
-    from services.worker.exec.models.causal_transformers import refuse_by_config
     from services.worker.exec.models.encoder import is_encoder
+    from services.worker.exec.models.transformers_check import refuse_by_config
     from services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
 
     if is_causal_head(config) or (is_base(config) and not is_encoder(config)):
@@ -133,7 +148,8 @@ def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:
 
 
 def _causal(opened: _Opened, generates: bool) -> LoadedModel:
-    from services.worker.exec.models.causal_transformers import load_causal, max_context
+    from services.worker.exec.models.transformers_check import load_causal
+    from services.worker.exec.models.transformers_model import max_context
 
     context = opened.context(max_context(opened.config))
     with opened.request.phases.timed("weights"):
@@ -173,3 +189,40 @@ def _encoder(opened: _Opened) -> LoadedModel:
         generates=False,
         is_encoder=True,
     )
+
+
+def read_pooling(folder: Path, default: PoolingConfig) -> PoolingConfig:
+    """Returns the pooling of modules.json, or the default without that file.
+
+    Raises:
+        CheckpointError: a file is malformed.
+        UnsupportedModel: the folder has modules or a pooling that this worker lacks.
+    """
+    if not (folder / MODULES).is_file():
+        return default
+    modules = [_module(folder, entry) for entry in read_json_list(folder / MODULES)]
+    others = sorted({kind for kind, _ in modules} - {"Transformer", "Pooling", "Normalize"})
+    if others:
+        raise UnsupportedModel(f"{MODULES} has {', '.join(others)}; supported are Transformer, Pooling and Normalize")
+    poolings = [path for kind, path in modules if kind == "Pooling"]
+    if len(poolings) != 1:
+        raise UnsupportedModel(f"{MODULES} has {len(poolings)} Pooling modules, one is supported")
+    kind = _kind(read_json(poolings[0] / "config.json"))
+    return PoolingConfig(kind, any(kind == "Normalize" for kind, _ in modules))
+
+
+def _module(folder: Path, entry: Any) -> tuple[str, Path]:
+    """Returns the class name and the folder of a module. Raises CheckpointError."""
+    kind, path = (entry.get("type"), entry.get("path", "")) if isinstance(entry, dict) else (None, "")
+    if not isinstance(kind, str) or not isinstance(path, str) or path == ".." or Path(path).name != path:
+        raise CheckpointError(f"{folder / MODULES} has an entry without a type or with a path outside its folder")
+    return kind.rsplit(".", 1)[-1], folder / path
+
+
+def _kind(config: dict[str, Any]) -> PoolingKind:
+    """Returns the pooling of a Pooling module. Raises UnsupportedModel for an unknown pooling, or for several."""
+    named = config.get("pooling_mode", [mode for switch, mode in LEGACY.items() if config.get(switch)] or "mean")
+    modes = [named] if isinstance(named, str) else list(named)
+    if len(modes) != 1 or modes[0] not in KINDS:
+        raise UnsupportedModel(f"pooling {' and '.join(map(str, modes))} is not supported; supported: {', '.join(KINDS)}")
+    return KINDS[modes[0]]

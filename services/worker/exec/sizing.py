@@ -1,20 +1,23 @@
-"""Measures the number of KV pages that fit into a GPU: it runs the largest step and captures graphs with a pool of one page."""
+"""Measures the number of KV pages that fit into a GPU: it runs the largest step and captures graphs with a pool of one page.
+
+The size of the pool follows from the memory of the device and the measured parts of it. All numbers are bytes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from services.worker.exec.activation_peak import profile_peak
-from services.worker.exec.memory_budget import DeviceMemoryUse, describe, kv_pool_bytes, kv_pool_pages
 from services.worker.exec.pools import kv_pool
-from services.worker.exec.pools.kv_pool import LayerKV
+from services.worker.exec.pools.kv_pool import LayerKV, PoolTooSmall
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.returned_memory import return_memory
 
 RESERVE = 512 << 20  # bytes of the device that stay free, because libraries allocate some at any time
+PARTS = ("weights", "activation_peak", "graphs", "workspace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +74,141 @@ def pages_of_device(
     pages = kv_pool_pages(use, mem_fraction_static, RESERVE, needs.page_bytes, needs.page_size, needs.context_len)
     progress(f"memory: {describe(use, mem_fraction_static, RESERVE, kv_pool_bytes(use, mem_fraction_static, RESERVE))}")
     return pages
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemoryUse:
+    """The memory of a device and its measured parts."""
+
+    total: int  # memory of the device
+    free_now: int  # free memory that the driver reported while exactly the parts in held_now were allocated
+    weights: int  # resident weights
+    activation_peak: int  # activations of the largest step, above the weights
+    graphs: int  # all captured graphs
+    workspace: int  # buffers that are kept from step to step, such as those of attention back ends
+    held_now: tuple[str, ...] = ("weights",)  # names of the allocated parts
+
+    @property
+    def own(self) -> int:
+        """All parts of this worker except the pool."""
+        total: int = sum(getattr(self, part) for part in PARTS)
+        return total
+
+    @property
+    def _held(self) -> int:
+        held: int = sum(getattr(self, part) for part in self.held_now)
+        return held
+
+    @property
+    def elsewhere(self) -> int:
+        """Used memory outside of the parts: other processes, the driver's context, unused memory of the allocator."""
+        return max(0, self.total - self.free_now - self._held)
+
+
+def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int) -> int:
+    """Returns the bytes that are left for keys and values, 0 or more.
+
+    Args:
+        mem_fraction_static: share of the device's memory that all users together may have: our parts, the pool and `elsewhere`.
+        reserve: bytes that stay free in any case.
+    """
+    budget = min(int(use.total * mem_fraction_static), use.total - reserve)
+    left = max(0, budget - use.elsewhere - use.own)
+    assert left + use.own <= max(budget, use.own), "the pool takes what the others leave"
+    return left
+
+
+def kv_pool_pages(
+    use: DeviceMemoryUse, mem_fraction_static: float, reserve: int, page_bytes: int, page_size: int, context_len: int
+) -> int:
+    """Returns the number of pages that fit. Raises PoolTooSmall if they hold fewer than context_len tokens."""
+    left = kv_pool_bytes(use, mem_fraction_static, reserve)
+    pages = left // page_bytes
+    if pages * page_size >= context_len:
+        return pages
+    parts = describe(use, mem_fraction_static, reserve, left)
+    if pages == 0:
+        raise PoolTooSmall(
+            f"no page of {page_size} tokens ({_mib(page_bytes)}) fits into the memory that the model leaves: {parts}"
+        )
+    raise PoolTooSmall(
+        f"the KV pool holds {pages * page_size} tokens, fewer than context_len {context_len}: {parts}."
+        f" A context_len of {pages * page_size} would fit"
+    )
+
+
+def describe(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int, kv_bytes: int) -> str:
+    """Returns one line for the log with all parts in MiB."""
+    names = {"weights": "weights", "activation_peak": "activations", "graphs": "graphs", "workspace": "workspaces"}
+    own = ", ".join(f"{names[part]} {_mib(getattr(use, part))}" for part in PARTS)
+    limits = f"{mem_fraction_static:g} of the device's {_mib(use.total)} may be used, {_mib(reserve)} stay free"
+    return f"{limits}; {own}, held elsewhere {_mib(use.elsewhere)}, KV pool {_mib(kv_bytes)}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+def profile_peak(run: Callable[[], None], device: torch.device, probe: MemoryProbe | None = None) -> int:
+    """Calls `run` and returns the peak of allocated bytes above those allocated before; 0 on a CPU.
+
+    Memory that `run` allocates and keeps counts. Fragments that the allocator holds in addition to tensors do not count.
+    """
+    memory = probe or probe_of(device)
+    memory.synchronize()
+    memory.reset_peak()
+    before = memory.allocated()
+    run()
+    memory.synchronize()
+    return max(0, memory.peak() - before)
+
+
+class MemoryProbe(Protocol):
+    """Counts the bytes of this process's tensors on one device."""
+
+    def allocated(self) -> int: ...
+
+    def peak(self) -> int:
+        """Returns the largest number of allocated bytes since reset_peak()."""
+
+    def reset_peak(self) -> None: ...
+
+    def synchronize(self) -> None:
+        """Waits for the device. Raises the error of any earlier launch."""
+
+
+class CudaMemory:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class NoMemory:
+    """A probe for devices whose memory is not counted, such as a CPU."""
+
+    def allocated(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def probe_of(device: torch.device) -> MemoryProbe:
+    return CudaMemory(device) if device.type == "cuda" else NoMemory()

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from services.worker.core.contracts.plan import I32
 from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.draft_model import DraftModel
-from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter, Kept
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter, DraftModel, Kept
 from services.worker.exec.contracts.operations import ReleaseMemory
 from services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
 from services.worker.exec.drafting.model_drafter import MOST_PENDING, ModelDrafter

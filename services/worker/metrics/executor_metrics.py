@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.core import CounterMetricFamily as Counter
 
 from services.shared.observe.readings import Reading, Readings
-from services.worker.exec.contracts.executor_stats import ExecutorStats
+from services.worker.exec.contracts.protocol import ExecutorStats
 
 
 def _steps(stats: ExecutorStats) -> dict[tuple[str, ...], float]:

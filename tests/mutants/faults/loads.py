@@ -43,7 +43,7 @@ LOADS = (
         ("            mover.on_lost = self._lose", "            pass"),
         ("        if not was_lost:", "        if True:"),
     ),
-    *of("loads", "services/worker/exec/tiers/pool_reader.py", ("            self._arrivals.settle()\n", "")),
+    *of("loads", "services/worker/exec/tiers/page_copier.py", ("            self._arrivals.settle()\n", "")),
     *of(
         "loads",
         "services/worker/exec/tiers/page_copier.py",

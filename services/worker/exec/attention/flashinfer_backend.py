@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,7 @@ from kernels.contracts.ops import RaggedRows
 from kernels.contracts.step_ops import StepKernels
 from services.worker.exec.attention import flashinfer_limits as limits
 from services.worker.exec.attention import flashinfer_wrappers as wrappers
-from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
-from services.worker.exec.attention.flashinfer_rehearsal import rehearse
+from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
 from services.worker.exec.attention.flashinfer_staging import (
     StagedColumns,
     StagingRing,
@@ -28,15 +28,6 @@ from services.worker.exec.attention.flashinfer_staging import (
 
 EXTEND, MIXED, DECODE = "extend", "mixed", "decode"
 SMS_WITHOUT_DEVICE = 132
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A range of the step's tokens and the wrappers that compute it."""
-
-    first: int
-    last: int  # the token after the range
-    wrappers: dict[int, Any]  # by window
 
 
 class FlashInferAttention:
@@ -207,6 +198,44 @@ class FlashInferAttention:
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A range of the step's tokens and the wrappers that compute it."""
+
+    first: int
+    last: int  # the token after the range
+    wrappers: dict[int, Any]  # by window
+
+
+def rehearse(
+    backend: AttentionBackend,
+    shape: AttentionShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_tokens: Sequence[int],
+    num_extend: int,
+) -> None:
+    """Plans one step of padding rows and runs its attention once per window. Waits for the device.
+
+    Args:
+        num_tokens: tokens of each row.
+        num_extend: number of extend rows, which are the first ones.
+    """
+    rows, tokens = len(num_tokens), sum(num_tokens)
+    zeros = torch.zeros(rows, dtype=torch.int32, device=device)
+    columns = RaggedRows(zeros.view(rows, 1), zeros - 1, zeros, zeros, zeros, zeros, zeros.long(), max(num_tokens))
+    width, heads = shape.head_dim, shape.num_heads + 2 * shape.num_kv_heads
+    pool = torch.zeros((1, shape.num_kv_heads, shape.page_size, width), dtype=dtype, device=device)
+    qkv = torch.zeros((tokens, heads * width), dtype=dtype, device=device)
+    out = torch.empty((tokens, shape.num_heads * width), dtype=dtype, device=device)
+    starts, counts = np.zeros(rows, np.int32), np.array(num_tokens, np.int32)
+    backend.plan(AttentionBatch(starts, counts, num_extend, columns))
+    for window in shape.windows:
+        backend.attend(out, qkv, pool, pool, columns, 1.0, window)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _installed() -> Any:

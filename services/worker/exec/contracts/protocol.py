@@ -7,6 +7,7 @@ docs/design/architecture.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -100,3 +101,13 @@ class Executor(Protocol):
 
 class ExecutorError(RuntimeError):
     """Raised if a step fails as a whole. Each of its requests must be ended or replayed."""
+
+
+@dataclass(slots=True)
+class ExecutorStats:
+    """Counts since the start. The thread that launches steps writes them, and metric scrapes read them."""
+
+    graph_steps: int = 0  # steps that were replayed as CUDA graphs
+    eager_steps: int = 0  # steps that were launched kernel by kernel
+    pieces: int = 0  # forward passes of steps that were computed in pieces
+    given_up: int = 0  # requests that ended because the device had no memory to compute one of their tokens

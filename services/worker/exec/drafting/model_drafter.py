@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
 from services.worker.core.contracts.plan import I32, SlotParams
-from services.worker.exec.contracts.draft_model import DraftModel
-from services.worker.exec.contracts.drafter import Computed, Kept
+from services.worker.exec.contracts.drafter import Computed, DraftModel, Kept
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.streams.copies import Readback, UploadRing
 from services.worker.exec.streams.cuda_streams import Streams

@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 
 from kernels.contracts.ops import RaggedRows
 from services.worker.exec.contracts.causal_model import NoVocabulary
-from services.worker.exec.models.paging_check import HALF_TOLERANCE, TOLERANCE
+from services.worker.exec.models.transformers_check import HALF_TOLERANCE, TOLERANCE
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.weights import transformers_checkpoint
 from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of

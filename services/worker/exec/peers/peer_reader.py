@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from services.shared import limits
 from services.shared.observe.log_fields import fields
@@ -29,7 +30,6 @@ from services.worker.exec.peers.connection import Connection, connect, connect_u
 from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
 from services.worker.exec.peers.nixl_process import Carrier
 from services.worker.exec.peers.nixl_staging import StagingReceiver, Unstaged
-from services.worker.exec.peers.page_receiver import PageReceiver
 from services.worker.exec.peers.shared_ring import RingReader, RingShape
 from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
@@ -49,6 +49,28 @@ class _PeerRefuses(OSError):
 
 class _Unanswered(ConnectionError):
     """Raised if the connection ends before the first byte of an answer. The request may be sent again."""
+
+
+class PageReceiver(Protocol):
+    """Receives the pages of one connection on one thread."""
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport in metrics."""
+
+    def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
+        """Fills `out` with whole pages.
+
+        Returns:
+            False if the reservation was closed during the read.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection is broken.
+            Malformed: the server has sent an invalid mark.
+        """
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

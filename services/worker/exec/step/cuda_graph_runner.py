@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: for each padded number of rows one graph of the forward pass and one of sampling.
 
-A row of a graph is one token. Most rows read the last token of their sequence from the relay. The id of a row may also come from
-the plan or from a drafter.
+A graph is a sequence of launches that is recorded once and replayed with one call. All graphs share the memory of one
+GraphMemory. A row of a graph is one token. Most rows read the last token of their sequence from the relay. The id of a row may
+also come from the plan or from a drafter.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from services.worker.exec.attention.backend import AttentionBackend, AttentionBa
 from services.worker.exec.contracts.step_data import CudaGraph, ForwardBatch, SampleBatch
 from services.worker.exec.contracts.step_parts import StepSampler
 from services.worker.exec.step.passes import ForwardPass
-from services.worker.exec.streams.capture import GraphMemory
+from services.worker.exec.streams.cuda_streams import Graph, Streams
+
+WARM_UP_RUNS = 2  # runs before a capture, in which libraries choose kernels and allocate workspaces
 
 
 class CudaGraphRunner:
@@ -89,3 +93,44 @@ class CudaGraphRunner:
         batch = replace(SampleBatch.idle(computed[0], inputs), fixed=True)
         sample_graph = self._memory.capture(lambda: self._sampler.run_kernels(batch))
         return CudaGraph(size, words, known, ids, rows, batch, forward_graph, sample_graph)
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Returns rising sizes up to max_rows. Small sizes are close together, because padding is a large share of a small batch."""
+    steps = [1, 2, 4, *range(8, 32, 4), *range(32, 64, 8), *range(64, 256, 16), *range(256, max(257, max_rows), 64)]
+    sizes = tuple(dict.fromkeys(size for size in (*steps, max_rows) if 0 < size <= max_rows))
+    assert sizes == tuple(sorted(sizes)) and (not sizes or sizes[-1] == max_rows), "rising, up to all rows"
+    return sizes
+
+
+class GraphMemory(Protocol):
+    """Captures graphs and owns the memory that they share."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Runs `work` on the forward stream to warm it up, then records it.
+
+        `work` must not read a value of the device. Values that it takes from the host are recorded as they are now.
+        """
+
+
+class CudaGraphMemory:
+    """Memory for CUDA graphs, which share their temporary tensors.
+
+    Two graphs of one memory must not be replayed at the same time.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        with self._streams.on_forward():
+            for _ in range(WARM_UP_RUNS):
+                work()
+        self._streams.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with self._streams.on_forward():
+            stream = torch.cuda.current_stream(self._streams.device)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                work()
+        return graph

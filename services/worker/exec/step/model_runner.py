@@ -20,8 +20,7 @@ from kernels.contracts.step_ops import DevicePageTableUpdates, StepKernels
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs, StepResult
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.executor_stats import ExecutorStats
-from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks
+from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorStats, Guesses, Masks
 from services.worker.exec.contracts.step_data import CudaGraph, ForwardBatch, Places, PromptPiece, SampleBatch, ScorePiece
 from services.worker.exec.contracts.step_parts import StepGraphs, StepSampler
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, finite_vectors

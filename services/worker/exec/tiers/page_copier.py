@@ -1,10 +1,12 @@
-"""Copies pages between the pools and rows of bytes.
+"""Copies pages between the pools and rows of bytes, for tiers that store or send pages.
 
-A row has the KV of all layers of one page, for tiers that store or send pages.
+A row has the KV of all layers of one page. PageCopier copies on the streams of the executor. PoolReader copies pages out of the
+pool on threads outside the executor, for the server of KV reservations.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Protocol
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from kernels.contracts.step_ops import BringPieces
 from services.worker.core.contracts.transfers import I32
-from services.worker.exec.pools.kv_pool import KVPool, LayerGroups
+from services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
+from services.worker.exec.streams.cuda_streams import Streams
 
 STAGED_BYTES = 16 << 20  # device memory for pages that are being copied between a device's pools and the host
 WORD_BYTES = 8  # a device copies multiples of it: see kernels/triton/page_pieces.py
@@ -217,3 +220,44 @@ class PageCopier:
     def _places(self) -> Iterator[tuple[Tensor, int]]:
         """Returns pairs of a layer's part and the offset of its bytes in a row."""
         return zip(self._parts, self._offsets.tolist(), strict=True)
+
+
+class PoolReader:
+    """A ReadPages of an executor's pools.
+
+    The read pages must be computed by committed steps. The copy is whole only if no step writes the pages during it. Each thread
+    has a buffer of its own.
+    """
+
+    def __init__(self, streams: Streams, copier: Callable[[], PageCopier], arrivals: Arrivals) -> None:
+        """Starts without buffers.
+
+        Args:
+            streams: streams of the executor.
+            copier: returns a copier of the present pools.
+            arrivals: layer-wise loads into the pools.
+        """
+        self._streams, self._copier, self._arrivals = streams, copier, arrivals
+        self._own = threading.local()  # pinned memory of each thread
+
+    def __call__(self, pages: I32, out: memoryview) -> None:
+        torch.set_num_threads(1)  # per thread, hence here
+        device = self._streams.device
+        with torch.inference_mode(), self._streams.beside():
+            copier = self._copier()
+            self._arrivals.settle()
+            rows = torch.frombuffer(out, dtype=torch.uint8).view(len(pages), copier.page_bytes)
+            if device.type == "cuda":
+                pinned = self._pinned(len(pages), copier.page_bytes)
+                copier.save(pages, pinned.unbind())
+                torch.cuda.current_stream(device).synchronize()
+                rows.copy_(pinned)
+            else:
+                copier.save(pages, rows.unbind())
+
+    def _pinned(self, pages: int, page_bytes: int) -> Tensor:
+        """Returns uint8[pages, page_bytes] of pinned memory of this thread."""
+        kept: Tensor | None = getattr(self._own, "pinned", None)
+        if kept is None or kept.shape[0] < pages or kept.shape[1] != page_bytes:
+            kept = self._own.pinned = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=True)
+        return kept[:pages]

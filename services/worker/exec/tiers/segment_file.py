@@ -1,7 +1,8 @@
 """A segment: a file to which records are appended until it is full, and which is read by slot. Its single owner is SegmentStore.
 
 A segment is *open* while it has a descriptor for appending, and *sealed* once its index is on disk. If the index could not be
-written, a full segment is neither. Recovery then reads the whole segment (segment_recovery).
+written, a full segment is neither. Recovery then reads the whole segment (segment_recovery). A SegmentLog has the segments of one
+tag, so that its pages can be counted and deleted separately.
 """
 
 from __future__ import annotations
@@ -208,3 +209,53 @@ def create(place: SegmentPlace, head: SegmentHead, capacity: int) -> SegmentFile
         place.disk.unlink(path)
         raise
     return SegmentFile(place, head, [], capacity, fd)
+
+
+class SegmentLog:
+    """The segments of one tag."""
+
+    def __init__(self, form: SegmentFormat, capacity: int) -> None:
+        """Starts without segments.
+
+        Args:
+            form: format of the segments.
+            capacity: slots of a new segment.
+        """
+        self._form = form
+        self.capacity = capacity
+        self.segments: list[SegmentFile] = []  # oldest first; only the last one may be open
+        self.num_bytes = 0  # sum of the segments' charges
+
+    def add(self, segment: SegmentFile) -> None:
+        self.segments.append(segment)
+        self.num_bytes += segment.charge
+
+    def drop(self, segment: SegmentFile) -> None:
+        self.segments.remove(segment)
+        self.num_bytes -= segment.charge
+
+    def append(self, records: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Appends records to the writable segment, with the result and errors of SegmentFile.append()."""
+        segment = self.segments[-1]
+        before = segment.charge
+        count = segment.append(records)
+        self.num_bytes += segment.charge - before
+        return count
+
+    @property
+    def writable(self) -> SegmentFile | None:
+        """The last segment if it has a free slot, otherwise None."""
+        return self.segments[-1] if self.segments and self.segments[-1].room else None
+
+    def next_append(self, records: int) -> tuple[int, int]:
+        """Returns the number of records that one append takes, and the bytes by which the log grows.
+
+        Args:
+            records: number of records to append.
+        """
+        segment, most = self.writable, min(records, self._form.records_at_once)
+        if segment is None:
+            count = min(most, self.capacity)
+            return count, self._form.bytes_with_index(count)
+        count = min(most, segment.room)
+        return count, self._form.bytes_with_index(len(segment.keys) + count) - segment.charge

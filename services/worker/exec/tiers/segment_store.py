@@ -25,9 +25,8 @@ from services.worker.core.tiers.page_keys import UNSALTED, tag_of
 from services.worker.exec.contracts.page_store import News, StoreCounts, Written
 from services.worker.exec.tiers import segment_file
 from services.worker.exec.tiers.disk import Disk
-from services.worker.exec.tiers.segment_file import SegmentFile, SegmentPlace
+from services.worker.exec.tiers.segment_file import SegmentFile, SegmentLog, SegmentPlace
 from services.worker.exec.tiers.segment_format import MOST_IDENTITY_BYTES, SegmentFormat, SegmentHead
-from services.worker.exec.tiers.segment_log import SegmentLog
 from services.worker.exec.tiers.segment_recovery import recover
 from services.worker.exec.tiers.store_folder import StoreFolder, StoreUnusable
 from services.worker.exec.tiers.write_pause import WritePause

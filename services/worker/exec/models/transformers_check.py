@@ -1,0 +1,457 @@
+"""Loads a causal model through transformers' modeling code, and refuses it if paged attention would compute it wrongly.
+
+1. The config is refused if it names layers or sizes that no check covers.
+2. A probe runs the model once over a few tokens. Under PROBE_ATTENTION the layers call probe(), which records the sizes and the
+   mask of each layer, and raises UnsupportedModel for a layer that paged attention cannot compute.
+3. Two trials compare the model with paged attention with the model with its own attention.
+
+A trial has two prompts: one in two chunks with the other one beside the second chunk, then a decoded token of each. A state
+between steps, a mix-up of rows, or an attention of another kind changes the numbers. The short trial runs all layers, up to the
+logits. The long trial is longer than every block and compression rate of the config, and than windows up to LONGEST_WINDOW. It
+runs the first layers of each kind alone, up to their states; all layers would take most of a large model's start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from kernels.contracts.ops import Kernels, RaggedRows
+from services.shared import served_config
+from services.shared.served_config import LAYER_TYPES, TYPE_LISTS
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.models.transformers_model import (
+    PAGED_ATTENTION,
+    AttentionLayer,
+    PagedLayers,
+    StepHolder,
+    TransformersModel,
+    auto_class_of,
+    decoder_of,
+    max_context,
+    step_of,
+)
+from services.worker.exec.pools.kv_pool import LayerKV, allocate
+from services.worker.exec.weights import transformers_checkpoint
+from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
+from services.worker.exec.weights.transformers_checkpoint import is_causal_head
+
+PROBE_ATTENTION = "rootstock_probe"
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+PAGE_SIZE = 4
+SHORTEST, CUT, SHORT = 24, 11, 8  # tokens: of the short trial's prompt, of its first chunk, of the other prompt
+LONGER = 160  # minimum length of the long trial's prompt; some classes have a block of 128 that their config does not name
+BEYOND = 24  # tokens behind the last boundary
+LONGEST = 2048  # tokens; boundaries beyond it are not tried
+LONGEST_WINDOW = 1024  # tokens; the check of a longer window reads its mask
+TOLERANCE = 1e-3
+HALF_TOLERANCE = 0.05  # rounding of half precision depends on the order of sums
+AGREEING = 0.95  # share of a long prompt's tokens; a router may send a few to another expert
+_SIZES = {"block", "chunk", "rate", "rates", "stride", "segment", "compress", "compression", "window"}
+_NO_LENGTHS = {"type", "types", "pattern", "layers", "layer", "theta", "multiplier", "multiple", "dim", "adjust", "forward"}
+_MASKED = {"sliding_window", "attention_chunk_size"}  # transformers describes them by masks
+_STATE = {"mamba", "ssm", "conv"}  # words of layers that are refused by their type
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCausal:
+    model: TransformersModel
+    # has the layers that were found
+    probe: Probe
+    # resident
+    weight_bytes: int
+
+
+def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int, kernels: Kernels) -> LoadedCausal:
+    """Loads the model and checks it with paged attention.
+
+    Args:
+        config: one that refuse_by_config() accepts.
+        context_len: at most max_context().
+        kernels: of the CPU, for the check.
+
+    Raises:
+        CheckpointError: the folder cannot be loaded.
+        UnsupportedModel: paged attention computes other numbers than the model's own attention.
+    """
+    has_head = is_causal_head(config)
+    model = transformers_checkpoint.load(folder, config, auto_class_of(config), dtype, "eager")
+    decoder = decoder_of(model) if has_head else model
+    trial = short_trial(int(config.vocab_size), context_len)
+    expected = outputs(model, trial, has_head)
+    if expected[0].shape[1] != config.vocab_size and has_head:
+        raise UnsupportedModel(f"{expected[0].shape[1]} logits for a vocabulary of {config.vocab_size}")
+    holder = StepHolder()
+    holder.attach(model)
+    probe = _probed(model, holder, trial.ids[0], context_len)
+    model.set_attn_implementation(PAGED_ATTENTION)
+    paged = TransformersModel(model, decoder, PagedLayers(holder, probe.layers, kernels), context_len)
+    _checked(paged, Subject(probe.ordered(), dtype, kernels, has_head), expected, trial)
+    _check_long(model, decoder, holder, probe, Subject((), dtype, kernels, False), long_trial(config, context_len))
+    return LoadedCausal(paged, probe, transformers_checkpoint.num_bytes(model))
+
+
+def refuse_by_config(config: Any, asked_context: int | None) -> None:
+    """Refuses a model by its config, before its weights are read. Raises UnsupportedModel.
+
+    Args:
+        asked_context: context length in tokens, or None for the model's longest.
+    """
+    name = architecture_of(config)
+    refuse_layer_types(config, name)
+    if not transformers_checkpoint.class_of(auto_class_of(config), config)._can_set_attn_implementation():
+        raise UnsupportedModel(served_config.fixed_attention(name))
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(served_config.encoder_with_decoder(name))
+    if config.sub_configs:
+        raise UnsupportedModel(served_config.several_models(name, config.sub_configs))
+    longest = max_context(config)
+    refuse_sizes(config, min(asked_context or longest, longest), name)
+
+
+def refuse_layer_types(config: Any, name: str) -> None:
+    """Refuses layers whose type may cache something else than keys and values of single tokens. Raises UnsupportedModel."""
+    unknown = served_config.unknown_layers((getattr(config, each, None) for each in TYPE_LISTS), LAYER_TYPES)
+    if unknown:
+        raise UnsupportedModel(served_config.unserved_layers(name, unknown))
+
+
+def refuse_sizes(config: Any, context_len: int, name: str) -> None:
+    """Refuses a block, a rate or a window within the context that is longer than any trial. Raises UnsupportedModel."""
+    for key, size in named_sizes(config):
+        if LONGEST < size < context_len:
+            raise UnsupportedModel(
+                f"{name} names {key} of {size} tokens; attention is checked with {LONGEST} tokens at most. Set context_len to"
+                f" {size} or less."
+            )
+
+
+def named_sizes(config: Any) -> Iterator[tuple[str, int]]:
+    """Yields blocks, compression rates and windows of a config, in tokens, by their keys.
+
+    Windows above LONGEST_WINDOW are left out if transformers describes them by masks.
+    """
+    for key, value in _numbers(config.to_dict(), ""):
+        if size_named(key) and value > 1 and not (key in _MASKED and value > LONGEST_WINDOW):
+            yield key, value
+
+
+def size_named(key: str) -> bool:
+    """Whether the config's key is that of a length in tokens."""
+    words = set(key.split("_"))
+    return bool(words & _SIZES) and not words & (_NO_LENGTHS | _STATE)
+
+
+def _numbers(values: Any, key: str) -> Iterator[tuple[str, int]]:
+    """Yields the integers of a JSON value with their keys. A number in an object under a length's key has both keys."""
+    if isinstance(values, dict):
+        for own, value in values.items():
+            yield from _numbers(value, f"{key}_{own}" if size_named(key) else str(own))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _numbers(value, key)
+    elif isinstance(values, int) and not isinstance(values, bool):
+        yield key, values
+
+
+@dataclass(slots=True)
+class Probe:
+    """Records the layers of one pass, in the order in which they run."""
+
+    context_len: int
+    # by the layer's number in the model
+    layers: dict[int, AttentionLayer] = field(default_factory=dict)
+
+    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, window: int | None) -> None:
+        name = type(module).__name__
+        number = getattr(module, "layer_idx", None)
+        if not isinstance(number, int) or number in self.layers:
+            raise UnsupportedModel(f"{name} is not one attention over one sequence per layer")
+        if not (query.shape[0] == 1 and query.shape[2] == key.shape[2] == value.shape[2]):
+            raise UnsupportedModel(f"{name} attends to other tokens than the prompt's")
+        if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+            raise UnsupportedModel(f"{name} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads")
+        kv = LayerKV(key.shape[1], key.shape[3], value.shape[3])
+        self.layers[number] = AttentionLayer(len(self.layers), kv, self._window(name, mask, window))
+
+    def _window(self, name: str, mask: Any, window: int | None) -> int:
+        """Returns the window, 0 for none. Raises UnsupportedModel for a mask that is not causal."""
+        if mask is None:
+            return window or 0
+        if not isinstance(mask, MaskDescription):
+            raise UnsupportedModel(f"{name} wants a mask of its own making")
+        if not mask.is_causal_window(self.context_len):
+            raise UnsupportedModel(f"{name} wants another mask than a causal one, with or without a sliding window")
+        return mask.window
+
+    def ordered(self) -> Sequence[LayerKV]:
+        """Returns the cache size of each layer, by the index of its pools."""
+        assert [layer.index for layer in self.layers.values()] == list(range(len(self.layers))), "a pool for each layer"
+        return [layer.kv for layer in self.layers.values()]
+
+
+def _probed(model: Any, holder: StepHolder, ids: Tensor, context_len: int) -> Probe:
+    holder.step = probe = Probe(context_len)
+    model.set_attn_implementation(PROBE_ATTENTION)
+    try:
+        model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # modeling code raises errors of any type; the refusal has the reason
+        raise UnsupportedModel(f"{type(model).__name__} cannot run with another attention: {error!r}") from error
+    if not probe.layers:
+        raise UnsupportedModel(f"{type(model).__name__} has no attention layers that can be replaced")
+    return probe
+
+
+def probe(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *_: Any,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    """Records the layer, and returns zeros. query, key, value: [1, heads, tokens, dims] each."""
+    if position_bias is not None:
+        raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to its scores")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedModel(f"{type(module).__name__} looks in both directions")
+    found = step_of(module)
+    assert isinstance(found, Probe)
+    found.record(module, query, key, value, attention_mask, sliding_window)
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+@dataclass(frozen=True, slots=True)
+class MaskDescription:
+    """The description from which transformers would make a layer's mask."""
+
+    # (batch, head, query position, key position) -> bool
+    allows: MaskFunction
+    # positions; 0 for none
+    window: int
+
+    def is_causal_window(self, context_len: int) -> bool:
+        """Whether each position attends to itself and to the positions before it, or to the last `window` of them.
+
+        Checks the first positions, those around the end of the window, and the last one.
+        """
+        assert context_len > 0 and self.window >= 0, "sizes are no negative numbers"
+        keys = torch.arange(context_len)
+        edge = self.window or 1
+        queries = {0, 1, 31, edge - 1, edge, edge + 1, context_len // 2, context_len - 1}
+        return all(self._fits(query, keys) for query in sorted(queries) if query < context_len)
+
+    def _fits(self, query: int, keys: Tensor) -> bool:
+        zero, position = torch.tensor(0), torch.tensor(query)
+        allowed = torch.as_tensor(self.allows(zero, zero, position, keys)).expand(len(keys))
+        expected = (keys <= query) & (keys > query - self.window) if self.window else keys <= query
+        return torch.equal(allowed, expected)
+
+
+def describe_mask(*_: Any, mask_function: MaskFunction, local_size: int | None = None, **__: Any) -> MaskDescription:
+    """Replaces the mask creation of transformers: returns the description of a mask."""
+    return MaskDescription(mask_function, local_size or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The sizes of a model under check."""
+
+    # by the index of their pools
+    layers: Sequence[LayerKV]
+    dtype: torch.dtype
+    kernels: Kernels
+    has_head: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Two prompts, and the way in which their tokens are compared."""
+
+    ids: tuple[Tensor, Tensor]  # int64
+    cut: int  # tokens of the first prompt's first chunk
+    boundaries: tuple[int, ...] = ()  # positions at which a layer's computation may change
+    agreeing: float = 1.0  # share of the tokens whose numbers agree in float32
+
+    @property
+    def steps(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+        """Slots, starts and ends of the rows of each step. A slot is the index of a prompt."""
+        long, short = map(len, self.ids)
+        return (
+            ((0,), (0,), (self.cut,)),
+            ((0, 1), (self.cut, 0), (long - 1, short - 1)),
+            ((0, 1), (long - 1, short - 1), (long, short)),
+        )
+
+    @cached_property
+    def table(self) -> Tensor:
+        """The pages of both prompts, int32[2, pages], shuffled."""
+        width, narrow = (-(-len(ids) // PAGE_SIZE) for ids in self.ids)
+        pages = torch.randperm(width + narrow, generator=torch.Generator().manual_seed(2)).to(torch.int32)
+        table = torch.zeros(2, width, dtype=torch.int32)
+        table[0], table[1, :narrow] = pages[:width], pages[width:]
+        return table
+
+    def pieces(self) -> Iterator[slice]:
+        """Yields the parts of the first prompt that its cut and the boundaries make."""
+        long = len(self.ids[0])
+        edges = sorted({0, long, self.cut, *(each for each in self.boundaries if each < long)})
+        yield from (slice(*pair) for pair in pairwise(edges))
+
+
+def short_trial(vocab_size: int, context_len: int) -> Trial:
+    """Returns the trial of all layers. Raises UnsupportedModel if the prompt exceeds the context."""
+    if context_len < SHORTEST:
+        raise UnsupportedModel(f"a context of {context_len} tokens is too short to check the model with")
+    return Trial(_prompts(vocab_size, SHORTEST, 1), CUT)
+
+
+def long_trial(config: Any, context_len: int) -> Trial:
+    """Returns the trial whose prompt reaches beyond each boundary that the config names, or to the end of the context."""
+    boundaries = tuple(sorted({size for _, size in named_sizes(config) if size <= LONGEST and size < context_len}))
+    tokens = min(context_len, max((LONGER, *(size + BEYOND for size in boundaries))))
+    return Trial(_prompts(int(config.vocab_size), tokens, 3), tokens // 2 - 1, boundaries, AGREEING)
+
+
+def _prompts(vocab_size: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    """int64[tokens] and int64[SHORT]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size, (tokens + SHORT,), generator=generator)
+    return ids[:tokens], ids[tokens:]
+
+
+def outputs(model: Any, trial: Trial, has_head: bool) -> tuple[Tensor, Tensor]:
+    """Computes both prompts with the model's own attention. Returns float32[tokens, vocabulary or hidden size] each."""
+
+    def own(ids: Tensor) -> Tensor:
+        output = model(input_ids=ids[None], use_cache=False)
+        wide: Tensor = (output.logits if has_head else output.last_hidden_state)[0].float()
+        return wide
+
+    return own(trial.ids[0]), own(trial.ids[1])
+
+
+def _check_long(model: Any, decoder: Any, holder: StepHolder, probe: Probe, subject: Subject, trial: Trial) -> None:
+    """Checks the first layers of each kind over many tokens. Leaves the model unchanged, with paged attention."""
+    count = _layers_of_each_kind(probe, getattr(model.config, "layer_types", None) or ())
+    layers = {number: layer for number, layer in probe.layers.items() if number < count}
+    with _first_layers(decoder, count, len(probe.layers)) as is_cut:
+        layers = layers if is_cut else dict(probe.layers)
+        model.set_attn_implementation("eager")
+        expected = outputs(decoder, trial, False)
+        model.set_attn_implementation(PAGED_ATTENTION)
+        paged = TransformersModel(decoder, decoder, PagedLayers(holder, layers, subject.kernels), len(trial.ids[0]))
+        _checked(paged, replace(subject, layers=[layer.kv for layer in layers.values()]), expected, trial)
+
+
+def _layers_of_each_kind(probe: Probe, types: Sequence[str]) -> int:
+    """Returns the smallest number of first layers that contain each kind of attention."""
+    kinds: dict[object, int] = {}
+    for number, layer in sorted(probe.layers.items()):
+        kinds.setdefault((types[number] if number < len(types) else "", layer.window, layer.kv), number)
+    return max(*kinds.values(), 1) + 1
+
+
+@contextmanager
+def _first_layers(decoder: nn.Module, count: int, total: int) -> Iterator[bool]:
+    """Cuts the decoder to its first layers inside the block. Yields False, and cuts nothing, if it finds no list of layers."""
+    found = next(_lists_of_layers(decoder, total), None)
+    if found is None or count >= total:
+        yield False
+        return
+    parent, name, layers = found
+    setattr(parent, name, nn.ModuleList(list(layers)[:count]))
+    try:
+        yield True
+    finally:
+        setattr(parent, name, layers)
+
+
+def _lists_of_layers(decoder: nn.Module, total: int) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
+    """Yields (parent, name, list) for each list of modules whose element i contains the layer with number i."""
+    for parent in decoder.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == total:
+                numbers = [{getattr(module, "layer_idx", None) for module in layer.modules()} for layer in child]
+                if all(number in found for number, found in enumerate(numbers)):
+                    yield parent, name, child
+
+
+def _checked(paged: TransformersModel, subject: Subject, expected: tuple[Tensor, Tensor], trial: Trial) -> None:
+    try:
+        check(paged, subject, expected, trial)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # modeling code raises errors of any type
+        raise UnsupportedModel(f"paged attention does not run in this model: {error!r}") from error
+
+
+def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor], trial: Trial) -> None:
+    """Computes the trial with paged attention. Raises UnsupportedModel if the results differ from `expected`, see outputs()."""
+    pool = allocate(subject.layers, int(trial.table.max()) + 1, PAGE_SIZE, subject.dtype, subject.kernels)
+    ours = [torch.empty_like(own) for own in expected]
+    for slots, starts, ends in trial.steps:
+        spans = list(zip(slots, starts, ends, strict=True))
+        input_ids = torch.cat([trial.ids[slot][start:end] for slot, start, end in spans])
+        assert len(input_ids) == sum(end - start for _, start, end in spans), "a token for every position"
+        model.forward(input_ids, _rows(trial.table, slots, starts, ends), pool)
+        wanted = torch.arange(len(input_ids))
+        computed = (model.logits(wanted) if subject.has_head else model.states(wanted)).float()
+        for (slot, start, end), piece in zip(spans, torch.split(computed, [end - start for _, start, end in spans]), strict=True):
+            ours[slot][start:end] = piece
+    for part in trial.pieces():
+        _compare(ours[0][part], expected[0][part], subject.dtype, trial.agreeing)
+    _compare(ours[1], expected[1], subject.dtype, trial.agreeing)
+
+
+def _rows(table: Tensor, slots: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...]) -> RaggedRows:
+    assert len(slots) == len(starts) == len(ends), "columns of the same rows"
+    assert max(ends) <= table.shape[1] * PAGE_SIZE, "a row has pages for its tokens"
+    pieces = [torch.arange(start, end, dtype=torch.int32) for start, end in zip(starts, ends, strict=True)]
+    pages = [table[slot][piece // PAGE_SIZE].long() for slot, piece in zip(slots, pieces, strict=True)]
+    positions = torch.cat(pieces)
+    assert all(start < end for start, end in zip(starts, ends, strict=True)), "no row is empty"
+    counts = torch.tensor([len(piece) for piece in pieces], dtype=torch.int32)
+    return RaggedRows(
+        page_table=table,
+        slots=torch.tensor(slots, dtype=torch.int32),
+        starts=torch.tensor(starts, dtype=torch.int32),
+        num_tokens=counts,
+        offsets=(counts.cumsum(0) - counts).to(torch.int32),
+        positions=positions,
+        locations=torch.cat(pages) * PAGE_SIZE + positions % PAGE_SIZE,
+        max_context=max(ends),
+    )
+
+
+def _compare(ours: Tensor, own: Tensor, dtype: torch.dtype, agreeing: float) -> None:
+    """Compares outputs, relative to the norm of each token's output. Raises UnsupportedModel.
+
+    In half precision half of the tokens must agree, in float32 a share of `agreeing`, because rounding may make a router
+    choose another expert.
+    """
+    errors = (ours - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-6)
+    error, tolerance = (errors.quantile(agreeing), TOLERANCE) if dtype == torch.float32 else (errors.median(), HALF_TOLERANCE)
+    if not error <= tolerance:
+        raise UnsupportedModel(f"paged attention gives other numbers than the model's own attention (off by {error:.2g} of 1)")
+
+
+AttentionInterface.register(PROBE_ATTENTION, probe)
+
+AttentionMaskInterface.register(PROBE_ATTENTION, describe_mask)
