@@ -1,5 +1,5 @@
 {{/*
-KV memory of a worker on a GPU with known memory. The arithmetic is that of services/worker/exec/memory_budget.py, with 3 GB for
+KV memory of a worker on a GPU with known memory. The arithmetic is that of services/worker/exec/sizing.py, with 3 GB for
 activations, graphs and workspaces, which a worker measures (docs/how-to/kubernetes/sizing.md).
 */}}
 
