@@ -83,7 +83,7 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
         return Part(f"bench-{name}", BENCHMARK, about, limit_s, command, " ".join(flags))
 
     backends = (f"tests/{name}.py" for name in BACKEND_TESTS)
-    memory = ("tests/gpu/test_memory.py", "tests/exec/test_sizing.py")
+    memory = ("tests/gpu/test_memory.py", "tests/exec/test_memory_budget.py")
     return (
         _tests("parity", "tokens and logits against transformers on the device", 180, "tests/gpu/test_parity.py"),
         _tests("waits", "no call that waits for the device", 180, "tests/gpu/test_sync.py"),
