@@ -113,7 +113,7 @@ def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float
 def _state(link: AnyLink, usable: bool, now: float) -> str:
     """Returns the first state that holds, from the least to the most usable one."""
     if link.info is None:
-        return "lost" if link.met else "starting"
+        return "lost" if link.was_connected else "starting"
     states = {
         "draining": link.draining,
         "hung": link.hangs,

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from services.gateway.background.ports import Json, Story
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.choice import Choice, Delta, EarlierOutput
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import GenerationRequest, ModelVersion
@@ -158,7 +158,7 @@ class JournalSink(Sink):
 
     def __init__(
         self,
-        make_story: Callable[[RunningRequest, ModelTexts], Story],
+        make_story: Callable[[RunningRequest, TokenTexts], Story],
         journal: Journal,
         record: Callable[[Json], Awaitable[FinalRecords]],
         stored: Stored,
@@ -193,7 +193,7 @@ class JournalSink(Sink):
     def open(self, running: RunningRequest) -> None:
         self.running = running
 
-    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
         assert self.running is not None
         (choice,) = self.running.choices
         if self._earlier is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import RunningRequest
@@ -37,7 +37,7 @@ class Answers(Protocol):
     def prepare(self, stored: Stored) -> Prepare:
         """Returns a function that prepares the stored request again, with the stored prompt."""
 
-    def story(self, stored: Stored, running: RunningRequest, token_texts: ModelTexts) -> Story:
+    def story(self, stored: Stored, running: RunningRequest, token_texts: TokenTexts) -> Story:
         """Returns the renderer of a stored response. The caller then passes all stored pages to restore()."""
 
     async def record(self, order: BackgroundOrder, response: Json) -> FinalRecords:

@@ -187,7 +187,9 @@ class Dispatcher:
         pool, session = placement.pool, placement.choice.params.session
         if session is not None:
             links = pool.homes()  # also workers that refuse new requests: a session cannot move
-            index = session_home.place(placement.choice.session_id, [link.info.worker_id if link.info else "" for link in links])
+            index = session_home.worker_index(
+                placement.choice.session_id, [link.info.worker_id if link.info else "" for link in links]
+            )
             if index is None or links[index].paused:
                 return False
             self._submit(placement, links[index], SESSION, 0)
@@ -515,8 +517,8 @@ class Dispatcher:
         """Places a choice on another worker, with the output so far, or queues it."""
         choice, tokens = placement.choice, len(placement.choice.output_ids)
         self._metrics.moves.labels(cause, "begun" if tokens else "new").inc()
-        told = fields(**placement.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)
-        logger.info("request moves to another worker", extra=told)
+        about = fields(**placement.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)
+        logger.info("request moves to another worker", extra=about)
         choice.leave_worker()
         if not self._place(placement):
             self._waiting.wait_first(placement)

@@ -79,7 +79,7 @@ class Fleet:
 
     def loads(self) -> list[dict[str, str | int]]:
         """Returns the loads that workers have reported, in the form of SGLang's /get_load."""
-        told = [(link.info, link.load) for link in self.links.values() if link.info is not None and link.load is not None]
+        reported = [(link.info, link.load) for link in self.links.values() if link.info is not None and link.load is not None]
         return [
             {
                 "worker_id": info.worker_id,
@@ -87,7 +87,7 @@ class Fleet:
                 "num_waiting_reqs": load.num_waiting,
                 "num_tokens": load.used_tokens,
             }
-            for info, load in told
+            for info, load in reported
         ]
 
     def pool_of(self, link: AnyLink) -> Pool | None:
@@ -102,7 +102,9 @@ class Fleet:
 
     def may_grow(self) -> bool:
         """Whether a worker may still connect for the first time and add a model: only within YOUNG_S of the start."""
-        return asyncio.get_running_loop().time() < self._young_until and not all(link.met for link in self.links.values())
+        return asyncio.get_running_loop().time() < self._young_until and not all(
+            link.was_connected for link in self.links.values()
+        )
 
     def take_replaced(self) -> list[Pool]:
         """Returns the pools whose name was given to another model since the last call."""

@@ -90,7 +90,7 @@ def reservation_of(link: Link, finish: worker_pb2.Finish, now: float) -> KvReser
     info = link.info
     if info is None or not finish.HasField("room"):
         return None
-    link.kept_until = max(link.kept_until, now + info.kv_hold_ms / 1000)
+    link.reserved_until = max(link.reserved_until, now + info.kv_hold_ms / 1000)
     return KvReservation(link, finish.handle, _source(link, info, finish.room), info.kv_layout)
 
 

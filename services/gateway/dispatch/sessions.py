@@ -10,7 +10,7 @@ import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.routing.session_home import new_session_id, owned_id, place
+from services.gateway.routing.session_home import new_session_id, owned_id, worker_index
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 from services.shared.tls.roles import Role
@@ -77,7 +77,7 @@ class SessionCalls:
 
     async def _call(self, model: str | None, session_id: str, call: Callable[[worker_pb2_grpc.WorkerStub], Awaitable[R]]) -> R:
         workers = self._workers(model)
-        index = place(session_id, [each.worker_id for each in workers])
+        index = worker_index(session_id, [each.worker_id for each in workers])
         if index is None:
             raise session_worker_away(self._retry_after_s)
         address = workers[index].address

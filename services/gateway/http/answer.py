@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import BodyReader, ClientWatch, cut, gone_of, read_body
 from services.gateway.observe.access_log import CUT, ERROR_CODE
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.bodies import ClientGone, RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
@@ -144,7 +144,7 @@ class HttpSink(Sink):
     async def while_preparing(self, work: Awaitable[T]) -> T:
         return await commented(work, self._comment_s, self._comment)
 
-    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
         running = self._request
         self._scope["state"]["model"] = prepared.model.name
         renderer = self._make_renderer(running, int(time.time()), prepared.model.name, texts)

@@ -47,7 +47,7 @@ EVENTS_READ = 100  # most entries per model and call
 BLOCKS_READ = 1000  # approximate number of blocks per call
 START = b"0-0"  # id before the first entry of a stream
 _MAX_DIGITS = 20  # longest generation that is accepted
-GONE_KEPT = 4096  # remembered workers without a lease; the one whose lease ended first is dropped first
+MAX_GONE = 4096  # remembered workers without a lease; the one whose lease ended first is dropped first
 POLL_S = 1.0  # seconds between two readings of the leases
 STALE_S = POLL_S + 2 * TIMEOUT_S  # age in seconds from which the read leases are unknown
 BLOCK_MS = 200  # longest wait for events
@@ -158,7 +158,7 @@ class LeaseTable:
             self._gone.pop(worker, None)
             return True
         self._gone[worker] = self.current.pop(worker)
-        while len(self._gone) > GONE_KEPT:
+        while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
         return True
 

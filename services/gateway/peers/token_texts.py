@@ -12,6 +12,7 @@ import grpc
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.gateway.peers.connection import StreamBroken, answer_of
 from services.gateway.request.errors import unavailable
+from services.gateway.request.generation import ModelInfo
 from services.shared.limits import MAX_TOKEN_TEXTS
 from services.shared.observe.log_fields import fields
 
@@ -37,19 +38,14 @@ class TokenTexts:
         self._stubs = stubs
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
-        self._models: dict[str, ModelTexts] = {}  # by model
+        self._models: dict[str, ModelTexts] = {}  # by model id
         self._calls = 0
 
-    def of_model(self, model: str, tokenizer: str) -> ModelTexts:
-        """Returns the texts of a model. If its tokenizer has changed, they begin with an empty cache.
-
-        Args:
-            model: Id of a served model. Names that clients make up would fill the memory.
-            tokenizer: Fingerprint of the workers' tokenizer.
-        """
-        texts = self._models.get(model)
-        if texts is None or texts.tokenizer != tokenizer:
-            texts = self._models[model] = ModelTexts(self, model, tokenizer)
+    def of_model(self, model: ModelInfo) -> ModelTexts:
+        """Returns the texts of a served model. If its tokenizer has changed, they begin with an empty cache."""
+        texts = self._models.get(model.source)
+        if texts is None or texts.tokenizer != model.tokenizer:
+            texts = self._models[model.source] = ModelTexts(self, model.source, model.tokenizer)
         return texts
 
     async def fetch(self, ids: list[int], model: str) -> list[bytes]:
@@ -87,7 +83,7 @@ class ModelTexts:
     """The token texts of one model and tokenizer, with a cache of at most MAX_REMEMBERED texts."""
 
     def __init__(self, texts: TokenTexts, model: str, tokenizer: str) -> None:
-        self.tokenizer = tokenizer  # fingerprint
+        self.tokenizer = tokenizer  # fingerprint of the workers' tokenizer
         self._texts = texts
         self._model = model
         self._known: dict[int, bytes] = {}  # by id, the oldest first

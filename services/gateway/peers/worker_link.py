@@ -111,8 +111,8 @@ class WorkerLink(Generic[Open]):
         self.ready = True  # discovery allows new requests
         self.retiring = False  # discovery has dropped the address
         self.full_until = 0.0  # the worker's queue was full; valid until its next load, at the latest until this time
-        self.kept_until = 0.0  # time until which the worker may have KV reservations of this stream
-        self.met = False  # the link has been connected
+        self.reserved_until = 0.0  # time until which the worker may have KV reservations of this stream
+        self.was_connected = False  # the link has been connected
         self.open: dict[int, Open] = {}  # by handle
         self.open_tokens = 0  # prompt and output tokens of the open choices
         self.prefetch_tokens = 0  # tokens of the choices of _prefetched, counted at their prefetch
@@ -130,7 +130,7 @@ class WorkerLink(Generic[Open]):
     @property
     def busy(self) -> bool:
         """Whether the stream is needed: choices are open, or KV reservations exist, which end with the stream."""
-        return bool(self.open) or self.kept_until > asyncio.get_running_loop().time()
+        return bool(self.open) or self.reserved_until > asyncio.get_running_loop().time()
 
     @property
     def hangs(self) -> bool:
@@ -243,7 +243,7 @@ class WorkerLink(Generic[Open]):
                 raise StreamBroken("the first message is not a hello")
             self.info = self.last_info = first.hello
             self.model_version = _version_of(self.info)
-            self.load, self.met = None, True
+            self.load, self.was_connected = None, True
             self.draining = False
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
             writer = asyncio.create_task(self._write(call))
@@ -288,7 +288,7 @@ class WorkerLink(Generic[Open]):
             choice.lost(handle, was_sent=handle not in self._submits)
         self.info = self.load = None
         self.open.clear()
-        self.open_tokens, self.prefetch_tokens, self.kept_until = 0, 0, 0.0
+        self.open_tokens, self.prefetch_tokens, self.reserved_until = 0, 0, 0.0
         for unsent in (self._submits, self._aborts, self._prefetched, self._sent_prefetches, self._prefetches, self._pages_ready):
             unsent.clear()
         self._events.on_down(self, orphans)

@@ -61,7 +61,7 @@ class FairLevel(Generic[T]):
     def first(self, counter: Callable[[str], float]) -> tuple[str, int, T] | None:
         """Returns API key, ticket and item of the next item in fair order.
 
-        Of API keys with equal counters, the one whose last turn was the earliest comes first.
+        Of API keys with equal counters, the one that was served the longest ago comes first.
         """
         heap = self._least
         while heap:
@@ -100,11 +100,11 @@ class FairLevel(Generic[T]):
         tickets = sorted((ticket, key) for key, queue in self._queues.items() for ticket in queue)
         return iter([self._queues[key][ticket] for ticket, key in tickets])
 
-    def turn(self, counter: Callable[[str], float]) -> Turn[T]:
-        return Turn(self, counter)
+    def walk(self, counter: Callable[[str], float]) -> Pass[T]:
+        return Pass(self, counter)
 
     def rotate(self, key: str) -> None:
-        """Notes that the API key has had its turn. Other API keys with the same counter come first now."""
+        """Notes that an item of the API key was placed. Other API keys with the same counter come first now."""
         if self._least and self._least[0][2] == key:
             heapq.heapreplace(self._least, (self._least[0][0], self._next_order(), key))
 
@@ -155,7 +155,7 @@ class FairLevel(Generic[T]):
         return self._order
 
 
-class Turn(Generic[T]):
+class Pass(Generic[T]):
     """A pass over a level, as a context manager. Skipped items are set aside until its end, also if the pass raises."""
 
     def __init__(self, level: FairLevel[T], counter: Callable[[str], float]) -> None:
@@ -168,7 +168,7 @@ class Turn(Generic[T]):
     def skip(self, key: str, ticket: int) -> None:
         self._aside.setdefault(key, []).append((ticket, self._level.set_aside(key, ticket)))
 
-    def __enter__(self) -> Turn[T]:
+    def __enter__(self) -> Pass[T]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -196,7 +196,7 @@ class _Account:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place(Generic[T]):
+class _Entry(Generic[T]):
     """An item with its position in the queue."""
 
     item: T
@@ -227,11 +227,11 @@ class FairQueue(Generic[T]):
         self._floor = 0.0  # counter at which API keys begin if the queue is empty
         self._levels: dict[int, FairLevel[T]] = {}  # by priority
         self._priorities: list[int] = []  # keys of _levels, rising
-        self._places: dict[int, _Place[T]] = {}  # by id() of the item
+        self._entries: dict[int, _Entry[T]] = {}  # by id() of the item
         self._tickets = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[T]:
         """Yields the items by falling priority, then in order of arrival."""
@@ -265,42 +265,42 @@ class FairQueue(Generic[T]):
             QueueFull: An item finds the queue full, or an item of this call would have to make way. The queue is unchanged.
             ValueError: An item is in the queue already.
         """
-        if any(id(item) in self._places for item, _, _ in items):
+        if any(id(item) in self._entries for item, _, _ in items):
             raise ValueError("the item is in the queue already")
-        before, displaced = self._tickets, list[_Place[T]]()
+        before, displaced = self._tickets, list[_Entry[T]]()
         floor, counters = self._floor, {key: self.counter(key) for _, key, _ in items}
         try:
             for item, key, priority in items:
-                if len(self._places) >= self._capacity:
+                if len(self._entries) >= self._capacity:
                     displaced.append(self._displace(key, priority))
                     if displaced[-1].ticket > before:
                         raise QueueFull
                 self._tickets += 1
-                self._add(_Place(item, priority, key, self._tickets))
+                self._add(_Entry(item, priority, key, self._tickets))
         except QueueFull:
             for item, _, _ in items:
                 self.remove(item)
             if self._tickets > before:
                 self._take_back(floor, counters)
-            for place in reversed(displaced):  # each was the newest item of its API key
-                if place.ticket <= before:
-                    self._add(place, is_back=True)
+            for entry in reversed(displaced):  # each was the newest item of its API key
+                if entry.ticket <= before:
+                    self._add(entry, is_back=True)
             raise
-        return [place.item for place in displaced]
+        return [entry.item for entry in displaced]
 
     def remove(self, item: T) -> bool:
         """Removes an item. Returns False if it is not in the queue."""
-        place = self._places.get(id(item))
-        if place is None:
+        entry = self._entries.get(id(item))
+        if entry is None:
             return False
-        self._levels[place.priority].take(place.key, place.ticket)
-        self._left(place)
+        self._levels[entry.priority].take(entry.key, entry.ticket)
+        self._left(entry)
         return True
 
     def charge(self, key: str, tokens: float) -> None:
         """Counts prompt or output tokens that were served to an API key, whether it has waiting items or not."""
         account = self._accounts.get(key) or self._new_account(key)
-        if not self._places:
+        if not self._entries:
             self._floor = account.counter = max(account.counter, self._floor)
         account.counter += tokens / self._weight(key)
 
@@ -325,22 +325,22 @@ class FairQueue(Generic[T]):
 
     def _drain_level(self, priority: int, place: Callable[[T], Placed]) -> tuple[int, bool]:
         level, placed, stopped = self._levels[priority], 0, False
-        with level.turn(self.counter) as turn:
-            while not stopped and (head := turn.next()) is not None:
+        with level.walk(self.counter) as walk:
+            while not stopped and (head := walk.next()) is not None:
                 key, ticket, item = head
                 verdict = place(item)
                 if verdict is Placed.PLACED:
                     placed += 1
                     level.rotate(key)
                     level.take(key, ticket)
-                    self._left(self._places[id(item)])
+                    self._left(self._entries[id(item)])
                 elif verdict is Placed.SKIP:
-                    turn.skip(key, ticket)
+                    walk.skip(key, ticket)
                 stopped = verdict is Placed.STOP
         return placed, stopped
 
-    def _displace(self, key: str, priority: int) -> _Place[T]:
-        """Removes an item for a new one and returns its place. Raises QueueFull."""
+    def _displace(self, key: str, priority: int) -> _Entry[T]:
+        """Removes an item for a new one and returns its entry. Raises QueueFull."""
         if not self._priorities or priority < self._priorities[0]:
             raise QueueFull
         lowest = self._priorities[0]
@@ -350,22 +350,22 @@ class FairQueue(Generic[T]):
             mine, theirs = level.waiting(key) + 1, level.waiting(longest) - 1
             if mine / self._weight(key) > theirs / self._weight(longest):
                 raise QueueFull
-        place = self._places[id(level.take_newest(longest))]
-        self._left(place)
-        return place
+        entry = self._entries[id(level.take_newest(longest))]
+        self._left(entry)
+        return entry
 
-    def _add(self, place: _Place[T], is_back: bool = False) -> None:
-        """Adds an item at its place.
+    def _add(self, entry: _Entry[T], is_back: bool = False) -> None:
+        """Adds an item at its position.
 
         Args:
             is_back: The item was removed before; its return does not raise the counter of its API key.
         """
-        self._places[id(place.item)] = place
-        account = self._accounts.get(place.key) or self._new_account(place.key)
+        self._entries[id(entry.item)] = entry
+        account = self._accounts.get(entry.key) or self._new_account(entry.key)
         if not account.waiting and not is_back:
             account.counter = max(account.counter, self._least_waiting())
-        self._activate(account, place.key)
-        self._level(place.priority).add(place.key, place.ticket, place.item, account.counter)
+        self._activate(account, entry.key)
+        self._level(entry.priority).add(entry.key, entry.ticket, entry.item, account.counter)
 
     def _take_back(self, floor: float, counters: Mapping[str, float]) -> None:
         """Restores the counters that arrivals have raised, because these arrivals are undone."""
@@ -383,15 +383,15 @@ class FairQueue(Generic[T]):
             insort(self._priorities, priority)
         return level
 
-    def _left(self, place: _Place[T]) -> None:
+    def _left(self, entry: _Entry[T]) -> None:
         """Updates the state after an item has left its level."""
-        del self._places[id(place.item)]
-        if not len(self._levels[place.priority]):
-            del self._levels[place.priority]
-            self._priorities.remove(place.priority)
-        account = self._accounts[place.key]
+        del self._entries[id(entry.item)]
+        if not len(self._levels[entry.priority]):
+            del self._levels[entry.priority]
+            self._priorities.remove(entry.priority)
+        account = self._accounts[entry.key]
         account.waiting -= 1
-        if not self._places:
+        if not self._entries:
             self._floor = max(self._floor, account.counter)
             self._unlist_all()
 

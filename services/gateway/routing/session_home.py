@@ -15,7 +15,7 @@ from hashlib import blake2b
 _MADE_HERE = re.compile(r"s-[0-9a-f]{32}-([0-9a-f]{8})")
 
 
-def place(session_id: str, worker_ids: Sequence[str]) -> int | None:
+def worker_index(session_id: str, worker_ids: Sequence[str]) -> int | None:
     """Returns the index of the session's worker by rendezvous hashing (Thaler and Ravishankar 1998).
 
     The worker with the highest hash of worker and session wins. If a worker is added or removed, only the sessions that it wins
@@ -36,7 +36,7 @@ def place(session_id: str, worker_ids: Sequence[str]) -> int | None:
 def new_session_id(worker_ids: Sequence[str]) -> str:
     """Returns a new id that names one of the workers, which must not be empty."""
     name = uuid.uuid4().hex
-    index = place(name, worker_ids)
+    index = worker_index(name, worker_ids)
     assert index is not None
     return f"s-{name}-{_mark(worker_ids[index])}"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.placement import Link, Pool
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.bodies import RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError
@@ -36,7 +36,7 @@ class _ProbeSink(Sink):
     def open(self, running: RunningRequest) -> None:
         """The probe needs nothing of it."""
 
-    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
         return True
 
     async def queued(self) -> None:

@@ -194,7 +194,7 @@ class GenerationService:
 
     async def _generate(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> None:
         prepared = await self._prepared(running, call, sink)
-        if not await sink.begin(prepared, self.token_texts.of_model(prepared.model.source, prepared.model.tokenizer)):
+        if not await sink.begin(prepared, self.token_texts):
             return
         self._dispatcher.start(running, call.avoid)
         running.body.close()

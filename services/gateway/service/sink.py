@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.bodies import Gone, RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import AnswerForm, ApiError, Headers
@@ -70,7 +70,7 @@ class Sink(ABC):
         return await work
 
     @abstractmethod
-    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
         """Receives the prepared request; its choices exist, and none is queued.
 
         Returns:
@@ -143,7 +143,7 @@ class Detached(ABC):
 
 
 # running, created (Unix seconds), model, texts
-MakeRenderer = Callable[[RunningRequest, int, str, ModelTexts], Renderer | Detached]
+MakeRenderer = Callable[[RunningRequest, int, str, TokenTexts], Renderer | Detached]
 
 
 class CollectedAnswer(Sink):
@@ -164,7 +164,7 @@ class CollectedAnswer(Sink):
     def open(self, running: RunningRequest) -> None:
         self.running = running
 
-    async def begin(self, prepared: GenerationRequest, texts: ModelTexts) -> bool:
+    async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
         assert self.running is not None
         renderer = self._make_renderer(self.running, int(time.time()), prepared.model.name, texts)
         assert not isinstance(renderer, Detached), "nothing that is collected is computed in the background"

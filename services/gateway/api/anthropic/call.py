@@ -7,7 +7,7 @@ from services.gateway.api.anthropic.translation import chat_request, parse, prom
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.chat import ChatPreparer
 from services.gateway.api.request_body import parse_json
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.bodies import RequestBody
 from services.gateway.request.generation import GenerationRequest
 from services.gateway.request.origin import Origin
@@ -39,5 +39,5 @@ class MessagesCall:
         request = parse(CountTokensRequest, parse_json(body.take()), origin.omit if omits else None)
         return await self._preparer.count(prompt_request(request, omits), origin)
 
-    def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> MessageRenderer:
+    def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: TokenTexts) -> MessageRenderer:
         return MessageRenderer(request, model, self._shows, self._max_tokens)

@@ -16,7 +16,7 @@ import orjson
 
 from services.gateway.api.logprob_forms import ChatLogprobWriter, CompletionLogprobWriter
 from services.gateway.parsers.output_parser import CallArguments, CallStart, Event, Reasoning, Text
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.choice import Choice, ChoiceReader, Delta
 from services.gateway.request.errors import DONE, OPENAI, ApiError
 from services.gateway.request.request import RunningRequest
@@ -80,10 +80,11 @@ def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
 
 
 class ChatRenderer(_ChoicesRenderer):
-    def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
+    def __init__(self, request: RunningRequest, created: int, model: str, token_texts: TokenTexts) -> None:
         kind = "chat.completion.chunk" if request.params.stream else "chat.completion"
         super().__init__(request, kind, "chatcmpl", created, model)
-        self._logprobs = ChatLogprobWriter(request.params, token_texts) if request.params.wants_logprobs else None
+        texts, params = token_texts, request.params
+        self._logprobs = ChatLogprobWriter(params, texts.of_model(request.model)) if params.wants_logprobs else None
         self._began = False
         self._readers: dict[int, ChoiceReader] = {}  # by index
 
@@ -200,10 +201,11 @@ def _call_id() -> str:
 
 
 class CompletionRenderer(_ChoicesRenderer):
-    def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
+    def __init__(self, request: RunningRequest, created: int, model: str, token_texts: TokenTexts) -> None:
         super().__init__(request, "text_completion", "cmpl", created, model)
         shows = request.params.wants_logprobs and request.params.shows_logprobs
-        self._logprobs = CompletionLogprobWriter(request.params, token_texts) if shows else None
+        texts, params = token_texts, request.params
+        self._logprobs = CompletionLogprobWriter(params, texts.of_model(request.model)) if shows else None
 
     async def chunk(self, delta: Delta) -> bytes:
         ids = b""
@@ -240,7 +242,7 @@ class CompletionRenderer(_ChoicesRenderer):
 class EmbeddingRenderer:
     """Renders embeddings, one per input, in the order of the inputs."""
 
-    def __init__(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> None:
+    def __init__(self, request: RunningRequest, _created: int, model: str, _token_texts: TokenTexts) -> None:
         self._request = request
         self._model = model
 

@@ -17,7 +17,7 @@ from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
 from services.gateway.api.responses.translation import chat_request
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.bodies import RequestBody
 from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError, internal
@@ -97,7 +97,7 @@ class BackgroundAnswers:
 
         return prepare
 
-    def story(self, stored: Stored, request: RunningRequest, token_texts: ModelTexts) -> BackgroundStory:
+    def story(self, stored: Stored, request: RunningRequest, token_texts: TokenTexts) -> BackgroundStory:
         """Returns the events of a stored response. They continue after restore() has received the stored ones."""
         order, asked = stored.order, _asked(stored.order)
         response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}

@@ -19,7 +19,7 @@ from services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX
 from services.gateway.api.responses.render import ResponseRenderer, begun
 from services.gateway.api.responses.translation import as_served, chat_request, parse, prompt_request
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.bodies import Hold, RequestBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import GenerationRequest
@@ -67,7 +67,7 @@ class ResponsesCall:
         return await self._preparer.count(prompt_request(self._asked, [*self._before.items, *self._items]), origin)
 
     def renderer(
-        self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts
+        self, request: RunningRequest, created: int, model: str, token_texts: TokenTexts
     ) -> ResponseRenderer | DetachedCall:
         response_id = f"{RESPONSE_PREFIX}{secrets.token_hex(16)}"
         if self._asked.background:

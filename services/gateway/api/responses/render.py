@@ -13,7 +13,7 @@ import orjson
 from services.gateway.api.logprob_forms import ChatLogprobWriter
 from services.gateway.api.responses.output import OutputItems
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request.choice import ChoiceReader, Delta
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import RunningRequest
@@ -30,10 +30,10 @@ _ERROR_CODES = {429: "rate_limit_exceeded"}
 class Draft:
     """A response while it is generated. `response` is complete after finish()."""
 
-    def __init__(self, request: RunningRequest, token_texts: ModelTexts, response: Json, output: OutputItems) -> None:
+    def __init__(self, request: RunningRequest, token_texts: TokenTexts, response: Json, output: OutputItems) -> None:
         self._request = request
         self._output = output
-        self._logprobs = ChatLogprobWriter(request.params, token_texts)
+        self._logprobs = ChatLogprobWriter(request.params, token_texts.of_model(request.model))
         self._reader = ChoiceReader(request.params.parsing)
         # Log probabilities need to know the tokens of the text. Without a parser, all tokens are text.
         self._has_logprobs = request.params.wants_logprobs and request.params.parsing is None
@@ -81,7 +81,7 @@ class ResponseRenderer(HeaderRenderer):
         request: RunningRequest,
         created: int,
         model: str,
-        token_texts: ModelTexts,
+        token_texts: TokenTexts,
         response_id: str,
         asked: ResponsesRequest,
         keep: Keep,

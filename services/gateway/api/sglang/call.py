@@ -16,7 +16,7 @@ from services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of,
 from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import body_fields
 from services.gateway.request.bodies import RequestBody
@@ -89,7 +89,7 @@ class GenerateCall:
         self._forms = [one.form for one in asked]
         return GenerationRequest(model, tuple(named(prompts, rids)), tuple(one.params for one in asked))
 
-    def renderer(self, request: RunningRequest, _created: int, _model: str, token_texts: ModelTexts) -> GenerateRenderer:
+    def renderer(self, request: RunningRequest, _created: int, _model: str, token_texts: TokenTexts) -> GenerateRenderer:
         return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)
 
 
@@ -119,7 +119,7 @@ class EncodeCall:
         params = embedding_generation(request, request.extra_key or "", embedding, fields)
         return GenerationRequest.of(model, named(prompts, rids), params)
 
-    def renderer(self, _request: RunningRequest, _created: int, _model: str, _token_texts: ModelTexts) -> EncodeRenderer:
+    def renderer(self, _request: RunningRequest, _created: int, _model: str, _token_texts: TokenTexts) -> EncodeRenderer:
         return EncodeRenderer(self._many)
 
 

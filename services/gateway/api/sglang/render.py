@@ -15,7 +15,7 @@ import orjson
 from services.gateway.api.logprob_forms import LOWEST, Entry, LogprobSlices, Texts, extend
 from services.gateway.api.sglang.batch import Form
 from services.gateway.api.sglang.sampling import LogprobWish
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import ModelTexts, TokenTexts
 from services.gateway.request.choice import Choice, Delta, Ending
 from services.gateway.request.errors import DONE, OPENAI, ApiError
 from services.gateway.request.request import RunningRequest
@@ -27,10 +27,11 @@ ABORT_MESSAGE = "The request was aborted."
 class GenerateRenderer:
     """Renders the outputs of /generate. Log probabilities have no texts of tokens if `token_texts` is None."""
 
-    def __init__(self, request: RunningRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
+    def __init__(self, request: RunningRequest, many: bool, forms: Sequence[Form], token_texts: TokenTexts | None) -> None:
         self._many = many
         self._request_id = request.request_id
-        self._answers = [_ChoiceText(choice, forms[choice.index // request.params.n], token_texts) for choice in request.choices]
+        texts = None if token_texts is None else token_texts.of_model(request.model)
+        self._answers = [_ChoiceText(choice, forms[choice.index // request.params.n], texts) for choice in request.choices]
 
     async def chunk(self, delta: Delta) -> bytes:
         answer = self._answers[delta.choice.index]

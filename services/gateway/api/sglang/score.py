@@ -21,7 +21,7 @@ from services.gateway.api.prompts import ContextBudget, named, of_many_ids, of_t
 from services.gateway.api.request_body import RID_CHARS, parse_json
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import ScoreRequest
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import RequestBody
 from services.gateway.request.choice import Delta
@@ -93,7 +93,7 @@ class ScoreCall:
         params = score_generation(request, request.extra_key or "", score)
         return GenerationRequest.of(model, named(prompts, rids), params)
 
-    def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> ScoreRenderer:
+    def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: TokenTexts) -> ScoreRenderer:
         return ScoreRenderer(request, model, self._softmax)
 
     async def _prompts(self, scored: Scored, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[PromptInput]:

@@ -108,7 +108,7 @@ def output_parser(formats: OutputFormats, setup: ParserSetup) -> OutputParser:
     """Returns a parser for one output. Harmony's parser always reads reasoning and calls, because both are in its channels."""
     if "harmony" in (formats.tools, formats.reasoning):
         return ReadingParser(harmony.read, harmony.MARKS, setup)
-    if formats == OutputFormats():
+    if formats.tools == formats.reasoning == NONE:
         return PlainText()
     calls, reasoning = CALL_FORMATS[formats.tools], REASONING_FORMATS[formats.reasoning]
     reader = OutputReader(calls, reasoning, formats.reasoning == "think_open")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway.routing.session_home import new_session_id, place
+from services.gateway.routing.session_home import new_session_id, worker_index
 from tests.services.gateway.api.test_sglang import Waiting
 from tests.services.gateway.fakes import CONTEXT_LEN, SERVICERS, FakeWorker
 from tests.services.gateway.system import System, events, wait_until
@@ -26,34 +26,34 @@ class TestPlace:
     @given(NAMES, WORKERS, st.randoms())
     def test_place_is_independent_of_the_order_of_workers(self, name: str, workers: list[str], random: Any) -> None:
         shuffled = random.sample(workers, len(workers))
-        index, other = place(name, workers), place(name, shuffled)
+        index, other = worker_index(name, workers), worker_index(name, shuffled)
         assert index is not None and other is not None
         assert workers[index] == shuffled[other]
 
     @given(NAMES, WORKERS, st.text(min_size=1, max_size=9))
     def test_new_worker_takes_sessions_only_for_itself(self, name: str, workers: list[str], new: str) -> None:
-        index, after = place(name, workers), place(name, [*workers, new])
+        index, after = worker_index(name, workers), worker_index(name, [*workers, new])
         assert index is not None and after is not None
         assert after in (index, len(workers)) or workers[index] == new
 
     def test_sessions_spread_over_workers(self) -> None:
-        places = [place(f"session-{i}", ["a", "b", "c", "d"]) for i in range(400)]
+        places = [worker_index(f"session-{i}", ["a", "b", "c", "d"]) for i in range(400)]
         assert all(70 <= places.count(index) <= 130 for index in range(4))
 
     @given(WORKERS, WORKERS)
     def test_generated_id_stays_with_the_worker(self, workers: list[str], others: list[str]) -> None:
         name = new_session_id(workers)
-        index = place(name, workers)
+        index = worker_index(name, workers)
         assert index is not None
         later = [*others, workers[index]]
-        again = place(name, later)
+        again = worker_index(name, later)
         assert again is not None and later[again] == workers[index]
 
     def test_generated_id_has_no_place_without_the_worker(self) -> None:
-        assert place(new_session_id(["a"]), ["b", "c"]) is None
+        assert worker_index(new_session_id(["a"]), ["b", "c"]) is None
 
     def test_session_has_no_place_without_workers(self) -> None:
-        assert place("session", []) is None
+        assert worker_index("session", []) is None
 
 
 class SessionWorker(FakeWorker):

@@ -253,9 +253,9 @@ class TestLost:
             workers[0].info.kv_hold_ms = 600_000
 
         with system_of(then=configure) as system:
-            assert not system.links[0].kept_until
+            assert not system.links[0].reserved_until
             assert text_of_answer(ask(system)) == ANSWER
-            assert system.links[0].kept_until > 0 and not system.links[0].open
+            assert system.links[0].reserved_until > 0 and not system.links[0].open
 
     def test_request_refused_by_the_prefill_worker_goes_to_the_decode_worker(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:

@@ -22,11 +22,16 @@ from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError
+from services.gateway.request.generation import ModelInfo
 from services.shared.rpc import grpc_server
 from services.tokenizer.refusal import Refusal
 from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, ids_of
 
 WAIT_S = 10.0
+
+
+def model_info(name: str = "", tokenizer: str = "") -> ModelInfo:
+    return ModelInfo(name, 0, 0, source=name, tokenizer=tokenizer)
 
 
 class Detokenizer(FakeDetokenizer):
@@ -303,14 +308,14 @@ class TestDetokenizers:
                     assert answers["one"].address == one and answers["two"].address == two
                     await eventually(lambda: answers["three"].error is not None)
                     texts = TokenTexts(pool.stubs, 0.1, 1)
-                    assert await texts.of_model("two", "v1").of([ord("a")]) == {ord("a"): b"a"}
+                    assert await texts.of_model(model_info("two", "v1")).of([ord("a")]) == {ord("a"): b"a"}
                     with pytest.raises(ApiError):
-                        await texts.of_model("three", "v1").of([ord("a")])
+                        await texts.of_model(model_info("three", "v1")).of([ord("a")])
                     texts = TokenTexts(pool.stubs, WAIT_S, 1)
-                    assert await texts.of_model("two", "v1").of([7]) == {7: b"\x07"}
+                    assert await texts.of_model(model_info("two", "v1")).of([7]) == {7: b"\x07"}
                     second.bytes_of[7] = b"new"
-                    assert await texts.of_model("two", "v1").of([7]) == {7: b"\x07"}
-                    assert await texts.of_model("two", "v2").of([7]) == {7: b"new"}, "ids of another tokenizer"
+                    assert await texts.of_model(model_info("two", "v1")).of([7]) == {7: b"\x07"}
+                    assert await texts.of_model(model_info("two", "v2")).of([7]) == {7: b"new"}, "ids of another tokenizer"
 
         asyncio.run(test())
 
@@ -325,7 +330,7 @@ class TestDetokenizers:
                 async with running(pool.run):
                     pool.set_endpoints(dict.fromkeys(fakes, True))
                     await eventually(lambda: pool.connected() == 2)
-                    asking = asyncio.create_task(texts.of_model("", "").of([ord("a")]))
+                    asking = asyncio.create_task(texts.of_model(model_info("", "")).of([ord("a")]))
                     await eventually(lambda: any(fake.text_calls for fake in fakes.values()))
                     (stays,) = [address for address, fake in fakes.items() if not fake.text_calls]
                     pool.set_endpoints({stays: True})
