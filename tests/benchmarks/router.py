@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gateway.routing.columns import RoutingQuery, WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.policies import Policy, make_policy
+from services.gateway.routing.policies import Policy, RoutingQuery, WorkerColumns, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.index.prefix_index import BLOCK_TOKENS, block_hashes, root_hash, split_hashes
 

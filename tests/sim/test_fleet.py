@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.gateway.routing.columns import WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from services.gateway.routing.policies import WorkerColumns
 from services.sim.core.run.simulation import Simulation, SimulationError
 from services.sim.core.run.time_models import PRESETS
 from services.sim.core.run.worker import HostTimes

@@ -35,7 +35,7 @@ from services.gateway.request.errors import ApiError, internal, unavailable
 from services.gateway.request.generation import ModelVersion
 from services.gateway.request.request import RunningRequest
 from services.gateway.routing import session_home
-from services.gateway.routing.columns import Pick
+from services.gateway.routing.policies import Pick
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 

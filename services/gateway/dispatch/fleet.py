@@ -19,8 +19,9 @@ from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.worker_link import LinkEvents, WorkerLink
 from services.gateway.request.generation import ModelInfo, ModelVersion
 from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
+from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.gateway.routing.fair_queue import FairQueue
-from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make_policy
+from services.gateway.routing.policies import make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer

@@ -12,18 +12,20 @@ from numpy.typing import NDArray
 from rootstock.v1 import worker_pb2
 from services.gateway.peers.worker_link import OpenChoice, WorkerLink
 from services.gateway.request.generation import ModelInfo, ModelVersion
-from services.gateway.routing.columns import (
+from services.gateway.routing.fair_queue import FairQueue
+from services.gateway.routing.policies import (
     HOST_SAVES,
     STORAGE_SAVES,
     Hits,
     Pick,
+    Policy,
     RoutingQuery,
     SharingMeter,
     WorkerColumns,
+    has_free_slot,
     hits_of,
+    pick_prefill,
 )
-from services.gateway.routing.fair_queue import FairQueue
-from services.gateway.routing.policies import Policy, has_free_slot, pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role

@@ -13,9 +13,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from services.gateway.routing.columns import Pick, RoutingQuery, SharingMeter, WorkerColumns, hits_of
 from services.gateway.routing.fair_queue import FairQueue, Placed
-from services.gateway.routing.policies import make_policy, pick_prefill
+from services.gateway.routing.policies import Pick, RoutingQuery, SharingMeter, WorkerColumns, hits_of, make_policy, pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.index.prefix_index import BlockTier, block_hashes, cache_namespace, split_hashes
 from services.sim.core.run.worker import submit_message

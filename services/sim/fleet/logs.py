@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gateway.routing.columns import Pick
+from services.gateway.routing.policies import Pick
 from services.sim.core.run.logs import RequestLog
 from services.worker.core.contracts.messages import Finish
 

@@ -12,7 +12,7 @@ import httpx
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.dispatch.placement import Link, Placement
 from services.gateway.index.mirror import IndexMirror
-from services.gateway.routing.columns import Pick
+from services.gateway.routing.policies import Pick
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.index.prefix_index import lease_key, own_key, workers_key
 from tests.services.gateway.fakes import FakeWorker, ids_of

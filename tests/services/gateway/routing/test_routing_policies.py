@@ -9,12 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.gateway.routing.columns import TRIED_SAVES, Pick, RoutingQuery, WorkerColumns, hits_of
+from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.gateway.routing.policies import (
     REASONS,
-    RoutingConfig,
-    RoutingPolicy,
+    TRIED_SAVES,
+    Pick,
+    RoutingQuery,
+    WorkerColumns,
     has_free_slot,
+    hits_of,
     make_policy,
     rows_with_free_slots,
 )

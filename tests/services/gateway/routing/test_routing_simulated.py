@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from services.gateway.routing.columns import RoutingQuery, WorkerColumns
-from services.gateway.routing.policies import RoutingConfig, make_policy
+from services.gateway.routing.config import RoutingConfig
+from services.gateway.routing.policies import RoutingQuery, WorkerColumns, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.index.prefix_index import BLOCK_TOKENS
 
