@@ -1,7 +1,7 @@
 """The plan of a step: extend rows if there are any, otherwise decode rows, or both if they share a step.
 
 A plan uses only lengths, never the tokens of the step in flight. It advances `computed` and `planned_out`; the commit advances
-the other counters later. docs/design/scheduler.md#which-rows-a-step-has has the rules.
+the other counters later. docs/design/scheduler.md has the rules (#which-rows-a-step-has, #retraction, #new_token_ratio).
 """
 
 from __future__ import annotations

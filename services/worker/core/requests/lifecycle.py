@@ -1,6 +1,7 @@
 """The effects of each move between the queues: allocated and freed memory, columns, events and outputs.
 
-A queued request leaves through `end`, which frees its memory and emits its one terminal output.
+A queued request leaves through `end`, which frees its memory and emits its one terminal output. Most
+moves are events of the trace log. The limits of waiting and running times are here, too.
 """
 
 from __future__ import annotations
