@@ -282,7 +282,7 @@ class Engine:
             assert got == want[: len(got)]
         elif finish.reason is FinishReason.HANDED_OVER:
             assert message.hand_over is not None
-            assert got == want[: given + 1], "it is handed over with its next token"
+            assert got == want[: given + 1], "a handed-over request ends after one new token"
         elif message.session is not None and finish.reason is FinishReason.LENGTH:
             assert got == want[: len(got)], "the session's capacity may cut a turn short"
         else:
@@ -314,7 +314,7 @@ class Engine:
         if self.checked and nodes:
             held = self.executor.coming_kv()[np.concatenate([node.pages for node in nodes])]
             wanted = b"".join(node.key for node in nodes)
-            assert held.tobytes() == wanted, "a cached page holds other tokens than those that lead to it"
+            assert held.tobytes() == wanted, "a cached page has the tokens of its path in the tree"
 
     def _check_index(self, nodes: Sequence[TreeNode]) -> None:
         """Applies the cache events and checks that they give the cached whole blocks."""
@@ -350,20 +350,22 @@ class Engine:
             at = 0
             self.ready += peer.ready
             for handle, count in zip(peer.handles, peer.counts, strict=True):
-                assert handle not in self.finishes, "tokens after the terminal output"
+                assert handle not in self.finishes, "no token follows the terminal output"
                 self.outputs.setdefault(handle, []).extend(peer.tokens[at : at + count])
                 at += count
             assert at == len(peer.tokens)
             for handle, verified in peer.predicted:
                 told = len(self.outputs.get(handle, []))
-                assert verified.right_predicted <= max(told - 1, 0), "what is guessed right is told with its tokens"
+                assert verified.right_predicted <= max(told - 1, 0), (
+                    "accepted predicted tokens are not reported before the tokens themselves"
+                )
                 self.predicted[handle] = verified
             for handle, rows in peer.logprobs:
                 self.logprobs.setdefault(handle, []).extend(row.sampled for row in rows)
             for handle, values in peer.prompt_logprobs:
                 self.prompt_logprobs.setdefault(handle, []).extend(values.values.tolist())
             for finish in peer.finishes:
-                assert finish.handle not in self.finishes, "two terminal outputs"
+                assert finish.handle not in self.finishes, "a request has one terminal output"
                 self.finishes[finish.handle] = finish
                 self._remember_turn(finish)
 

@@ -68,7 +68,7 @@ class Pair:
         """Checks that all pages are free or evictable."""
         for engine in (self.first, self.second):
             memory = engine.core.memory
-            assert memory.num_available == memory.pages.num_pages, "a page is held by nobody"
+            assert memory.num_available == memory.pages.num_pages, "every page is free or evictable"
             assert not len(engine.core.reservations) and not memory.quarantined
 
     def assert_answers_and_ends(self) -> None:
@@ -125,7 +125,7 @@ class Relayed(Pair):
             if holds():
                 return
             self.turn()
-        raise AssertionError("it does not come about")
+        raise AssertionError("the condition did not become true")
 
     def finish(self, handle: int, **params: Any) -> Finish:
         """Runs a request to its end on both workers. begin() has submitted it."""

@@ -28,7 +28,7 @@ class Fault:
 def _faulty(fault: Fault) -> Callable[..., Any]:
     function = inspect.unwrap(fault.function)
     source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(fault.right) == 1, f"{fault.right!r} does not stand once in {function.__qualname__}"
+    assert source.count(fault.right) == 1, f"{function.__qualname__} must contain {fault.right!r} exactly once"
     path = inspect.getsourcefile(function)
     assert path is not None
     made: dict[str, Any] = {}
@@ -59,4 +59,4 @@ def law_broken(fault: Fault, scenario: Callable[[], object]) -> str:
             last = traceback.extract_tb(error.__traceback__)[-1]
             assert Path(last.filename).is_relative_to(PRODUCT), f"{last.filename}: {error}"
             return str(error)
-    raise AssertionError(f"nothing noticed: {fault.name}")
+    raise AssertionError(f"no assertion failed: {fault.name}")

@@ -221,7 +221,7 @@ def test_draft_controller_limits_a_model_when_drafts_are_rejected() -> None:
         world = in_vain(bound_by_weights, by_model)
         world.chances = [1.0] * len(world.chances)
         world.steps(100)
-        assert not world.controller.hears_few, "some were right, one after another"
+        assert not world.controller.hears_few, "several accepted draft tokens in a row end the limit"
 
 
 def test_draft_controller_limits_requests_without_repeated_misses() -> None:
@@ -230,8 +230,8 @@ def test_draft_controller_limits_requests_without_repeated_misses() -> None:
     assert not world.controller.hears_another(heard[:FEW_HEARD])
     assert world.controller.hears_another(heard[1:FEW_HEARD]) and world.controller.hears_another([])
     world.steps(5 * PROBE_EVERY_IN_VAIN)
-    assert world.controller.hears_another(heard), "all of them have been wrong, again and again"
-    assert not world.controller.hears_another([*heard, 0]), "and would cost as much as everybody"
+    assert world.controller.hears_another(heard), "after repeated misses, the limited requests make way for another request"
+    assert not world.controller.hears_another([*heard, 0]), "the limit stays at its number of requests"
 
 
 def test_draft_controller_keeps_the_limit_when_few_drafts_are_accepted() -> None:
@@ -258,7 +258,9 @@ def test_draft_controller_lifts_the_limit_when_drafts_are_accepted_again(rows: i
     for cost in (bound_by_weights, dear_guesses):
         world = in_vain(cost, rows=rows, most=most)
         world.admit([most] * FEW_HEARD + [0] * (rows - FEW_HEARD))
-        assert (world.steps(4 * PROBE_EVERY_IN_VAIN).max(axis=1) > 0).sum() <= 8, "and three to see again what a guess costs"
+        assert (world.steps(4 * PROBE_EVERY_IN_VAIN).max(axis=1) > 0).sum() <= 8, (
+            "at most eight steps draft, three of them to measure the cost of a draft token again"
+        )
         world.chances = [1.0] * rows
         world.steps(100)
         assert not world.controller.hears_few
@@ -273,11 +275,11 @@ def test_draft_controller_limits_a_model_when_steps_stay_crowded() -> None:
         assert not controller.crowded(slots).any()
     assert controller.hears_few
     controller.choose(slots[:2], most)
-    assert not controller.hears_few, "there was room for guesses"
+    assert not controller.hears_few, "a step that is not crowded ends the limit"
     for _ in range(CROWDED):
         controller.crowded(slots)
     controller.rest()
-    assert not controller.hears_few, "all of it ended"
+    assert not controller.hears_few, "an idle worker ends the limit"
 
 
 def test_draft_controller_counts_down_pauses_in_crowded_steps() -> None:

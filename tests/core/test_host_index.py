@@ -45,7 +45,9 @@ def test_host_index_evicts_own_pages_of_a_salt_at_quota() -> None:
     index.put(one[:3], index.take(3, tag_of(one[0])))
     index.touch(one[2:3])
     index.put(one[3:], index.take(1, tag_of(one[0])))
-    assert [key in index for key in one] == [True, False, True, True], "what was not used again, and stood behind another"
+    assert [key in index for key in one] == [True, False, True, True], (
+        "of the pages that were not touched, the one at the end of the prompt is evicted"
+    )
     assert all(key in index for key in other[:3]) and (index.over_quota_total, index.evicted_total) == (1, 1)
 
 
@@ -65,7 +67,7 @@ def test_host_index_keeps_pinned_pages_when_evicting_or_clearing() -> None:
     assert len(first) == 1 and left(index, b"abc") == b"bc"
     index.give_back(first)
     assert index.clear() == 2 and left(index, b"abc") == b""
-    assert len(index.take(3)) == 1, "the others are being read"
+    assert len(index.take(3)) == 1, "pinned pages stay allocated until their reads end"
     index.unpin(pages)
     assert sorted(index.take(3).tolist()) == sorted(pages.tolist())
 
@@ -137,7 +139,7 @@ class UnderAQuota(RuleBasedStateMachine):
             del self.held[key]
         if tag != UNSALTED:
             assert before - len(own) + len(pages) <= QUOTA
-            assert before < QUOTA or len(own) == len(self.gone), "it takes none of another's"
+            assert before < QUOTA or len(own) == len(self.gone), "a salt at its quota evicts only its own pages"
         self.taken.append((tag, pages))
 
     @precondition(lambda self: self.taken)
@@ -217,7 +219,7 @@ class AgainstAModel(RuleBasedStateMachine):
                 self.cold.append(self.cold.pop(0))  # the index moves a pinned page to the end
             del self.cold[0], self.page_of[key]
         if len(taken) < len(keys):
-            assert self.pinned().issuperset(self.page_of.values()), "whoever finds no room has looked at all that is there"
+            assert self.pinned().issuperset(self.page_of.values()), "fewer pages are returned only if all other pages are pinned"
         self.evicted += len(gone)
         self.writing.append((keys[: len(taken)], taken))
 

@@ -9,14 +9,14 @@ from services.worker.core.tiers.rates import Rates
 from tests.core.test_rules_tiers import tiered
 
 PAGE_BYTES, PAGE_SIZE = 1000, 4
-READ_S, COMPUTE_S = 3.0, 4.0  # a page
+READ_S, COMPUTE_S = 3.0, 4.0  # seconds per page
 
 
 class TestLate:
-    def test_lanes_judge_an_operation_alone_when_the_request_stops_waiting(self) -> None:
-        """The second operation is late by itself, but not together with the later pages of its request.
+    def test_lanes_count_no_following_pages_when_the_request_stopped_waiting(self) -> None:
+        """The second operation is late if it is judged without the following pages of its request.
 
-        The first operation ends the request's wait in the same call, so that these pages do not count.
+        The late first operation ends the request's wait in the same call, so these pages do not count.
         """
         rates = Rates(PAGE_BYTES, PAGE_SIZE)
         for tier in (Tier.HOST, Tier.STORAGE):

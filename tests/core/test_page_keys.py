@@ -51,8 +51,10 @@ def test_page_keys_are_unique_for_each_whole_page(ids: list[int]) -> None:
 @given(ids=pages)
 def test_page_keys_differ_by_secret_layout_tree_and_group(other: dict[str, object], ids: list[int]) -> None:
     one, another = ({key[TAG_BYTES:] for key in keys} for keys in (keys_of(ids), keys_of(ids, **other)))  # type: ignore[arg-type]
-    assert not one & another, "not even but for the tag"
-    assert not set(keys_of(ids, tree="")) & set(keys_of(ids, tree="", secret=bytes(SECRET_BYTES))), "without a salt neither"
+    assert not one & another, "keys without their tags differ, too"
+    assert not set(keys_of(ids, tree="")) & set(keys_of(ids, tree="", secret=bytes(SECRET_BYTES))), (
+        "keys without a salt differ, too"
+    )
 
 
 @given(salt=st.text(min_size=1, max_size=12), lora=st.text(max_size=4), ids=pages)

@@ -106,11 +106,11 @@ def test_rates_report_the_saved_share_of_computing() -> None:
         assert known.saves(tier, 100) == pytest.approx(1 - known.reading_s(tier, 100) / 0.16)
     host, storage = known.saves(Tier.HOST, 100), known.saves(Tier.STORAGE, 100)
     assert host is not None and storage is not None and 0 < storage < host < 1
-    assert known.saves(Tier.HOST, 1) < host, "the way there is part of it"  # type: ignore[operator]
+    assert known.saves(Tier.HOST, 1) < host, "the latency reduces the saved share of a short read"  # type: ignore[operator]
     assert rates(1e-5).saves(Tier.HOST, 100) == rates(1e-5).saves(Tier.STORAGE, 100) == 0.0
     before = known.bytes_s(Tier.STORAGE)
     known.saves(Tier.STORAGE, 1)
-    assert known.bytes_s(Tier.STORAGE) == before, "who is told has not asked for it"
+    assert known.bytes_s(Tier.STORAGE) == before, "a report of the saved share is no refused read and leaves the rate unchanged"
 
 
 def test_rates_rise_with_each_refused_read() -> None:
@@ -174,7 +174,7 @@ def test_rates_of_one_slow_remote_worker_leave_others_unchanged() -> None:
         assert known.reading_pays(Tier.PEER, 100, lane) and not known.is_over(Tier.PEER, 100, 0.0, 0, lane)
     assert not known.loses(Tier.PEER, 100)
     known.given_up(Tier.PEER, 1, 10.0, "another")
-    assert known.loses(Tier.PEER, 100), "there is no other one"
+    assert known.loses(Tier.PEER, 100), "no known worker is fast enough"
 
 
 def test_rates_of_a_remote_worker_rise_with_each_refused_read() -> None:
@@ -192,7 +192,7 @@ def test_rates_of_a_remote_worker_follow_recent_reads() -> None:
     known.moved(Tier.PEER, 1, 1e-3, "one")
     assert known.bytes_s(Tier.PEER, "one") == pytest.approx(FADES * PAGE_BYTES / 10 + (1 - FADES) * PAGE_BYTES / 1e-3)
     known.given_up(Tier.PEER, 1, 1e-6, "one")
-    assert known.bytes_s(Tier.PEER, "one") < PAGE_BYTES / 1e-3, "given up early says nothing new"
+    assert known.bytes_s(Tier.PEER, "one") < PAGE_BYTES / 1e-3, "a read that is given up early does not change the rate"
 
 
 def test_rates_forget_remote_workers_beyond_the_limit() -> None:

@@ -59,7 +59,7 @@ def test_table_updates_omit_writes_of_ended_leases() -> None:
         slots, firsts, counts, pages = updates = take()
         for slot, first, count in zip(slots, firsts, counts, strict=True):
             sent.extend((int(slot), place) for place in range(first, first + count))
-        assert len(set(sent)) == len(sent), "in no order"
+        assert len(set(sent)) == len(sent), "no entry is written twice, because the updates of a step have no order"
         assert len(pages) == len(sent)
         sent.clear()
         return updates

@@ -30,19 +30,19 @@ def rooms(pair: Relayed) -> int:
     return len(pair.first.core.reservations)
 
 
-class TestAnnounced:
+class TestAnnouncements:
     @pytest.mark.parametrize("overlap", [True, False])
     def test_prefetch_reads_each_chunk_during_the_next_one(self, overlap: bool) -> None:
         pair = Relayed(overlap=overlap, first={"overlap": overlap})
         pair.begin(0, list(range(74)), max_new_tokens=8)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
-        assert 0 not in pair.first.finishes, "its last chunk is not computed"
+        assert 0 not in pair.first.finishes, "the prefill worker has not computed the last chunk yet"
         finish = pair.finish(0, max_new_tokens=8)
         assert [ready.num_pages for ready in pair.told[0]] == [4, 8, 12, 16]
-        assert sum(pulled(pair.second)) == 18 == pair.second.core.stats().pulled_pages_total, "each page once"
+        assert sum(pulled(pair.second)) == 18 == pair.second.core.stats().pulled_pages_total, "each page is read once"
         assert finish.cached_from == {Tier.DEVICE: 0, Tier.PEER: 72} and computed_tokens(pair.second) <= 3 + 8
         assert pair.second.core.stats().prefetched_pages_total >= 12
-        assert pair.first.core.stats().rooms_total == 1, "one room, which has grown"
+        assert pair.first.core.stats().rooms_total == 1, "a single reservation grows with the prompt"
         pair.assert_all_is_free()
 
     def test_prefetch_reads_only_missing_pages(self) -> None:
@@ -50,7 +50,7 @@ class TestAnnounced:
         pair.answer(1, PROMPT[:24], max_new_tokens=2)
         pair.begin(0, PROMPT, max_new_tokens=2)
         pair.finish(0, max_new_tokens=2)
-        assert [ready.num_pages for ready in pair.told[0]] == [6, 10], "what was cached is announced at once"
+        assert [ready.num_pages for ready in pair.told[0]] == [6, 10], "the six cached pages are announced at once"
         assert sum(pulled(pair.second)) == 10
         pair.assert_all_is_free()
 
@@ -104,7 +104,7 @@ def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | No
     return pair
 
 
-class TestPutBack:
+class TestPreemptedPrompts:
     def test_reservation_stands_while_the_request_is_preempted(self) -> None:
         pair = preempting()
         pair.second.executor.peers.clear()  # no page can be read before the request returns
@@ -123,8 +123,8 @@ class TestPutBack:
         assert pair.first.core.stats().expired_rooms_total == 1 and 1 not in pair.first.finishes
         pair.until(lambda: 0 in pair.first.finishes)
         finish = pair.first.finishes[0]
-        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 10, "it opens once more, whole"
-        assert len(pair.told[0]) == 1, "and is announced no more"
+        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 10, "a new reservation has the whole prompt"
+        assert len(pair.told[0]) == 1, "the new reservation is not announced to the decode worker"
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10 and computed_tokens(pair.second) <= 3 + 4
         pair.assert_all_is_free()
@@ -143,15 +143,19 @@ class TestPutBack:
                 core.reservations.leave_asker((0, 9))
             events = core.take_reservation_events()
             assert events is not None and events.closed == (room,)
-            assert [each.room for each in events.opened] == ([room] if times == 2 else []), "the one that stands"
+            assert [each.room for each in events.opened] == ([room] if times == 2 else []), (
+                "only a reservation that is still open is reported"
+            )
 
     def test_reservation_of_a_waiting_prompt_ends_when_running_requests_need_pages(self) -> None:
         pair = preempting(num_pages=20, before=[5] * 8)
         pair.until(lambda: 1 in pair.first.finishes)
         pair.first.check_answer(1)
         whole = pair.first.finishes[9].room
-        assert whole is not None and pair.first.core.reservations.stands(whole), "what is kept as a whole is not given up"
-        assert rooms(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, "it was ended for them"
+        assert whole is not None and pair.first.core.reservations.stands(whole), "the reservation of a complete prompt stays"
+        assert rooms(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, (
+            "the running request has ended the growing reservation without an expiry"
+        )
         pair.first.abort(9)
         pair.finish(0, max_new_tokens=4)
         pair.assert_all_is_free()
@@ -199,7 +203,7 @@ class TestPutBack:
         pair.assert_all_is_free()
 
 
-class TestEnds:
+class TestReservationEnds:
     @pytest.mark.parametrize("how", ["abort", "front end", "failed step", "flush"])
     def test_reservation_ends_with_the_request_or_the_pages(self, how: str) -> None:
         pair = Relayed(page_moved_s=0.05)
@@ -220,7 +224,7 @@ class TestEnds:
         assert rooms(pair) == 0
         if how == "flush":
             pair.finish(0, max_new_tokens=4)
-            assert pair.second.core.stats().pulled_pages_total == 10, "from the room that was opened once more"
+            assert pair.second.core.stats().pulled_pages_total == 10, "all pages come from the new reservation"
         else:
             for _ in range(20):
                 pair.turn()
@@ -245,7 +249,7 @@ class TestEnds:
         pair.until(lambda: pair.second.core.stats().pulled_pages_total > 0)
         memory = pair.second.core.memory
         pair.second.turn()
-        assert memory.num_available < memory.pages.num_pages and not memory.quarantined, "it is kept"
+        assert memory.num_available < memory.pages.num_pages and not memory.quarantined, "prefetched pages stay pinned"
         if how == "time":
             pair.second.now += 0.5
             pair.second.turn()
@@ -289,14 +293,14 @@ class TestEnds:
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pair.second.core.memory.quarantined))
         pair.second.abort(0)
-        assert pair.second.core.memory.quarantined, "a read is under way"
+        assert pair.second.core.memory.quarantined, "the running read keeps its pages quarantined"
         pair.second.now += 5.0
         pair.second.turn()
         memory = pair.second.core.memory
         assert memory.num_available == memory.pages.num_pages
 
 
-class TestRead:
+class TestPrefetchedPages:
     def test_request_takes_over_running_reads_of_the_prefetch(self) -> None:
         pair = Relayed(page_moved_s=0.04)
         pair.begin(0, PROMPT, max_new_tokens=4)
@@ -374,10 +378,12 @@ class TestRead:
         rate = tiers.rates.bytes_s(Tier.PEER, ADDRESS)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: 0 in pair.first.finishes)
-        assert len(pair.told[0]) == 2 and tiers.rates.bytes_s(Tier.PEER, ADDRESS) == rate, "a look ahead forgives nothing"
+        assert len(pair.told[0]) == 2 and tiers.rates.bytes_s(Tier.PEER, ADDRESS) == rate, (
+            "a refused prefetch leaves the rate unchanged"
+        )
         pair.finish(0, max_new_tokens=4)
         assert not pulled(pair.second)
-        assert rate < tiers.rates.bytes_s(Tier.PEER, ADDRESS) < rate * 1.2, "the request's own does"
+        assert rate < tiers.rates.bytes_s(Tier.PEER, ADDRESS) < rate * 1.2, "a refused read of the request raises the rate"
 
     def test_prefetches_of_one_prompt_read_each_page_once(self) -> None:
         pair = Relayed(page_moved_s=0.02)

@@ -146,7 +146,7 @@ class TestWeights:
         engine.submit(2, [1] * 30, session=SessionTurn("never"), max_new_tokens=2)
         engine.turn()
         assert "was forgotten" in engine.finishes[1].message and "is not open here" in engine.finishes[2].message
-        assert engine.open_session("chat"), "the name is free"
+        assert engine.open_session("chat"), "the name of the forgotten session can be used again"
 
 
 class TestRetune:
@@ -217,7 +217,7 @@ class TestRetune:
     def test_retune_changes_the_limit_of_running_requests(self) -> None:
         engine = make()
         engine.control.retune({"max_running_requests": 2})
-        assert engine.core.stats().max_running_requests == 2, "as it is, and not as it began"
+        assert engine.core.stats().max_running_requests == 2, "statistics report the present limit, not the one from the start"
         for handle in range(6):
             engine.submit(handle, [handle] * 4, max_new_tokens=30, ignore_eos=True)
         for _ in range(4):
@@ -288,7 +288,7 @@ class TestStats:
         assert stats.pages_free + stats.pages_cached + stats.pages_leased == engine.config.num_pages
 
 
-MOST = (1 << 63) - 1  # largest integer on the wire
+MOST = (1 << 63) - 1  # largest int64, the type of tunables in the messages
 MOST_S = 1e300
 
 
@@ -379,7 +379,7 @@ class TestEndsOfRanges:
         assert retuned(schedule_conservativeness=conservativeness).core.stats().new_token_ratio == pytest.approx(ratio)
 
     @pytest.mark.parametrize(("size", "steps"), [(0, 1), (-1, 1), (4, 25), (MOST, 1)])
-    def test_chunk_size_cuts_a_prompt_or_not(self, size: int, steps: int) -> None:
+    def test_chunked_prefill_size_cuts_a_prompt_except_at_0(self, size: int, steps: int) -> None:
         engine = retuned(chunked_prefill_size=size)
         engine.submit(0, range(100), max_new_tokens=1)
         engine.drain()
@@ -403,11 +403,11 @@ class TestEndsOfRanges:
             ({"max_extend_steps": 0, "adaptive_chunk_s": 0.0}, "EEEEEEE"),
         ],
     )
-    def test_prompts_give_way_to_decode_rows_or_not(self, changes: dict[str, Any], seen: str) -> None:
+    def test_max_extend_steps_lets_decode_rows_run_except_at_0(self, changes: dict[str, Any], seen: str) -> None:
         assert seen in modes(retuned(chunked_prefill_size=16, **({"adaptive_chunk_rows": 0} | changes)))
 
     @pytest.mark.parametrize(("rows", "longest"), [(0, 16), (1, 8), (MOST, 12)])
-    def test_decode_rows_shorten_chunks_or_not(self, rows: int, longest: int) -> None:
+    def test_adaptive_chunk_rows_shortens_chunks_except_at_0(self, rows: int, longest: int) -> None:
         engine = retuned(chunked_prefill_size=16, adaptive_chunk_rows=rows, adaptive_chunk_s=0.0)
         modes(engine)
         assert max(int(plan.num_tokens.max()) for plan in engine.plans) == longest
@@ -422,7 +422,7 @@ class TestEndsOfRanges:
 
     @pytest.mark.parametrize("name", ["waiting_timeout_s", "running_timeout_s"])
     @pytest.mark.parametrize(("seconds", "error"), [(0.0, ErrorCode.NONE), (0.001, ErrorCode.TIMEOUT), (MOST_S, ErrorCode.NONE)])
-    def test_timeout_ends_a_request_or_not(self, name: str, seconds: float, error: ErrorCode) -> None:
+    def test_timeout_ends_a_waiting_request_except_at_0(self, name: str, seconds: float, error: ErrorCode) -> None:
         engine = retuned(max_running_requests=1, **{name: seconds})
         for handle in range(2):
             engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)
@@ -455,7 +455,7 @@ class TestEndsOfRanges:
         assert engine.finishes[0].error is ErrorCode.NONE
 
     @pytest.mark.parametrize(("every", "is_retracted"), [(0, False), (1, True), (MOST, False)])
-    def test_requests_are_retracted_or_not(self, every: int, is_retracted: bool) -> None:
+    def test_retract_interval_retracts_requests_except_at_0(self, every: int, is_retracted: bool) -> None:
         engine = retuned(retract_interval=every)
         for handle in range(3):
             engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)

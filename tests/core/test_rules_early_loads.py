@@ -1,4 +1,4 @@
-"""Rules for host loads whose fact precedes their last bytes (docs/design/scheduler.md#operations-and-facts)."""
+"""Rules for host loads whose fact arrives before their last bytes (docs/design/scheduler.md#operations-and-facts)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.core.test_scheduler_properties import check_run
 
 
 def early(told_ahead_s: float, page_moved_s: float, numbers: int = 1, **changes: Any) -> Engine:
-    """Returns an engine in which only the host has the pages of some prompts, nine pages each."""
+    """Returns an engine in which only the host tier has the pages of some prompts, nine pages each."""
     engine = cold(roomy(page_moved_s=0.0, **changes), *(prompt(number) for number in range(numbers)))
     engine.executor.told_ahead_s = told_ahead_s
     engine.executor._time = TimeModel(per_page_moved=page_moved_s)
@@ -39,14 +39,14 @@ def test_pages_of_an_early_load_are_awaited_when_reused() -> None:
     for number in (1, 2):
         begin(engine, number, prompt(number))
     turns(engine, 10)
-    assert engine.now < began + 0.5, "the load takes nine tenths of a second"
+    assert engine.now < began + 0.5, "the load, which takes 0.9 s, is not complete yet"
     assert any(np.isin(plan.table_pages, load.pages).any() for plan in engine.plans[before:])
     engine.drain()
     check_run(engine)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "while it comes"])
-def test_next_load_has_the_turn_when_the_early_load_is_complete(later: bool) -> None:
+def test_next_load_begins_when_the_early_load_is_complete(later: bool) -> None:
     """Each load takes 1.8 s, and its fact comes 1.7 s before its end. Computing would be faster after 0.2 s."""
     engine = early(1.7, 0.2, numbers=2)
     began = engine.now
@@ -58,7 +58,7 @@ def test_next_load_has_the_turn_when_the_early_load_is_complete(later: bool) -> 
     computing_takes(engine, 6e-3)
     turns(engine, 120)
     assert engine.now < began + 1.8 and engine.core.stats().given_up_operations_total == 0
-    assert engine.core.stats().num_importing == 1, "it waits behind the first one's last bytes"
+    assert engine.core.stats().num_importing == 1, "the second load waits for the last bytes of the first one"
     engine.drain()
     assert engine.finishes[1].cached_from[Tier.HOST] == 36
     check_run(engine)
@@ -75,7 +75,7 @@ def test_rates_ignore_steps_during_an_early_load(monkeypatch: pytest.MonkeyPatch
     for _ in range(20):
         if tiers.rates.bytes_s(Tier.HOST) == before:
             engine.turn()
-    assert len(computed) > 3 and engine.core.stats().num_running == 1, "a step was in flight when it was there"
+    assert len(computed) > 3 and engine.core.stats().num_running == 1, "a step was in flight when the load was complete"
     assert not any(extended or seconds for extended, seconds in computed)
     assert tiers.rates.bytes_s(Tier.HOST) < before
     turns(engine, 2)

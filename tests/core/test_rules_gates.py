@@ -17,7 +17,7 @@ from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of
 
-MAX_PASSES = 8  # passes without commit of the shared prefix after which a wait ends
+MAX_PASSES = 8  # a wait ends after this many passes in which no further part of the shared prefix was computed
 
 
 def wide(overlap: bool = True, **changes: Any) -> Engine:
@@ -30,10 +30,7 @@ def prompt(prefix: int, tail: int, shared: int = 64) -> list[int]:
 
 
 def admitted(engine: Engine) -> list[list[int]]:
-    """Returns the requests that begin in each plan, by their last prompt token less 500.
-
-    The tails of prompt() distinguish requests.
-    """
+    """Returns the handles of the requests that begin in each plan. A prompt ends with 500 + its request's handle."""
     out = []
     for plan in engine.plans:
         ends = plan.num_tokens[: plan.num_extend].cumsum() - 1
@@ -43,7 +40,7 @@ def admitted(engine: Engine) -> list[list[int]]:
     return out
 
 
-class TestOfAPrefixThatIsBeingComputed:
+class TestPrefixGate:
     @pytest.mark.by_day(one_in=3, seed=20)
     @each_value(policy=list(SchedulePolicy), overlap=[True, False])
     def test_prefix_gate_admits_pairs_in_three_steps(self, overlap: bool, policy: SchedulePolicy) -> None:
@@ -65,7 +62,7 @@ class TestOfAPrefixThatIsBeingComputed:
         assert admitted(engine) == [[0, 2, 4]]
 
     @pytest.mark.parametrize("end", ["abort", "retract"])
-    def test_prefix_gate_frees_a_request_when_the_extend_ends(self, end: str) -> None:
+    def test_prefix_gate_ends_the_wait_when_the_extend_ends(self, end: str) -> None:
         engine = wide()
         for handle in range(2):
             engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
@@ -85,7 +82,7 @@ class TestOfAPrefixThatIsBeingComputed:
         for handle in engine.finishes:
             engine.check_answer(handle)
 
-    def test_prefix_gate_frees_a_request_when_the_shared_part_is_committed(self) -> None:
+    def test_prefix_gate_ends_the_wait_when_the_shared_part_is_committed(self) -> None:
         """A prompt of 160 tokens has chunks of 64. The second request shares 112 tokens, which are all but the last chunk."""
         engine = wide(chunked_prefill_size=64, max_extend_steps=0)
         engine.submit(0, [1] * 112 + [2] * 47 + [500], max_new_tokens=4, ignore_eos=True)
@@ -96,7 +93,7 @@ class TestOfAPrefixThatIsBeingComputed:
         assert engine.finishes[1].cached_tokens == 112
         check_run(engine)
 
-    def test_prefix_gate_frees_a_request_after_eight_passes_without_progress(self) -> None:
+    def test_prefix_gate_ends_the_wait_after_eight_passes_without_progress(self) -> None:
         """More urgent requests with the same prefix arrive repeatedly and are aborted before the commit of their step."""
         engine = wide(enable_priority_scheduling=True)
         engine.submit(1000, prompt(1, 0), max_new_tokens=4, ignore_eos=True)
@@ -126,7 +123,7 @@ class TestOfAPrefixThatIsBeingComputed:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("eviction", [EvictionPolicy.LRU, EvictionPolicy.LFU])
     def test_prefix_gate_leaves_the_tree_unchanged(self, eviction: EvictionPolicy) -> None:
-        """The checks pass a node with an extend, and their hits end inside of another node."""
+        """The gate's look-ups split no node, although their hits end within a node."""
         engine = wide(eviction_policy=eviction, max_extend_steps=0)
         engine.submit(0, [1] * 40 + [2] * 40, max_new_tokens=1)
         engine.drain()
@@ -142,8 +139,8 @@ class TestOfAPrefixThatIsBeingComputed:
         assert [(node, node.stamp, node.hits, len(node.pages)) for node in nodes] == before
 
 
-class TestOvertaken:
-    """The second request waits for the prefix of the first one. A third request with many chunks begins during this wait."""
+class TestWaitBehindALaterRequest:
+    """Request 1 waits for the prefix of request 0. Request 2, which has many chunks, begins during this wait."""
 
     @staticmethod
     def start(**changes: Any) -> Engine:
@@ -155,7 +152,7 @@ class TestOvertaken:
             engine.turn()
         return engine
 
-    def test_freed_request_precedes_the_next_chunk_of_a_later_request(self) -> None:
+    def test_request_precedes_the_next_chunk_of_a_later_request_after_its_wait(self) -> None:
         engine = self.start()
         plan = engine.plans[2]
         assert plan.num_tokens.tolist()[: plan.num_extend] == [16, 112]
@@ -164,7 +161,7 @@ class TestOvertaken:
         assert engine.finishes[1].cached_tokens == 64
         check_run(engine)
 
-    def test_freed_request_waits_when_a_started_extend_needs_the_pages(self) -> None:
+    def test_request_waits_when_a_started_extend_needs_the_pages(self) -> None:
         engine = self.start(num_pages=174)
         assert engine.core.queues.by_key[0, 1].phase is Phase.WAITING
         engine.drain()
@@ -172,10 +169,10 @@ class TestOvertaken:
         check_run(engine)
 
     @pytest.mark.parametrize("tail", [4, 40])
-    def test_freed_request_may_wait_for_another_extend(self, tail: int) -> None:
-        """The request shares a beginning with the first request and more tokens with the second one.
+    def test_request_waits_for_second_prefix_after_the_first_is_computed(self, tail: int) -> None:
+        """Requests 0, 1 and 2 share 64 tokens, and requests 1 and 2 share 128.
 
-        It is freed twice while the fourth request extends.
+        Request 2 waits for request 0, then for request 1. Request 3 extends during both waits.
         """
         engine = wide(chunked_prefill_size=128, adaptive_chunk_rows=0)
         first, second = [1] * 64, [1] * 64 + [3] * 64
@@ -186,21 +183,21 @@ class TestOvertaken:
         check_run(engine)
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_freed_request_waits_for_an_extend_of_the_same_pass(self, overlap: bool) -> None:
-        """The row of that extend may be in flight or not."""
+    def test_request_waits_for_longer_prefix_of_the_same_pass(self, overlap: bool) -> None:
+        """Request 2 stops waiting for request 0 in the pass that admits request 1, with which it shares 464 tokens."""
         engine = wide(overlap, chunked_prefill_size=128, adaptive_chunk_rows=0, max_extend_steps=1)
         shared = [1] * 64 + [3] * 400
         for handle, ids in enumerate([[1] * 64 + [5] * 40, shared + [6] * 2, shared + [7] * 2, [2] * 700]):
             engine.submit(handle, ids, max_new_tokens=4, ignore_eos=True)
         engine.drain()
-        assert 464 - engine.finishes[2].cached_tokens < 32, "what is left when it looks again is not worth a wait"
+        assert 464 - engine.finishes[2].cached_tokens < 32, "the request waits unless fewer than 32 shared tokens are uncached"
         check_run(engine)
 
 
-class TestWhatIsKeptForOneThatWaits:
-    """The second of two urgent requests waits for the prefix of the first one.
+class TestMemoryOfAHeldRequest:
+    """Request 1 waits for the prefix of request 0. Both are urgent.
 
-    Less urgent requests must leave it the memory that it needs.
+    The less urgent request 2 must leave the memory that request 1 needs.
     """
 
     @staticmethod
@@ -243,7 +240,7 @@ class TestWhatIsKeptForOneThatWaits:
         check_run(engine)
 
 
-class TestAContextThatHasOutgrownThePool:
+class TestPoolGate:
     def test_pool_gate_rejects_a_request_larger_than_the_pool(self) -> None:
         engine = make(num_pages=8, max_running_requests=2)
         engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
@@ -282,7 +279,9 @@ def watch(engine: Engine) -> None:
             hit = core.memory.peek(request.namespace, request.kv.token_key, request.prefix_limit())[1]
             most, waited = seen.get(request.seq, (-1, 0))
             seen[request.seq] = (hit, 1) if hit > most else (most, waited + 1)
-            assert seen[request.seq][1] <= MAX_PASSES, f"request {request.request_id} is passed over for ever"
+            assert seen[request.seq][1] <= MAX_PASSES, (
+                f"request {request.request_id} is held for more than {MAX_PASSES} passes without a longer hit"
+            )
 
     gate.end_pass = look
 
@@ -294,7 +293,7 @@ def test_prefix_gate_skips_no_request_more_than_eight_times_without_progress(
 ) -> None:
     """Urgent requests with a shared prefix arrive repeatedly.
 
-    The share `aborts` of them is aborted before the prefix is computed.
+    A request is aborted with the probability `aborts` before its prefix is computed.
     """
     rng = random.Random(seed)
     engine = Engine(config, overlap)

@@ -28,7 +28,9 @@ class TestGate:
         engine.drain()
         engine.check_answer(0)
         stats = engine.core.stats()
-        assert (stats.grammars_total, stats.grammar_hits_total, stats.grammar_aborts_total) == (1, 0, 0), "waiting is no hit"
+        assert (stats.grammars_total, stats.grammar_hits_total, stats.grammar_aborts_total) == (1, 0, 0), (
+            "a wait for the compilation is no cache hit"
+        )
 
     def test_grammar_gate_delays_no_other_request(self) -> None:
         engine = make(max_running_requests=1)
@@ -113,7 +115,9 @@ class TestMasks:
         masked_slot = next(params.slot for plan in engine.plans for params in plan.admitted if params.params.grammar)
         masked = {slot for plan in engine.plans for slot in plan.slots[plan.mask_rows].tolist()}
         assert masked == {masked_slot}
-        assert all(plan.sample[plan.mask_rows].all() for plan in engine.plans), "no mask for a chunk that is not the last"
+        assert all(plan.sample[plan.mask_rows].all() for plan in engine.plans), (
+            "only sampled rows have a mask, so chunks before the last one have none"
+        )
         engine.check_answer(0)
         engine.check_answer(1)
 

@@ -61,7 +61,9 @@ def test_jump_takes_an_eager_step_only_when_that_saves_time(overlap: bool) -> No
     dear = run({**narrow, "eager_step_cost": 6.0}, overlap)
     assert [plan.num_extend for plan in forced_steps(cheap)] == [plan.num_extend for plan in forced_steps(run({}, overlap))]
     assert not all(replayed(cheap)) and all(replayed(dear))
-    assert all(plan.num_tokens.max() == 1 for plan in forced_steps(dear)), "one token a step, as if it were sampled"
+    assert all(plan.num_tokens.max() == 1 for plan in forced_steps(dear)), (
+        "forced tokens are computed one per step, like sampled tokens"
+    )
 
 
 def test_jumps_of_several_rows_share_the_cost_of_an_eager_step() -> None:
@@ -72,7 +74,9 @@ def test_jumps_of_several_rows_share_the_cost_of_an_eager_step() -> None:
 def test_jump_fills_the_rows_of_a_small_graph() -> None:
     engine = run({"graph_rows": 8, "graph_rereads": 10_000, "eager_step_cost": 9.0}, jumping=1, plain=2)
     assert all(replayed(engine)) and max(int(plan.num_tokens.sum()) for plan in forced_steps(engine)) == 8
-    assert [int(plan.num_tokens[0]) for plan in forced_steps(engine)] == [6, 6, 4], "a run of 16"
+    assert [int(plan.num_tokens[0]) for plan in forced_steps(engine)] == [6, 6, 4], (
+        "the graph's free rows take 6, 6 and 4 of the 16 forced tokens"
+    )
 
 
 def test_jump_takes_an_eager_step_when_rereading_costs_more() -> None:
@@ -90,7 +94,7 @@ def test_jump_is_computed_at_once_when_a_prompt_shares_the_step() -> None:
     assert engine.plans[-1].num_tokens.tolist() == [1]
     engine.submit(1, [2] * 4, max_new_tokens=4)
     engine.turn()
-    assert engine.plans[-1].num_tokens.max() > 4, "the rest of its run beside the prompt, whose step is no graph's"
+    assert engine.plans[-1].num_tokens.max() > 4, "a step with a prompt uses no graph, so it takes the rest of the forced tokens"
     engine.drain()
     engine.check_answer(0)
     engine.check_answer(1)

@@ -35,7 +35,9 @@ def test_draft_tokens_of_a_prediction_are_counted_once(overlap: bool, retract_in
         engine.check_answer(0)
         verified = engine.finishes[0].verified
         assert engine.predicted == {0: verified} and not told.predicted
-        assert verified.accepted == NEW_TOKENS - sampled_runs(engine), "all but one of each run were guessed"
+        assert verified.accepted == NEW_TOKENS - sampled_runs(engine), (
+            "all tokens of a verification but the last are draft tokens"
+        )
         assert verified.accepted >= verified.right_predicted
         assert (verified.right_predicted > 0) == (len(wrong) < NEW_TOKENS)
         assert (verified.predicted > verified.right_predicted) == (len(wrong) > 0)
@@ -52,7 +54,9 @@ def test_draft_tokens_after_the_end_are_not_counted() -> None:
     engine.drain()
     engine.check_answer(0)
     verified = engine.finishes[0].verified
-    assert (verified.rows, verified.drafted, verified.accepted) == (3, 9, 6), "1 + 4 + 4 tokens, and the one that ends it"
+    assert (verified.rows, verified.drafted, verified.accepted) == (3, 9, 6), (
+        "the prompt gives 1 token, two steps give 4 each, and the last step gives the stop token"
+    )
     assert (verified.predicted, verified.right_predicted) == (9, 6)
 
 

@@ -18,7 +18,7 @@ def computing_takes(engine: Engine, token_s: float) -> None:
     tiers.rates.computed(1000, 0, 1000 * token_s)
 
 
-class TestWhetherItPays:
+class TestLateImports:
     def late(self, page_moved_s: float = 5.0) -> Engine:
         """Returns an engine whose request 0 waits for nine pages. The time of computing is known."""
         engine = roomy(page_moved_s=0.0)
@@ -31,7 +31,7 @@ class TestWhetherItPays:
         assert quarantined(engine) == 9
         return engine
 
-    def test_late_import_is_abandoned_and_the_rest_is_computed(self) -> None:
+    def test_late_import_is_abandoned_and_missing_pages_are_computed(self) -> None:
         engine = self.late()
         while not engine.finishes.get(0):
             engine.turn()
@@ -55,7 +55,7 @@ class TestWhetherItPays:
         assert engine.finishes[0].cached_tokens == engine.finishes[1].cached_tokens == 36
 
     def test_import_begins_when_a_step_has_failed(self) -> None:
-        """The operation has its turn when the step has ended in any way, and no further step follows."""
+        """The operation waits for the running step. It begins although the step fails and no further step is planned."""
         engine = roomy(page_moved_s=0.0)
         ask(engine, 1000, prompt(0))
         engine.control.flush_cache()
@@ -123,9 +123,9 @@ class TestWhetherItPays:
         assert TraceKind.IMPORTING not in [event.kind for event in engine.control.trace("r1")]
 
 
-class TestRoom:
+class TestPoolLimits:
     def test_pins_are_released_before_a_retraction(self) -> None:
-        """Two requests finally use 16 pages each. Nine of 40 pages were imported for a request that finds no slot."""
+        """The pool has 40 pages. Two requests grow to 16 pages each. Nine pages are imported for a request without a slot."""
         engine = cold(roomy(num_pages=32, max_running_requests=2), prompt(0))
         for handle in (1, 2):
             begin(engine, handle, prompt(handle, 16), 48)
@@ -147,7 +147,7 @@ class TestRoom:
         check_run(engine)
 
     def test_request_does_not_end_while_an_operation_may_free_pages(self) -> None:
-        """The request finally needs 16 of 20 pages, of which an operation has nine for an aborted request."""
+        """The request grows to 16 of 20 pages. An operation still has nine pages for an aborted request."""
         for prompt_tokens in (16, 60):
             engine = cold(roomy(num_pages=20, page_moved_s=0.3), prompt(0))
             begin(engine, 0, prompt(0))

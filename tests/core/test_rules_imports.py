@@ -1,4 +1,4 @@
-"""Rules for imports: the requests that wait for pages of another tier, and the pages if the request ends."""
+"""Rules for imports: which requests wait for pages of another tier, and what happens to the pages if the request ends."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TestSharing:
         check_run(engine)
 
 
-class TestWhoLeaves:
+class TestAbortedRequests:
     def test_pages_stay_quarantined_until_the_fact_when_the_request_is_aborted(self) -> None:
         for pages in (9, 4, 0):  # pages that are moved
             engine = importing()
@@ -194,7 +194,7 @@ class TestWhoLeaves:
         assert (TraceKind.IMPORTING, 36) in told and (TraceKind.IMPORTED, 36) in told and (TraceKind.ADMITTED, 36) in told
 
 
-class TestWhatFails:
+class TestFailedImports:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("kind", [LOAD, FETCH])
     def test_import_without_pages_only_delays_the_request(self, kind: OperationKind) -> None:
@@ -225,7 +225,7 @@ class TestWhatFails:
         assert len(moved(engine, LOAD)) <= 2
 
 
-class TestWhileOthersRest:
+class TestIdleTurns:
     def test_paused_scheduler_plans_operations_without_rows(self) -> None:
         engine = cold(roomy(), prompt(0))
         engine.control.pause(PauseMode.IN_PLACE, engine.now)
@@ -247,7 +247,7 @@ class TestWhileOthersRest:
         assert all(plan.operations for plan in engine.plans if plan.mode is ForwardMode.IDLE)
 
 
-class TestWhoImports:
+class TestImportingRequests:
     @pytest.mark.parametrize(
         ("params", "pages"),
         [

@@ -59,7 +59,7 @@ def test_block_moves_through_the_tiers(page_size: int) -> None:
     ask(engine, 0, prompt(0))
     whole = (257 // page_size * page_size) // 64
     names = names_of(prompt(0))[:whole]
-    assert engine.index == set(names) and not engine.below, "it is told of where it is fastest"
+    assert engine.index == set(names) and not engine.below, "a block is reported in its fastest tier only"
     engine.control.flush_cache()
     engine.check()
     assert not engine.index and engine.below == dict.fromkeys(names, BlockTier.HOST)
@@ -135,7 +135,7 @@ def test_blocks_of_a_shared_storage_are_not_reported(monkeypatch: pytest.MonkeyP
     assert len(engine.below) == 4 and set(engine.below.values()) == {BlockTier.HOST}
     engine.control.flush_tiers((Tier.HOST,))
     engine.check()
-    assert not engine.below and ask(engine, 1, prompt(0))[Tier.STORAGE] == 256, "it is there"
+    assert not engine.below and ask(engine, 1, prompt(0))[Tier.STORAGE] == 256, "the shared storage has the pages"
 
 
 def test_replaced_weights_forget_all_blocks() -> None:
@@ -144,7 +144,7 @@ def test_replaced_weights_forget_all_blocks() -> None:
     engine.control.replace_weights("r2")
     engine.check()
     assert not engine.index and not engine.below
-    assert engine.core.stats().storage_pages == 16, "files of other weights grow old"
+    assert engine.core.stats().storage_pages == 16, "files of replaced weights stay until they are evicted"
 
 
 def test_memory_reset_reports_lower_blocks_again() -> None:
@@ -156,7 +156,7 @@ def test_memory_reset_reports_lower_blocks_again() -> None:
     assert events == CacheEvents(True, (), (), tuple(names_of(prompt(0))))
 
 
-class TestARestart:
+class TestRestart:
     def test_restart_reports_recorded_blocks(self) -> None:
         first, second = tiered(has_storage=True), tiered(has_storage=True)
         ask(first, 0, prompt(0), salt="mine")
@@ -165,7 +165,7 @@ class TestARestart:
         second.executor.storage = first.executor.storage
         second.core.ended(Fact(UNASKED, stored=tuple(first.executor.storage)), 0.0)
         second.check()
-        assert not second.below, "keys alone say nothing"
+        assert not second.below, "page keys without block names report no block"
         second.core.ended(Fact(UNASKED, blocks=blocks), 0.0)
         second.check()
         assert second.below == dict.fromkeys(names_of(prompt(0), "mine"), BlockTier.STORAGE)
@@ -183,7 +183,9 @@ class TestARestart:
         assert second.below == {blocks[3].name: BlockTier.STORAGE}
         second.core.ended(Fact(UNASKED, stored=(blocks[2].keys[0],)), 0.0)
         second.check()
-        assert second.below == {blocks[2].name: BlockTier.STORAGE, blocks[3].name: BlockTier.STORAGE}, "a part was there"
+        assert second.below == {blocks[2].name: BlockTier.STORAGE, blocks[3].name: BlockTier.STORAGE}, (
+            "a block is reported when its missing page arrives"
+        )
 
     def test_blocks_are_reported_in_several_messages(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_events, "MOST_TOLD", 3)
@@ -228,8 +230,10 @@ def test_reported_blocks_match_the_tiers(happens: list[Any], page_size: int, pol
                     pages[name] = keys[at * 64 // page_size : end]
         engine.check()
         expected = {name: tier for name, its in pages.items() if (tier := slowest(tiers, its, page_size)) is not None}
-        assert engine.below.items() <= expected.items(), "what is told can be read"
-        assert {name for name in expected if name not in engine.index} == engine.below.keys(), "what can be read is told"
+        assert engine.below.items() <= expected.items(), "every reported block can be read"
+        assert {name for name in expected if name not in engine.index} == engine.below.keys(), (
+            "every block that can be read is reported"
+        )
 
 
 def slowest(tiers: Any, keys: list[bytes], page_size: int) -> BlockTier | None:

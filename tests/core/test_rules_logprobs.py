@@ -84,7 +84,7 @@ class TestPromptLogprobs:
         for _ in range(6):
             engine.turn()
             seen.append(len(engine.prompt_logprobs.get(0, [])))
-        assert seen[-1] == 49 and sorted(seen) == seen and len(set(seen)) > 3, "chunk by chunk"
+        assert seen[-1] == 49 and sorted(seen) == seen and len(set(seen)) > 3, "the values arrive in several messages, in order"
 
 
 class TestOutputLogprobs:
@@ -121,7 +121,7 @@ class TestEmbeddings:
         engine = make(overlap, chunked_prefill_size=chunk)
         embed(engine, 0, PROMPT)
         assert engine.finishes[0].reason is FinishReason.EMBEDDED
-        assert not any(plan.num_rows - plan.num_extend for plan in engine.plans), "prefill only"
+        assert not any(plan.num_rows - plan.num_extend for plan in engine.plans), "no step has decode rows"
 
     def test_embeddings_share_a_step(self) -> None:
         engine = make(chunked_prefill_size=64)

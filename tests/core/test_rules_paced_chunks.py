@@ -142,12 +142,12 @@ def test_decode_rows_wait_at_most_adaptive_chunk_s(overlap: bool, mixed: bool, t
     late = [plan for plan, _ in steps[6:-1]]
     assert late and all(plan.num_rows == (5 if mixed else 1) for plan in late)
     if mixed and within_s > 1:
-        assert {extended(plan) for plan in late} == {SIZE - 4}, "shorter than it might be"
+        assert {extended(plan) for plan in late} == {SIZE - 4}, "a whole chunk takes less time than the limit"
         return
     per_step = 1 if mixed else extends
     wait = per_step * timed.seconds(late[0]) + (0 if mixed else timed.seconds_of(4, 4))
-    assert 0.9 * within_s < wait <= 1.03 * within_s, "they use the time, and no more"
-    assert max(map(extended, late)) - min(map(extended, late)) <= 24, "and settle"
+    assert 0.9 * within_s < wait <= 1.03 * within_s, "decode rows wait for 0.9 to 1.03 of the limit"
+    assert max(map(extended, late)) - min(map(extended, late)) <= 24, "later chunks have nearly equal sizes"
 
 
 def test_mixed_steps_use_the_whole_time() -> None:
@@ -192,7 +192,9 @@ def test_chunks_are_whole_for_requests_that_are_handed_over() -> None:
         timed.engine.submit(number, range(number * 1500, number * 1500 + 1500), max_new_tokens=90, hand_over=room)
     steps = timed.run(20)
     assert [extended(plan) for plan, _ in steps if plan.num_extend] == [SIZE] * 5 + [6000 - 5 * SIZE]
-    assert "EEE" in "".join(plan.mode.name[0] for plan, _ in steps), "and no step is made for them after each chunk"
+    assert "EEE" in "".join(plan.mode.name[0] for plan, _ in steps), (
+        "handed-over requests cause no decode step between two chunks"
+    )
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -29,7 +29,7 @@ def pulls(engine: Engine) -> list[PageOperation]:
     return [operation for plan in engine.plans for operation in plan.operations if operation.kind is OperationKind.PULL]
 
 
-class TestHandedOver:
+class TestHandover:
     def test_prefill_worker_plans_no_output_of_a_handed_over_request(self) -> None:
         """The number of turns does not depend on the output, and no row decodes on this worker."""
         turns = {}
@@ -75,8 +75,8 @@ class TestHandedOver:
         assert finish.reason is FinishReason.HANDED_OVER and finish.completion_tokens == 1
         assert finish.room is not None and finish.room.epoch == EPOCH and finish.room_pages == 10
         memory = pair.first.core.memory
-        assert memory.num_available == memory.pages.num_pages - 10, "they are kept"
-        assert pair.first.core.memory.slots.num_leased == 0, "and no slot is"
+        assert memory.num_available == memory.pages.num_pages - 10, "the reservation pins the ten pages"
+        assert pair.first.core.memory.slots.num_leased == 0, "the ended request has no slot"
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
@@ -84,7 +84,7 @@ class TestHandedOver:
         pair = Pair(overlap=overlap, first={"overlap": overlap})
         finish = pair.answer(0, [*PROMPT, 1, 2], max_new_tokens=8)
         assert finish.cached_from == {Tier.DEVICE: 0, Tier.PEER: 40} and finish.cached_tokens == 40
-        assert computed_tokens(pair.second) <= 3 + 8, "the rest of a page, and the output"
+        assert computed_tokens(pair.second) <= 3 + 8, "only the tokens after the last whole page and the output are computed"
         assert pair.second.core.stats().pulled_pages_total == 10
         pair.assert_all_is_free()
 
@@ -94,7 +94,7 @@ class TestHandedOver:
         pair.answer(1, [*PROMPT, 1], max_new_tokens=2)
         assert [len(operation.keys) for operation in pulls(pair.second)] == [5, 5]
         pair.answer(2, [*PROMPT, 2], max_new_tokens=2)
-        assert len(pulls(pair.second)) == 2, "all of it is there"
+        assert len(pulls(pair.second)) == 2, "a prompt whose pages are all cached is not read"
         pair.assert_all_is_free()
 
     @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ class TestHandedOver:
         assert (finish.error, finish.field) == (ErrorCode.INVALID_ARGUMENT, "hand_over")
 
 
-class TestRoom:
+class TestReservation:
     def test_reservation_ends_when_read(self) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
         pair.second.drain()
-        assert len(pair.first.core.reservations) == 1, "the first worker has not heard of it"
+        assert len(pair.first.core.reservations) == 1, "the reservation stays until the first worker receives the release"
         pair.turn()
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 0
@@ -197,7 +197,7 @@ class TestRoom:
         pair.first.core.plan(until - 0.01)
         assert len(pair.first.core.reservations) == 1
         pair.first.core.plan(until)
-        assert not len(pair.first.core.reservations), "at that time, not after it"
+        assert not len(pair.first.core.reservations), "the reservation ends exactly at its time limit"
         pair.first.turn()
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 1
@@ -335,7 +335,7 @@ class TestRoom:
         assert pair.second.core.stats().refused_pulls_total == len(pulls(pair.second)) > 0
 
 
-class TestReading:
+class TestPull:
     def test_pull_gets_no_page_of_another_secret_or_salt(self) -> None:
         """The secret of another reservation and another salt are refused, and the prompt is computed."""
         pair = Pair()
@@ -422,7 +422,7 @@ class TestReading:
         pair.second.turn()
         pair.second.now += 0.2
         pair.second.turn()
-        assert pair.second.core.stats().given_up_operations_total == 1, "the one that hangs"
+        assert pair.second.core.stats().given_up_operations_total == 1, "only the read from the hung worker is given up"
         late.remove(ADDRESS)
         pair.go_on(1, [1] * 40, max_new_tokens=4)
         for _ in range(30):
@@ -443,7 +443,9 @@ class TestReading:
         for _ in range(80):
             pair.second.turn()
         pair.second.check_answer(0)
-        assert pair.second.finishes[0].cached_from[Tier.PEER] >= 28, "but for the last ones, behind which there is little"
+        assert pair.second.finishes[0].cached_from[Tier.PEER] >= 28, (
+            "the last pages are computed, because too few pages follow them"
+        )
 
     @pytest.mark.parametrize("aborted", [False, True], ids=["waited for", "of an aborted request"])
     def test_late_pull_ends_the_waits_for_following_pulls(self, aborted: bool) -> None:
@@ -509,7 +511,7 @@ class TestReading:
         pair.second.turn()
         assert pair.second.core.memory.quarantined
         pair.second.abort(0)
-        assert pair.second.core.memory.quarantined, "a read is under way"
+        assert pair.second.core.memory.quarantined, "the running read keeps its pages quarantined"
         pair.second.now += 5.0
         for _ in range(3):
             pair.turn()
@@ -590,7 +592,7 @@ def test_pulls_keep_outputs_right_and_leak_no_page(data: st.DataObject) -> None:
         _step(pair, "turn", prompts)
         if pair.first.core.idle and pair.second.core.idle and set(prompts) <= set(pair.first.finishes):
             break
-    assert pair.second.core.idle, "somebody waits for ever"
+    assert pair.second.core.idle, "no request waits for ever"
     pair.assert_answers_and_ends()
 
 

@@ -220,7 +220,7 @@ class TestVictims:
         engine.check_answer(1)
 
 
-class TestWhatADisplacedRequestKeeps:
+class TestPreemptedRequest:
     @pytest.mark.by_day(one_in=2)
     @each_value(overlap=[True, False], page_size=[1, 4])
     def test_preempted_request_keeps_output_and_cached_prefix(self, overlap: bool, page_size: int) -> None:
@@ -235,7 +235,7 @@ class TestWhatADisplacedRequestKeeps:
         engine.drain()
         back = next(plan for plan in engine.plans[num_plans:] if plan.admitted)
         computed = (8 + len(kept) - 1 - overlap) // page_size * page_size
-        assert int(back.starts[0]) == computed, "what was computed is found in the cache"
+        assert int(back.starts[0]) == computed, "the request continues after its computed tokens, which are cached"
         assert len(back.input_ids) <= page_size + 1 + overlap
 
     @pytest.mark.by_day(one_in=2, seed=1)

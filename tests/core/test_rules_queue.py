@@ -38,7 +38,7 @@ class TestTimeouts:
         engine.drain()
         assert engine.finishes[0].reason is FinishReason.LENGTH
         assert engine.finishes[1].error is ErrorCode.TIMEOUT
-        assert engine.finishes[1].queue_s > 0.15, "waiting took none of its time"
+        assert engine.finishes[1].queue_s > 0.15, "the wait before admission does not count as running time"
         assert 25 <= engine.finishes[1].completion_tokens <= 31
 
     def test_timeouts_continue_over_a_retraction(self) -> None:

@@ -62,7 +62,7 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 
-class TestTheRest:
+class TestResumedOutput:
     @pytest.mark.by_day(one_in=3, seed=10)
     @each_value(wish=list(WISHES), overlap=[True, False])
     def test_resumed_output_equals_the_uninterrupted_output(self, wish: str, overlap: bool) -> None:
@@ -92,7 +92,7 @@ class TestTheRest:
         engine.check_answer(0)
 
 
-class TestOutputThatIsComplete:
+class TestCompleteOutput:
     @pytest.mark.parametrize(
         ("params", "reason"),
         [
@@ -178,7 +178,7 @@ class TestGrammars:
         while (count := engine.core.stats().num_gated) or not gated:
             gated.append(count)
             engine.turn()
-        assert gated == [2, 2, 2, 2, 1, 1, 1], "32 tokens in a turn, of 99 each"
+        assert gated == [2, 2, 2, 2, 1, 1, 1], "a turn follows 32 of the 99 tokens of each request"
         costs = [request.matcher.take_cost() for request in engine.core.queues.by_key.values() if request.matcher]
         assert len(costs) == 2 and max(costs) < 0.02
         engine.drain()
@@ -189,17 +189,21 @@ class TestGrammars:
         whole, _ = undisturbed(max_new_tokens=24, grammar=grammar)
         engine = resumed(whole[:1], max_new_tokens=24, grammar=grammar)
         assert engine.outputs[0] == whole[1:]
-        assert engine.plans[0].num_tokens[0] > len(PROMPT) + 1, "the added tokens are extended with the rest"
+        assert engine.plans[0].num_tokens[0] > len(PROMPT) + 1, (
+            "forced tokens after the given output are part of the first extend"
+        )
 
 
-class TestTheQueue:
+class TestQueue:
     def test_resumed_request_precedes_new_requests(self) -> None:
         engine = make(max_running_requests=1)
         for handle in range(3):
             engine.submit(handle, [handle] * 8, max_new_tokens=3)
         engine.submit(3, PROMPT, output=WHOLE[:4], max_new_tokens=8)
         engine.turn()
-        assert engine.core.stats().num_waiting == 3 and engine.core.stats().num_retracted == 0, "nothing was taken from it here"
+        assert engine.core.stats().num_waiting == 3 and engine.core.stats().num_retracted == 0, (
+            "a resumed request is waiting and does not count as retracted"
+        )
         engine.drain()
         assert list(engine.finishes) == [3, 0, 1, 2]
 
@@ -233,7 +237,7 @@ class TestTheQueue:
             engine.core.grammar_failed(grammar, "busy", engine.now, busy=True)
             engine.check()
             engine.turn()
-            assert not engine.book.pending, "not at once"
+            assert not engine.book.pending, "the grammar is submitted again only after a pause"
             engine.now += 0.3
             engine.turn()
             assert grammar in engine.book.pending

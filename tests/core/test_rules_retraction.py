@@ -31,7 +31,7 @@ def turn_until_retraction(engine: Engine) -> None:
         if engine.core.stats().retractions_total:
             return
         engine.turn()
-    raise AssertionError("nobody was retracted")
+    raise AssertionError("no request was retracted")
 
 
 class TestVictims:
@@ -113,7 +113,7 @@ class TestRetractedRequests:
                 assert not engine.plans[-1].admitted
 
 
-class TestTheLastRequest:
+class TestLastRequest:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_last_request_ends_with_the_pool_size_when_out_of_memory(self, overlap: bool) -> None:
@@ -124,7 +124,7 @@ class TestTheLastRequest:
         finish = engine.finishes[0]
         assert (finish.reason, finish.error) == (FinishReason.ABORT, ErrorCode.OUT_OF_MEMORY)
         assert "32 tokens" in finish.message
-        assert finish.completion_tokens > 12, "it went on until the pool was full of it"
+        assert finish.completion_tokens > 12, "the request runs until it fills the pool"
         assert engine.finishes[1].reason is FinishReason.LENGTH
         engine.check_answer(0)
         engine.check_answer(1)
@@ -140,7 +140,9 @@ class TestRetractHook:
         modes = "".join("E" if plan.num_extend else "D" for plan in engine.plans)
         runs = [len(run) for run in modes.split("E")]
         assert set(runs[1:-1]) == {every - 1}
-        assert engine.finishes[0].retractions - (modes.count("E") - 1) in (0, 1), "the last may find its last token in flight"
+        assert engine.finishes[0].retractions - (modes.count("E") - 1) in (0, 1), (
+            "a retraction while the last token is in flight causes no further extend"
+        )
         engine.check_answer(0)
 
     def test_retract_interval_0_retracts_no_request(self) -> None:

@@ -74,7 +74,7 @@ def test_deleted_salt_is_not_found_and_other_salts_stay(salt: str) -> None:
     assert delete(engine, salt) == 10 and kept(engine, salt) == 0
     for handle, each in enumerate(("a", "", "b"), 10):
         assert ask(engine, handle, prompt(0), each).cached_tokens == (0 if each == salt else 36)
-    assert kept(engine, salt) == 20, "what is asked afterwards is kept as ever"
+    assert kept(engine, salt) == 20, "pages of later requests are copied to both tiers"
 
 
 def test_running_requests_of_a_deleted_salt_leave_no_page() -> None:
@@ -157,7 +157,7 @@ def test_session_of_a_deleted_salt_continues() -> None:
     engine.open_session("s")
     ask(engine, 0, prompt(0, 20), "a", session=SessionTurn("s"))
     assert engine.control.forget_salt("a", (Tier.DEVICE,)) > 0
-    assert engine.core.memory.tree.num_pages == 0, "held pages go too"
+    assert engine.core.memory.tree.num_pages == 0, "pages that the session holds are deleted, too"
     assert ask(engine, 1, prompt(1, 8), "a", session=SessionTurn("s")).cached_tokens in (0, 20)
     assert ask(engine, 2, prompt(2, 4), "a", session=SessionTurn("s")).cached_tokens > 20
     engine.core.close_session("s")
@@ -176,7 +176,7 @@ def test_reservation_of_a_deleted_salt_is_not_read(turns: int) -> None:
     for engine in (pair.first, pair.second):
         engine.control.forget_salt("a", EVERYWHERE)
         engine.drain()
-    assert len(pair.first.core.reservations) == 1, "another salt's"
+    assert len(pair.first.core.reservations) == 1, "the reservation of the other salt stays"
     for handle, salt in enumerate("ab"):
         pair.go_on(handle, prompt(0), max_new_tokens=4, salt=salt)
     pair.second.drain()
@@ -204,7 +204,9 @@ def test_salt_at_quota_evicts_own_pages() -> None:
     assert kept(engine, "a") <= 12 and stats.host_over_quota_pages_total > 0 and stats.host_salts == 2
     engine.control.flush_cache()
     assert ask(engine, 10, prompt(0), "b").cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
-    assert ask(engine, 11, prompt(4), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}, "the youngest of its own"
+    assert ask(engine, 11, prompt(4), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}, (
+        "the quota keeps the most recent pages of the salt"
+    )
 
 
 def test_host_keeps_the_beginning_of_a_prompt_beyond_the_quota() -> None:
@@ -233,7 +235,7 @@ def test_salt_at_quota_does_not_block_copies_of_other_salts() -> None:
     engine.checked = True
     ask(engine, 3, prompt(1), "a")
     engine.control.flush_cache()
-    assert ask(engine, 4, prompt(1), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}, "it is copied with its next use"
+    assert ask(engine, 4, prompt(1), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}, "the pages are copied at their next use"
 
 
 @pytest.mark.parametrize("salt", ["a", ""])

@@ -98,7 +98,9 @@ class TestTurns:
         for handle in range(3):
             say(engine, handle, [handle + 1] * 5)
         say(engine, 3, [9], parent="r0", replace=True)
-        assert engine.core.stats().session_tokens == len(engine.contexts["s", "r3"]), "r0 and what r3 adds to it"
+        assert engine.core.stats().session_tokens == len(engine.contexts["s", "r3"]), (
+            "the session has the tokens of r0 and of r3 only"
+        )
         engine.submit(4, [1], session=SessionTurn("s", "r2"), max_new_tokens=6)
         engine.drain()
         assert "r2" in refused(engine, 4)
@@ -284,7 +286,7 @@ class TestMemory:
             engine.submit(handle, [handle + 50] * 40, max_new_tokens=4, ignore_eos=True)
             engine.drain()
         assert engine.core.stats().evicted_pages_total > 50
-        assert engine.core.memory.tree.peek("", held)[1] == 5, "the turn's whole pages are there"
+        assert engine.core.memory.tree.peek("", held)[1] == 5, "all whole pages of the turn are cached"
 
     def test_held_pages_are_evicted_normally_when_another_tier_has_copies(self) -> None:
         engine = slow(opened(num_pages=32, host_pages=400, page_bytes=64))
@@ -295,7 +297,7 @@ class TestMemory:
             engine.drain()
         assert engine.core.memory.tree.peek("", held)[1] == 0 and engine.core.stats().lost_pages_total == 0
         say(engine, 20, [5])
-        assert engine.finishes[20].cached_from[Tier.HOST] == 20, "it is had back"
+        assert engine.finishes[20].cached_from[Tier.HOST] == 20, "the turn's pages come back from the host"
 
     def test_session_delays_no_admission(self) -> None:
         engine = opened(num_pages=16)
@@ -303,7 +305,7 @@ class TestMemory:
         engine.submit(1, [2] * 50, max_new_tokens=8, ignore_eos=True)
         engine.drain()
         assert engine.finishes[1].reason is FinishReason.LENGTH
-        assert say(engine, 2, [5])[-1] == 5, "what was evicted is computed again"
+        assert say(engine, 2, [5])[-1] == 5, "the turn continues although its pages were evicted"
 
     def test_closed_session_releases_the_holds(self) -> None:
         engine = opened()

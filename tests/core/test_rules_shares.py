@@ -40,10 +40,10 @@ def chunks_until_first_token(engine: Engine, handle: int) -> int:
         request = engine.core.queues.by_key.get((0, handle))
         if request is None or request.flow is None:
             return count
-    raise AssertionError("it was never planned")
+    raise AssertionError("the request got no step")
 
 
-class TestWhoComesNext:
+class TestOrder:
     @pytest.mark.by_day(one_in=2, seed=2)
     @each_pair(
         batch=[(b"a", 1), (b"a", 0), (b"", 1)],
@@ -93,7 +93,7 @@ class TestWhoComesNext:
         engine.drain()
         order = [sorted(prefill_of(engine, step)) for step in range(before, len(engine.plans))]
         first_eight = order[:8]
-        assert len({tuple(slots) for slots in first_eight}) >= 2, "they take turns"
+        assert len({tuple(slots) for slots in first_eight}) >= 2, "both tenants get chunks in the first eight steps"
 
     @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.25)], ids=str)
     def test_shares_follow_the_weights(self, weights: tuple[float, float]) -> None:
@@ -120,7 +120,9 @@ class TestWhoComesNext:
             for handle in (1000 + 2 * turn, 1001 + 2 * turn):
                 engine.submit(handle, prompt(handle, CHUNK), payer=(b"a", handle, 1.0), max_new_tokens=1)
             engine.turn()
-        assert sum(handle in engine.finishes for handle in range(8)) >= 3, "its share of a queue that grows"
+        assert sum(handle in engine.finishes for handle in range(8)) >= 3, (
+            "the old batch gets its share although batches keep arriving"
+        )
         engine.drain(400)
 
     def test_priority_precedes_shares(self) -> None:
@@ -200,4 +202,6 @@ class TestBookkeeping:
         for _ in range(100):
             shares.charge(busy, 10)
         shares.enter((b"early", 0, 0), 1.0)
-        assert busy.tenant.start - early.tenant.start == 10, "a chunk, whatever it has missed"
+        assert busy.tenant.start - early.tenant.start == 10, (
+            "an idle tenant returns with an advantage of one charge, 10 tokens, however long it was idle"
+        )

@@ -62,7 +62,7 @@ def turns(engine: Engine, count: int) -> None:
         engine.turn()
 
 
-class TestTheWayBack:
+class TestImports:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_evicted_pages_are_loaded_from_the_host(self, overlap: bool) -> None:
@@ -279,7 +279,7 @@ class TestCopies:
         while not num_running(engine):
             engine.turn()
         engine.control.flush_cache()
-        assert engine.core.memory.tree.num_pages == 10, "an operation reads them"
+        assert engine.core.memory.tree.num_pages == 10, "a running copy keeps the pages in the tree"
         engine.drain()
         assert engine.core.memory.tree.num_pages == engine.core.stats().host_pages_used == 0
         assert ask(engine, 1, prompt(0)).cached_tokens == 0
@@ -306,7 +306,7 @@ class TestCopies:
         engine.executor.pages_moved = lambda operation: 0
         ask(engine, 0, prompt(0))
         engine.control.flush_cache()
-        assert engine.core.stats().lost_pages_total == 0, "nobody wanted its place"
+        assert engine.core.stats().lost_pages_total == 0, "a flush is no eviction, so no page counts as lost"
         for number in range(1, 3):
             ask(engine, number, prompt(number))
         assert engine.core.stats().lost_pages_total > 0
@@ -367,9 +367,9 @@ class TestForgetting:
         engine.control.flush_tiers((Tier.HOST,))
         engine.drain()
         assert engine.core.stats().host_pages_used == 0
-        assert engine.core.memory.tree.num_pages == 10, "the pool was not flushed"
+        assert engine.core.memory.tree.num_pages == 10, "the pages stay in the pool"
         ask(engine, 1, prompt(0))
-        assert engine.core.stats().host_pages_used == 10, "it is copied when it is used again"
+        assert engine.core.stats().host_pages_used == 10, "the pages are copied at their next use"
 
     def test_running_store_is_discarded_when_the_storage_is_flushed(self) -> None:
         engine = tiered(page_moved_s=0.01, has_storage=True, chunked_prefill_size=64)
@@ -381,7 +381,7 @@ class TestForgetting:
         engine.executor.apply(DeleteStored(ALL, Future()))  # as in the executor, after the operations that were begun before
         assert engine.core.stats().storage_pages == 0
         ask(engine, 1, prompt(0))
-        assert engine.core.stats().storage_pages == 10, "it is stored when it is used again"
+        assert engine.core.stats().storage_pages == 10, "the pages are stored at their next use"
 
     def test_node_is_not_backed_when_every_copy_is_lost(self) -> None:
         """Copies are lost by a flush of the host and by a fact of the storage. Evicted nodes are not remembered."""
@@ -391,13 +391,13 @@ class TestForgetting:
         backed = engine.core.tiers.queue.backed  # type: ignore[union-attr]
         assert node.backed and list(backed.values()) == [node]
         engine.control.flush_tiers((Tier.HOST,))
-        assert node.backed, "the storage has it"
+        assert node.backed, "the node is backed by the storage"
         engine.core.ended(Fact(UNASKED, dropped=tuple(keys_of(prompt(0)))), engine.now)
         assert not node.backed and not backed
         ask(engine, 1, prompt(0))
         assert node.backed
         engine.control.flush_cache()
-        assert not backed, "it has gone"
+        assert not backed, "an evicted node is forgotten"
 
     def test_waiting_stores_are_dropped_when_the_host_is_flushed(self) -> None:
         engine = tiered(has_storage=True, page_moved_s=0.01, page_bytes=8 * MIB)

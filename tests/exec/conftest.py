@@ -1,7 +1,7 @@
 """Selects the kernels of the executor tests: our C++ kernels, and with the mark `on_both_kernels` torch's reference kernels, too.
 
-tests/kernels compares both kernel sets operation by operation, so most executor tests need only one. Both are used by the suites
-that compare with transformers, and by the most important cases of each other suite.
+tests/kernels compares both kernel sets operation by operation, so most executor tests need only one. Suites that
+compare with transformers, and the most important cases of all other suites, run with both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Doubles of a GPU for machines without one.
 
-A graph double detects launches that a real graph would repeat wrongly, and a guard detects calls that make the host wait.
+GraphDouble detects launches that a real CUDA graph would replay wrongly. StepGuard detects calls that make the host wait.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class WatchedKernels:
 
 
 class ReplayedOtherwise(AssertionError):
-    """Raised if a real graph would launch something else than the code launches now."""
+    """Raised if the captured launches differ from those that the code makes at the replay."""
 
 
 class GraphDouble:
@@ -170,7 +170,7 @@ class ForgetfulGraph:
 
 
 class ForgetfulMemory:
-    """Keeps of a capture only the addresses, as a real graph does, and no reference to the memory."""
+    """Stores only the addresses of a capture and no reference to the memory, as a real graph does."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

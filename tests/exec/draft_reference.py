@@ -1,4 +1,4 @@
-"""Draft tokens of heads for a whole text, computed by plain torch and by transformers' model of the target."""
+"""Draft tokens for a whole text, computed by plain torch and by transformers' model of the target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.exec.draft_folders import LAYERS
 
 
 def small_guesses(folder: Path, text: Sequence[int], count: int) -> list[int]:
-    """Returns the draft tokens of a separate decoder."""
+    """Returns the draft tokens of a draft model that is a separate decoder."""
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     ids = list(text)
     with torch.inference_mode():
@@ -63,7 +63,7 @@ class HeadReference:
                 self._tensors[renamed[start] + name.removeprefix(start) if start else name] = tensor
 
     def guesses(self, text: Sequence[int], count: int) -> list[int]:
-        """Returns draft tokens from the target's states of entries 0 .. n - 2, and from the head's own states after these."""
+        """Returns draft tokens. Entries 0 .. n - 2 use the target's states, later entries the head's own states."""
         with torch.inference_mode():
             states = self._states(text)
             found: list[int] = []

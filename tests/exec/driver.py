@@ -27,7 +27,7 @@ class Sequence:
     label_logprobs: np.ndarray | None = None
     stop_token_ids: tuple[int, ...] = ()
     admitted: bool = False
-    num_prompt_tokens: int = -1  # -1: the whole prompt; fewer if the rest of the prompt is earlier output
+    num_prompt_tokens: int = -1  # tokens of `prompt` that the client sent; the rest is output of another worker. -1: all
 
     @property
     def tokens(self) -> list[int]:

@@ -30,7 +30,7 @@ class HostWaits(Exception):
 class Ledger(TorchFunctionMode):
     """Records which memory stands for device memory and for pinned memory.
 
-    It references all of it, so that no address is reused.
+    References this memory, so that no address is reused.
     """
 
     def __init__(self) -> None:
@@ -90,11 +90,11 @@ def columns_checked(columns: dict[str, Tensor]) -> None:
     for name, column in columns.items():
         assert column.dtype == torch.int32 and column.dim() == 1 and column.is_contiguous(), name
         if name.endswith("indptr"):
-            assert bool((column.diff() >= 0).all()), f"{name} falls"
+            assert bool((column.diff() >= 0).all()), f"{name} must not decrease"
 
 
 def lengths(kv_indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
-    assert bool(((last_page_len >= 1) & (last_page_len <= page_size)).all()), "a last page is empty or overfull"
+    assert bool(((last_page_len >= 1) & (last_page_len <= page_size)).all()), "a last page has 1 to page_size tokens"
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + last_page_len
 
 
@@ -127,7 +127,9 @@ class Wrapper:
     def _attend(self, q: Tensor, pools: tuple[Tensor, Tensor], out: Tensor, scale: float) -> None:
         plan = self._plan
         assert plan is not None, "plan info is not initialized"
-        assert self._int_workspace_buffer[:8].view(torch.int64).item() == self._number, "another plan's schedule"
+        assert self._int_workspace_buffer[:8].view(torch.int64).item() == self._number, (
+            "the device buffer must have the schedule of this plan"
+        )
         k, v = pools
         assert self._kv_layout == "HND" and k.stride() == v.stride() and k.shape[2] == plan.page_size
         assert q.stride(-1) == 1 and q.shape == out.shape and out.is_contiguous() and (q.stride(0) * q.itemsize) % 16 == 0
@@ -140,8 +142,8 @@ class Wrapper:
         assert all(self.library.ledger.on_device(column) for column in columns)
         kv, last, indices, *ragged = (column.tolist() for column in columns)
         qo = ragged[0] if ragged else list(range(len(kv)))  # the kernel for CUDA cores has one row per query
-        assert kv == plan.kv_indptr, "the device's columns are not the planned ones"
-        assert len(q) == qo[-1], "not the planned queries"
+        assert kv == plan.kv_indptr, "the device columns must equal the planned columns"
+        assert len(q) == qo[-1], "q must have the planned number of tokens"
         for row in range(len(last)):
             part, pages = slice(qo[row], qo[row + 1]), indices[kv[row] : kv[row + 1]]
             assert all(0 <= page < len(k) for page in pages)
@@ -230,7 +232,9 @@ class PrefillWrapper(Wrapper):
         disable_split_kv=False,
     ):
         library = self.library
-        assert max_token_per_sequence is None and max_sequence_kv is None, "unbound local variables in 0.6.4"
+        assert max_token_per_sequence is None and max_sequence_kv is None, (
+            "FlashInfer 0.6.4 fails with unbound local variables for these arguments"
+        )
         columns = {"qo_indptr": qo_indptr, "kv_indptr": paged_kv_indptr, "last_page_len": paged_kv_last_page_len}
         for name, column in columns.items():
             library.to_host(column, name)
@@ -413,7 +417,7 @@ def fast_decode_plan(
     global_override_indptr_cpu=None,
 ):
     library, batch_size = self.library, len(last_page_len)
-    assert self._cached_module == (window_left >= 0, q_data_type), "no kernels from an earlier plan()"
+    assert self._cached_module == (window_left >= 0, q_data_type), "an earlier plan() must have loaded the kernels"
     if self._use_cuda_graph:
         self._check_graph(batch_size, indices)
     else:

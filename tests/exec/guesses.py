@@ -15,16 +15,16 @@ class Guesses:
     `accepted` and `drafted` count tokens.
     """
 
-    def __init__(self, told: Sequence[Sequence[int]], errors: float, vocab_size: int, seed: int = 3) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], errors: float, vocab_size: int, seed: int = 3) -> None:
         """Starts without slots.
 
         Args:
-            told: complete texts; the drafter looks up the text of a slot by its beginning.
+            texts: complete texts; the drafter looks up the text of a slot by its beginning.
             errors: share of wrong draft tokens.
             vocab_size: tokens of the vocabulary.
             seed: draws the errors.
         """
-        self._told, self._errors, self._rng = [list(text) for text in told], errors, random.Random(seed)
+        self._known, self._errors, self._rng = [list(text) for text in texts], errors, random.Random(seed)
         self._vocab_size = vocab_size
         self._texts: dict[int, list[int]] = {}
         self.accepted = self.drafted = 0
@@ -37,7 +37,7 @@ class Guesses:
 
     def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
         text = self._texts[slot]
-        assert len(text) >= start, "who is admitted has told all of its tokens"
+        assert len(text) >= start, "reported tokens continue the known text without a gap"
         text[start:] = ids
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
@@ -45,7 +45,7 @@ class Guesses:
 
     def _guess(self, slot: int, most: int) -> list[int]:
         text = self._texts[slot]
-        found = next((told for told in self._told if told[: len(text)] == text), text)
+        found = next((known for known in self._known if known[: len(text)] == text), text)
         guess = found[len(text) : len(text) + most]
         self.drafted += len(guess)
         return [(token + 1) % self._vocab_size if self._rng.random() < self._errors else token for token in guess]
@@ -62,4 +62,6 @@ class Guesses:
         """Checks the reported positions: they end within the known text and include no rejected draft token."""
         for row in rows:
             known = len(self._texts[row.slot])
-            assert known - 1 <= row.start + row.count <= (known if row.given else known - 1), "what counts is of the text"
+            assert known - 1 <= row.start + row.count <= (known if row.given else known - 1), (
+                "a reported row ends within the known text"
+            )

@@ -33,7 +33,7 @@ class _NumbersStayAway(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where = getattr(func, "__name__", "") == "where" and not self._watch.inside_kernel
         if where and any(isinstance(each, int | float) for each in args):
-            raise HostWaits("where with a number on the step's way")
+            raise HostWaits("torch.where with a number during a step")
         return func(*args, **(kwargs or {}))
 
 

@@ -149,7 +149,7 @@ def test_graph_is_planned_for_the_longest_context() -> None:
     model.attended(backend, batch, model.queries(batch), 0)
     model.attended(backend, batch, model.queries(batch), 9)
     ((whole,), (windowed,)) = backend._launches[4, 0], backend._launches[4, 9]
-    assert whole.splits == 3, "of 256 places at least, of 640"
+    assert whole.splits == 3, "640 positions have three splits of at least 256 positions"
     assert windowed.splits == 1
 
 

@@ -95,7 +95,7 @@ class WatchedAttention(WatchedKernels):
     captures = True
 
 
-# Marks tests that do not depend on the model.
+# Marks tests that run with one model only, because they do not depend on the model.
 of_one_model = pytest.mark.parametrize("folder", ["qwen3"], indirect=True, scope="module")
 BOTH = ["qwen3", "mistral-window"]
 of_one_by_day = pytest.mark.parametrize("folder", BOTH if NIGHTLY else BOTH[:1], indirect=True, scope="module")
@@ -232,7 +232,7 @@ def test_graph_waits_for_a_whole_load_into_a_new_page(device: Device) -> None:
     driver.prefill([sequence])
     assert waits == [(layer, before) for layer in range(layers)]
     driver.step([(sequence, 1)])
-    assert len(waits) == layers and device.graphs.replays > before, "its page is not named anew"
+    assert len(waits) == layers and device.graphs.replays > before, "the step does not wait, because its table has no new page"
     before = device.graphs.replays
     driver.step([(sequence, 1)])
     assert waits[layers:] == [(layers - 1, before)] and device.graphs.replays > before
@@ -307,7 +307,7 @@ def test_steps_in_flight_relay_tokens_on_the_device(device: Device) -> None:
 
 @of_one_by_day
 def test_forced_tokens_replace_sampled_tokens_in_penalties(device: Device, cpu: Executor) -> None:
-    """A slot continues with other tokens than the sampled ones, as after a jump."""
+    """After a jump, a slot continues with forced tokens in place of the sampled ones."""
     outputs = []
     for executor in (device.executor, cpu):
         driver = Driver(executor, PAGE_SIZE)
@@ -345,16 +345,16 @@ def test_known_tokens_are_computed_by_a_graph(device: Device, cpu: Executor, chu
     steps = runner.stats.eager_steps
     ours = jumped(Guarded(device), chunks, beside=1)
     assert same(ours, jumped(Driver(cpu, PAGE_SIZE), chunks, beside=1))
-    assert runner.stats.eager_steps == steps + 1, "the prompts' step alone"
+    assert runner.stats.eager_steps == steps + 1, "only the step with the prompts has no graph"
     assert same(jumped(Guarded(device), [7], beside=4), jumped(Driver(cpu, PAGE_SIZE), [7], beside=4))
-    assert runner.stats.eager_steps == steps + 3, "of 11 tokens no graph is"
+    assert runner.stats.eager_steps == steps + 3, "11 tokens exceed the 8 rows of a graph"
 
 
 @of_one_model
 def test_start_measures_the_cost_of_a_step_without_a_graph(folder: Path) -> None:
-    """The cost is a share of a step.
+    """The cost is a share of the time of a step.
 
-    Converted by the bytes of KV and weights, it limits the KV tokens that a graph may read again.
+    From this share and the bytes of weights and KV follows the number of KV tokens that a graph may read again.
     """
     runner = Device(folder, eager_cost=None, max_graph_rows=3).executor.runner
     found = runner.graph_limits

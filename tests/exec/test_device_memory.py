@@ -61,7 +61,7 @@ class Narrow:
     def forward(self, input_ids: torch.Tensor, rows: Any, pool: Any) -> None:
         if len(input_ids) > self._room or self._too_large & set(rows.slots.tolist()):
             self.refused += 1
-            raise torch.OutOfMemoryError(f"no room for {len(input_ids)} tokens")
+            raise torch.OutOfMemoryError(f"no memory for {len(input_ids)} tokens")
         self._model.forward(input_ids, rows, pool)
 
     def __getattr__(self, name: str) -> Any:
@@ -182,7 +182,7 @@ def test_memory_can_be_released_and_resumed(folder: Path) -> None:
     held = [weakref.ref(model.model.embedding.weight), weakref.ref(executor.runner.passes.pool.keys[0])]
     del model
     executor.apply(ReleaseMemory(**both))
-    assert [each() for each in held] == [None, None], "nobody holds weights or pool"
+    assert [each() for each in held] == [None, None], "the released weights and pool have no references"
     with pytest.raises(ExecutorError, match="released"):
         driver.prefill([Sequence([1, 2], 2, greedy())])
     executor.apply(ResumeMemory(**both))
@@ -225,14 +225,14 @@ def test_failed_resume_releases_all_memory_again(folder: Path, monkeypatch: pyte
     def full() -> None:
         passes = executor.runner.passes
         made.extend((weakref.ref(passes.model.model.embedding.weight), weakref.ref(passes.pool.keys[0])))  # type: ignore[attr-defined]
-        raise torch.OutOfMemoryError("no room for graphs")
+        raise torch.OutOfMemoryError("no memory for graphs")
 
     with monkeypatch.context() as patch:
         patch.setattr(operator, "_memory", replace(operator._memory, capture=full))
-        with pytest.raises(OperationRefused, match="no room for graphs"):
+        with pytest.raises(OperationRefused, match="no memory for graphs"):
             executor.apply(ResumeMemory(**both))
     assert executor.runner.passes.pool is NO_POOL and isinstance(executor.runner.passes.model, NoModel)
-    assert [each() for each in made] == [None, None], "nobody holds what was made"
+    assert [each() for each in made] == [None, None], "the memory of the failed resume has no references"
     executor.apply(ResumeMemory(**both))
     driver, sequence = Driver(executor, PAGE_SIZE), Sequence([1, 2, 3], 0, greedy())
     driver.prefill([sequence])
@@ -247,14 +247,14 @@ def test_page_table_is_updated_when_a_step_fails(folder: Path, monkeypatch: pyte
 
     def narrow(sections: Any) -> Any:
         if any(name == "columns" for name, _ in sections):
-            raise MemoryError("no room for a larger buffer")
+            raise MemoryError("no memory for a larger buffer")
         return send(sections)
 
     plan = driver.plan([(Sequence(list(range(30)), 3, greedy()), 30)])
     with monkeypatch.context() as patch:
         patch.setattr(ring, "send", narrow)
         run = executor.forward(plan)
-        with pytest.raises(ExecutorError, match="no room for a larger buffer"):
+        with pytest.raises(ExecutorError, match="no memory for a larger buffer"):
             executor.sample(run, {})
             executor.wait(run)
     assert executor.runner.passes.table[3, : len(plan.table_pages)].tolist() == plan.table_pages.tolist()

@@ -202,12 +202,12 @@ def test_verification_uses_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch)
     before = replace(executor.runner.stats)
     assert alone(world, executor, target).tokens == expected.tokens and guesses.accepted > 0
     assert executor.runner.stats.graph_steps > before.graph_steps
-    assert executor.runner.stats.eager_steps == before.eager_steps + 1, "the prompt"
+    assert executor.runner.stats.eager_steps == before.eager_steps + 1, "only the step of the prompt has no graph"
     turned = Turned(world.config(), executor, overlap=True)
     crowd = [turned.submit(target) for _ in range(3)]
     turned.finish()
     assert [answer.tokens for answer in crowd] == [expected.tokens] * 3
-    assert executor.runner.attention.most > 8, "more rows than slots, and than a graph has"  # type: ignore[attr-defined]
+    assert executor.runner.attention.most > 8, "a step has more rows than slots and than a graph"  # type: ignore[attr-defined]
     torch_alone.close()
 
 
@@ -298,7 +298,7 @@ def test_committed_tokens_stay_when_the_next_step_fails(
     forward, failed = executor._steps.forward, []
 
     def broken(*_: object) -> None:
-        raise RuntimeError("no note of it")
+        raise RuntimeError("the bookkeeping failed")
 
     def watched(run: Any) -> None:
         with monkeypatch.context() as patch:
@@ -313,7 +313,7 @@ def test_committed_tokens_stay_when_the_next_step_fails(
     monkeypatch.setattr(executor._steps, "forward", watched)
     turned = Turned(WORLD.config(enable_radix_cache=False), executor, overlap=True)
     answer = turned.submit(target)
-    with pytest.raises(ExecutorError, match="no note of it"):
+    with pytest.raises(ExecutorError, match="the bookkeeping failed"):
         turned.finish()
     assert answer.tokens and answer.tokens == alone(World(), plain, target).tokens[: len(answer.tokens)]
     plan = failed[0]

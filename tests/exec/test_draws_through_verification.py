@@ -97,7 +97,7 @@ def test_draws_follow_the_exact_probabilities_with_draft_tokens(
     by_place = [np.bincount([run[place] for run in drafter.runs if len(run) > place], minlength=5) for place in range(most)]
     assert sum(counts.sum() for counts in by_place) == said.size and by_place[-1].sum() > DRAWS // 50
     for counts in (np.bincount(said.ravel(), minlength=5), *by_place):
-        assert not counts[expected == 0].any(), "what cannot be is not said"
+        assert not counts[expected == 0].any(), "tokens with probability 0 are never drawn"
         wanted = expected * counts.sum()
         drawn = expected > 0
         statistic = float((((counts - wanted) ** 2)[drawn] / wanted[drawn]).sum())

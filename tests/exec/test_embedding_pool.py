@@ -129,7 +129,7 @@ def test_embeddings_are_equal_in_a_batch_with_generation_and_reused_slots(
         for sequence in batch:
             expected = embedder.expected(sequence.prompt, kind, EmbeddingParams(), True)
             assert sequence.embedding is not None and sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
-            assert sequence.output == [0], "a vector comes without a token"
+            assert sequence.output == [0], "an embedding row reports token 0"
     driving.decode([beside], 12)
     assert beside.output == alone.output
 

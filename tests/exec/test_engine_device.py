@@ -49,7 +49,7 @@ def test_engine_reserves_activations_of_one_chunk(asked: dict[str, Any], caplog:
     assert (asked["max_slots"], asked["options"].max_tokens) == (256, 8192)
     assert "up to 256 requests run at once; long prompts are computed in pieces of 8192 tokens" in caplog.text
     build_engine(chunked_prefill_size=0)
-    assert asked["options"].max_tokens == 16384, "a step may have as many tokens of prompts"
+    assert asked["options"].max_tokens == 16384, "without chunks, a step may have max_prefill_tokens tokens"
     build_engine(executor="cuda", chunked_prefill_size=2048, max_running_requests=5000 - 1000)
     assert (asked["max_slots"], asked["options"].max_tokens) == (4000, 4016)
 

@@ -197,7 +197,7 @@ def test_answers_equal_transformers_with_all_features(
         for event in SchedulerControl(served.core).trace(f"r{handle}")
         if event.kind is TraceKind.JUMPED
     ]
-    assert jumps, "no grammar added tokens of its own"
+    assert jumps, "grammars must have added forced tokens"
 
 
 def check(served: Served, reference: Reference, handle: int, prompt: list[int]) -> None:
@@ -227,7 +227,7 @@ def test_session_turn_continues_the_turn_before(folder: Path, reference: Referen
         context += added
         assert served.outputs[turn] == reference.answer(context, OUTPUTS)
         context += served.outputs[turn]
-    assert served.finishes[2].cached_tokens >= 48, "the turns before were kept"
+    assert served.finishes[2].cached_tokens >= 48, "the earlier turns are cached"
     branch = [10, 11, 12, 13, 14, *served.outputs[0], 40]
     served.submit(3, [40], session=SessionTurn("s", parent="r0"))
     served.drain()

@@ -64,7 +64,7 @@ def test_double_has_the_signature_of_the_library(file: str, owner: str, name: st
     parameters = inspect.signature(ours).parameters.values()
     own = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     assert set(own) <= names
-    assert own[: min(8, len(places))] == places[:8], "what is given by place"
+    assert own[: min(8, len(places))] == places[:8], "the first eight parameters are passed by position"
 
 
 @pytest.mark.parametrize("file", ["prefill.py", "decode.py"])

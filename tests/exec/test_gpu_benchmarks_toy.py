@@ -74,7 +74,7 @@ def test_benchmark_reports_figures_and_profiles(name: str, tmp_path: Path) -> No
     assert len(traces) == len(outcome["profiles"])
     for trace in traces:
         assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert not targets or outcome["profiles"], "a target that is missed needs a profile"
+    assert not targets or outcome["profiles"], "a benchmark with targets stores profiles"
 
 
 def test_timing_separates_prefill_and_decode() -> None:
@@ -86,7 +86,7 @@ def test_timing_separates_prefill_and_decode() -> None:
     setting = Setting("cpu", toy=True)
     with serving_of(Wanted("qwen3-8b", 2, 40), setting) as model:
         config = model.serving.core.config
-        assert config.adaptive_chunk_rows == config.adaptive_chunk_s == 0, "chunks are as long as the benchmark says"
+        assert config.adaptive_chunk_rows == config.adaptive_chunk_s == 0, "chunks do not depend on decode rows or time"
         taken = model.serving.run(fixed(2, 10, 4, model.vocab, seed=0))
     tokens_then = next(count for at, count in taken.marks if at == taken.last_first_s)
     assert 0 < taken.last_first_s < taken.seconds and 2 <= tokens_then < 8

@@ -1,4 +1,4 @@
-"""Layer-wise loads: the early fact, and the steps and operations that wait for them."""
+"""Layer-wise loads: the early fact, and the waits of steps and operations for the loaded layers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from services.worker.exec.tiers.page_mover import PageMover
 PAGES, HOST_PAGES, LAYERS, DEADLINE_S = 6, 4, 3, 20.0
 KEYS = tuple(bytes([number]) * KEY_BYTES for number in range(HOST_PAGES))
 ONE, OTHER = np.array([2], dtype=np.int32), np.array([3], dtype=np.int32)
-SOON = 1e18  # bytes per second of the last load; the next fact is then reported at once
+SOON = 1e18  # bytes per second of the last load, so fast that the next load is reported at once
 
 
 class Gated(PageCopier):
-    """A copier that loads a group when the test permits it."""
+    """A copier that waits for `may` before it loads each group of layers."""
 
     def __init__(self, pools: list[KVPool]) -> None:
         super().__init__(pools, copies("auto", torch.device("cpu")))
@@ -41,7 +41,7 @@ class Gated(PageCopier):
         bring = super().bringing(memory, rows, pages)
 
         def gated(group: int) -> None:
-            assert self.may.acquire(timeout=DEADLINE_S), "nobody lets it go on"
+            assert self.may.acquire(timeout=DEADLINE_S), "the test did not permit the next group"
             if self.error is not None:
                 raise self.error
             bring(group)
@@ -69,7 +69,7 @@ class Loading:
         self.mover.begin(PageOperation(7, kind, KEYS[: len(pages)], pages, host_pages))
 
     def fact(self) -> Fact:
-        assert self.told.acquire(timeout=DEADLINE_S), "no fact comes"
+        assert self.told.acquire(timeout=DEADLINE_S), "no fact arrived"
         self._facts += self.mover.facts()
         return self._facts.pop(0)
 
@@ -138,13 +138,15 @@ def _has(found: list[int], count: int) -> bool:
 def until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE_S
     while not holds():
-        assert time.monotonic() < end, "it does not come to that"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.001)
 
 
 def test_step_reads_each_layer_directly_after_the_load_of_the_layer(loading: Loading) -> None:
     loading.begin()
-    assert loading.fact() == Fact(7, 1, early=True), "nothing is there, and what it takes is told later"
+    assert loading.fact() == Fact(7, 1, early=True), (
+        "the early fact comes before any group is loaded, and without the time of the load"
+    )
     found, step = loading.step(ONE)
     for layer in range(LAYERS):
         time.sleep(0.02)
@@ -162,7 +164,7 @@ def test_step_with_other_pages_does_not_wait(loading: Loading) -> None:
     loading.fact()
     found, step = loading.step(OTHER)
     step.join(DEADLINE_S)
-    assert found == [0] * LAYERS, "and the page is not there"
+    assert found == [0] * LAYERS, "the load has not written the other page"
     found, step = loading.step(NO_PAGES)
     step.join(DEADLINE_S)
     assert found == [0] * LAYERS
@@ -234,7 +236,7 @@ def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading
     loading.bring(LAYERS)
     first = loading.fact()
     assert first.op_id == 7 and first.count == 1 and first.seconds > 0 and not first.early and first.loaded is None
-    assert not loading.mover._loads._bytes_s, "a page says nothing of a large load"
+    assert not loading.mover._loads._bytes_s, "a load of one page does not change the rate"
     monkeypatch.setattr(kv_pool, "SAYS_BYTES", loading.copier.page_bytes)
     loading.mover._loads._bytes_s = loading.copier.page_bytes / LAYERS  # a layer each second
     loading.begin()
@@ -245,7 +247,7 @@ def test_load_is_reported_when_the_rest_takes_less_than_early_s(loading: Loading
     assert loading.fact() == Fact(7, 1, early=True)
     loading.bring()
     assert loading.fact().loaded is not None
-    assert loading.mover._loads._bytes_s != loading.copier.page_bytes / LAYERS, "and one that is large enough says it anew"
+    assert loading.mover._loads._bytes_s != loading.copier.page_bytes / LAYERS, "a load of SAYS_BYTES or more changes the rate"
 
 
 class TestFailures:
@@ -257,7 +259,7 @@ class TestFailures:
         assert loading.fact() == Fact(7) and not loading.lost
         found, step = loading.step(ONE)
         step.join(DEADLINE_S)
-        assert found == [0] * LAYERS, "nobody waits for it"
+        assert found == [0] * LAYERS, "the step does not wait for the failed load"
 
     def test_failed_load_loses_the_device_when_reported(self, loading: Loading) -> None:
         loading.begin()
@@ -301,7 +303,7 @@ class Recorded(HostArrival):
     """An arrival of a device: a wait for a group that was not queued would not block."""
 
     def wait(self, group: int) -> None:
-        assert self._came > group, "an event that was never recorded"
+        assert self._came > group, "the group's event was recorded before the wait"
 
 
 @pytest.mark.by_day(one_in=4, seed=2)

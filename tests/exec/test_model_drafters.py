@@ -160,7 +160,7 @@ def test_draft_tokens_equal_a_pass_over_the_whole_text(
     verified = answer.verified
     assert 0 < verified.rows <= len(proposed) and verified.drafted <= sum(len(guess) for _, guess in proposed)
     assert 1 + verified.rows + verified.accepted <= NEW_TOKENS
-    assert sum(entries) <= PROMPT_TOKENS + NEW_TOKENS + sum(len(guess) for _, guess in proposed), "an entry is computed once"
+    assert sum(entries) <= PROMPT_TOKENS + NEW_TOKENS + sum(len(guess) for _, guess in proposed), "each entry is computed once"
     for known, guess in proposed:
         assert guess == drafting.guesses(known, len(guess)), len(known)
         assert known == text[: len(known)]

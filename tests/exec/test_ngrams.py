@@ -43,7 +43,7 @@ def guess(drafter: NgramDrafter, most: int = 3) -> tuple[list[int], bool]:
 
 
 def standing(tokens: Sequence[int], tail: Sequence[int]) -> tuple[int, list[int]]:
-    """Finds the longest end of the tail that precedes a token of the same text, by looking at every position."""
+    """Finds the longest suffix of the tail that a token of the same text follows, by trying every position."""
     for size in range(min(len(tail), LONGEST), SHORTEST - 1, -1):
         wanted = list(tail[-size:])
         places = [at for at in range(size, len(tokens)) if tokens[at] >= 0 and list(tokens[at - size : at]) == wanted]
@@ -69,7 +69,7 @@ def test_index_follows_the_most_frequent_continuation_within_a_text() -> None:
     tokens = [1, 2, 3, 5, BETWEEN_TEXTS, 1, 2, 3, 7, 8, BETWEEN_TEXTS, 1, 2, 3, 7, 5, 6, BETWEEN_TEXTS, 1, 2, 3]
     index = NgramIndex(i32(tokens))
     size, places = index.places([1, 2, 3])
-    assert (size, len(places)) == (3, 3), "nothing follows the last one"
+    assert (size, len(places)) == (3, 3), "the last of the four positions has no continuation"
     assert index.follow(index.likeliest(places), 9) == [7, 5, 6]
 
 
@@ -80,14 +80,14 @@ class TestPrediction:
         drafter.sampled(0, SAID[:4])
         assert guess(drafter) == (SAID[4:7], True)
         drafter.sampled(0, SAID[4:9])
-        assert guess(drafter) == (SAID[9:], True), "no more than there is"
+        assert guess(drafter) == (SAID[9:], True), "the prediction has only these tokens left"
         drafter.sampled(0, SAID[9:])
         assert guess(drafter) == ([], False)
 
     def test_prediction_is_drafted_again_after_insertions_and_omissions(self) -> None:
         drafter = drafter_of(SAID)
         drafter.sampled(0, [10, 11, 50, 51])
-        assert guess(drafter) == ([], False), "50 51 stands nowhere"
+        assert guess(drafter) == ([], False), "the prediction does not contain 50 51"
         drafter.sampled(0, [12])
         assert guess(drafter) == ([], False)
         drafter.sampled(0, [13])
@@ -96,7 +96,7 @@ class TestPrediction:
         assert guess(drafter) == ([19], True)
 
     def test_prediction_prefers_the_nearest_of_equal_matches(self) -> None:
-        """If all lines begin alike, the last match is mostly wrong."""
+        """In a list whose lines begin alike, the match nearest to the expected position is usually right."""
         lines = [token for number in range(5) for token in (7, 8, 100 + number)]
         drafter = drafter_of(lines)
         drafter.sampled(0, [7, 8, 100, 7, 8, 55, 7, 8])
@@ -112,11 +112,11 @@ class TestPrediction:
         drafter.know(0, len(PROMPT) + 1, [11, 12, 13, 14])
         assert guess(drafter) == (SAID[5:8], True)
         drafter.know(0, len(PROMPT) + 2, [12, 13])
-        assert guess(drafter) == (SAID[4:7], True), "14 is gone"
+        assert guess(drafter) == (SAID[4:7], True), "the grammar has removed token 14"
         lines = drafter_of([7, 8, 1, 9, 7, 8, 1, 6])
         lines.sampled(0, [7, 8])
         lines.know(0, len(PROMPT) - 1, [PROMPT[-1], 7, 8, 1])
-        assert guess(lines, 1) == ([9], True), "what was known before counts once"
+        assert guess(lines, 1) == ([9], True), "tokens that are reported twice count once"
 
     def test_prediction_position_is_the_length_of_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The drafter has only the last tokens of the text.
@@ -164,9 +164,9 @@ class TestPrediction:
     def test_longest_match_wins_across_texts(self) -> None:
         drafter = drafter_of([1, 2, 3, 40, 9, 8, 7, 6, 2, 3, 41])
         drafter.sampled(0, [0, 1, 2, 3, 77, 1, 2, 3])
-        assert guess(drafter, 1) == ([40], True), "1 2 3 in both: the prediction's"
+        assert guess(drafter, 1) == ([40], True), "1 2 3 is in both texts; the prediction comes first"
         drafter.sampled(0, [78, 0, 1, 2, 3])
-        assert guess(drafter, 1) == ([77], False), "0 1 2 3 in the output alone"
+        assert guess(drafter, 1) == ([77], False), "the longer match 0 1 2 3 is only in the output"
 
     def test_unused_indexes_are_dropped_and_rebuilt(self) -> None:
         drafter = NgramDrafter()
@@ -183,9 +183,9 @@ def test_corpus_is_searched_last_and_for_three_tokens() -> None:
     corpus = [1, 2, 3, 4, 5, BETWEEN_TEXTS, 2, 3, 6]
     drafter = drafter_of((), corpus=corpus)
     drafter.sampled(0, [2, 3])
-    assert guess(drafter) == ([], False), "two tokens stand together by chance"
+    assert guess(drafter) == ([], False), "a match of two tokens is too short for the corpus"
     drafter.sampled(0, [9, 1, 2, 3])
-    assert guess(drafter, 5) == ([9, 1, 2, 3], False), "its own text knows 2 3"
+    assert guess(drafter, 5) == ([9, 1, 2, 3], False), "the request's own text has 2 3 and comes before the corpus"
     drafter = drafter_of((), corpus=corpus)
     drafter.sampled(0, [1, 2, 3])
-    assert guess(drafter, 5) == ([4, 5], False), "and no further than its text goes"
+    assert guess(drafter, 5) == ([4, 5], False), "the draft ends with the text of the corpus"

@@ -70,7 +70,7 @@ class Moving:
     def fact(self) -> Fact:
         """Returns the next fact of an operation."""
         while True:
-            assert self.woken.acquire(timeout=DEADLINE_S), "no fact comes"
+            assert self.woken.acquire(timeout=DEADLINE_S), "no fact arrived"
             for fact in self.mover.facts():
                 if fact.op_id != UNASKED:
                     return fact
@@ -166,7 +166,9 @@ def test_load_does_not_wait_for_a_backup(moving: Moving, monkeypatch: pytest.Mon
     assert moving.moved(OperationKind.LOAD, [4], [0]).count == 1 and moving.page(4) == moving.page(1)
     going.set()
     assert moving.fact().count == 2
-    assert nice == [max(page_mover.BACK_UP_NICE, os.getpriority(os.PRIO_PROCESS, 0))], "where steps are computed by cores"
+    assert nice == [max(page_mover.BACK_UP_NICE, os.getpriority(os.PRIO_PROCESS, 0))], (
+        "the copy runs at a lower priority than steps on the CPU"
+    )
 
 
 def test_fetch_waits_for_an_earlier_load_into_the_same_page(moving: Moving) -> None:
@@ -189,10 +191,10 @@ def test_failed_operation_moves_nothing_and_ends_in_a_fact(
     moving: Moving, kind: OperationKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = [moving.page(number) for number in range(PAGES)]
-    assert moving.moved(kind, [PAGES], [0]) == Fact(7), "there is no such page"
+    assert moving.moved(kind, [PAGES], [0]) == Fact(7), "page PAGES does not exist"
     assert "pages were not moved" in caplog.text
     assert [moving.page(number) for number in range(PAGES)] == before
-    assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 1, "it goes on"
+    assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 1, "the mover continues after a failure"
 
 
 def test_close_unpins_host_memory_after_all_copies_have_ended(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +221,7 @@ def test_close_unpins_host_memory_after_all_copies_have_ended(moving: Moving, mo
 
 def test_mover_moves_nothing_while_memory_is_released(moving: Moving) -> None:
     def released() -> PageCopier:
-        raise AssertionError("a page is one of every layer")
+        raise AssertionError("no copier may be used while memory is released")
 
     moving.mover._copier = released
     assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 0
@@ -268,7 +270,7 @@ class Elsewhere:
 
     def read(self, pull: Pull, count: int, out: memoryview) -> int:
         if pull.source.address == "slow" and not self.going.wait(DEADLINE_S):
-            raise AssertionError("nobody lets it go on")
+            raise AssertionError("the test did not permit the read")
         out[:] = bytes([pull.source.room.number]) * len(out)
         return 0 if pull.source.address == "gone" else count
 
@@ -409,7 +411,9 @@ def test_deletion_of_a_salt_follows_earlier_operations(moving: Moving) -> None:
     going.set()
     assert waits.result(DEADLINE_S) == Deleted(1, (one,))
     facts = moving.mover.facts()
-    assert [(fact.op_id, fact.count, fact.stored) for fact in facts[:2]] == [(7, 1, ()), (7, 1, (one,))], "what had begun"
+    assert [(fact.op_id, fact.count, fact.stored) for fact in facts[:2]] == [(7, 1, ()), (7, 1, (one,))], (
+        "operations that began before the deletion end first"
+    )
     assert facts[2].dropped == (one,)
     assert moving.page(3) == moving.page(1)
     moving.store.read = read  # type: ignore[method-assign]

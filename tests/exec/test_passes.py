@@ -1,4 +1,4 @@
-"""The pieces of a plan compute the same tokens of the same rows, in order, and score the same prompt tokens."""
+"""A plan that is cut into pieces computes the same tokens in the same order and scores the same prompt tokens."""
 
 from __future__ import annotations
 

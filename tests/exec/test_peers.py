@@ -47,7 +47,7 @@ def prompt(number: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Apart:
-    """The first executor computes prompts. The second one reads their pages, also ahead of the prompt's end, and continues."""
+    """The first executor computes prompts. The second one reads their pages, partly before the prompt ends, and decodes."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         """Builds both executors.
@@ -168,7 +168,7 @@ def ended(apart: Apart, handle: int, ids: list[int], seed: int) -> Answer:
 def until(turning: Apart | Served, holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it does not come about"
+        assert time.monotonic() < deadline, "the condition did not become true"
         turning.turn()
 
 
@@ -182,7 +182,9 @@ def test_handover_continues_with_equal_bits(apart: Apart, plain: Served) -> None
     assert stats.refused_pulls_total == 0 < stats.prefetched_pages_total
     assert reader is not None
     pages = 4 * (PROMPT_TOKENS // PAGE_SIZE)
-    assert stats.pulled_pages_total == pages and reader.read_bytes() == {"tcp": pages * apart.page_bytes}, "each page once"
+    assert stats.pulled_pages_total == pages and reader.read_bytes() == {"tcp": pages * apart.page_bytes}, (
+        "each page is read once"
+    )
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -198,7 +200,7 @@ def test_pages_of_an_aborted_prompt_are_not_published(apart: Apart, plain: Serve
     handle = apart.compute(ids, 0)
     until(apart, lambda: apart.reads_ahead(handle))
     until(apart.second, begun.is_set)  # the first executor does not run during this loop
-    assert apart.first.answers[handle].finish is None, "it is computed still"
+    assert apart.first.answers[handle].finish is None, "the prompt is still being computed"
     apart.first.abort(handle)
     SchedulerControl(apart.first.core).flush_cache()
     other = apart.first.submit(prompt(5), 5, **SAMPLED)
@@ -215,9 +217,9 @@ def test_second_worker_computes_missing_pages_when_the_first_dies_between_chunks
     until(apart, lambda: handle in apart._ahead)
     deadline = time.monotonic() + 60.0
     while not apart.second.core.stats().pulled_pages_total:
-        assert time.monotonic() < deadline, "the first chunk does not come"
+        assert time.monotonic() < deadline, "the first chunk was not computed in time"
         apart.second.turn()  # the first executor computes no further chunk
-    assert apart.first.answers[handle].finish is None, "it is computed still"
+    assert apart.first.answers[handle].finish is None, "the prompt is still being computed"
     server = apart.first.executor.room_server
     assert server is not None
     server.close()

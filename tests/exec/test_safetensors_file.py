@@ -1,4 +1,4 @@
-"""Headers of safetensors files are validated, and tensor bytes are read from the places that they name."""
+"""Headers of safetensors files are validated, and tensor bytes are read from the offsets in the header."""
 
 from __future__ import annotations
 

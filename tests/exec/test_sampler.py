@@ -258,7 +258,7 @@ def test_row_fails_separately_when_parameters_cannot_be_applied(
     assert result.faults == {1: RowFault.FAILED}
     assert int(result.tokens[0]) == 3
     sampler.admit(slot_params(1, GREEDY, [], 0))
-    assert sample_one(sampler, LOGITS, slot=1) == 3, "the slot's next holder is well"
+    assert sample_one(sampler, LOGITS, slot=1) == 3, "the next request of the slot gets its token"
 
 
 def raising(*args: object, **more: object) -> None:

@@ -174,7 +174,9 @@ def test_answers_equal_transformers_with_a_cold_cache_and_a_full_prefix_hit(chec
     assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
     longer = PROMPTS[-1] + checkpoint.answers[-1][:20]
     assert served.run([PROMPTS[-1], longer], 44) == [checkpoint.answers[-1][:44], checkpoint.answers[-1][20:]]
-    assert [served.cached[handle] for handle in range(3)] == [0, 76, 96], "hits by whole pages, all but one token"
+    assert [served.cached[handle] for handle in range(3)] == [0, 76, 96], (
+        "hits have whole pages and leave at least one token to compute"
+    )
 
 
 @pytest.mark.by_day(one_in=3, seed=31)

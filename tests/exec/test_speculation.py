@@ -156,7 +156,7 @@ def test_corpus_saves_steps_and_changes_no_bit(folder: Path, monkeypatch: pytest
     drafting.close()
     assert answer.bits() == said.bits()
     assert answer.verified.accepted > NEW_TOKENS // 2 and answer.verified.predicted == 0
-    assert int(corpus.max()) < WORLD.vocab_size, "replaced where it stood: a second array would be kept for good"
+    assert int(corpus.max()) < WORLD.vocab_size, "unknown ids are replaced in place, because a second array would stay in memory"
 
 
 @of_one_dtype_by_day
@@ -260,13 +260,13 @@ def slot_of(history: Sequence[int]) -> SlotParams:
 def test_ngram_drafter_proposes_the_last_continuation() -> None:
     drafter = NgramDrafter()
     drafter.admit(slot_of([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 9, 2, 3]))
-    assert drafter.propose({0: 3})[0] == [7, 8, 9], "after 9 2 3 the last time"
+    assert drafter.propose({0: 3})[0] == [7, 8, 9], "the tokens after the last 9 2 3"
     drafter.sampled(0, [4])
-    assert drafter.propose({0: 2})[0] == [5, 9], "after 2 3 4"
+    assert drafter.propose({0: 2})[0] == [5, 9], "the tokens after 2 3 4"
     drafter.sampled(0, [6, 6])
-    assert drafter.propose({0: 4})[0] == [], "nothing has followed 6 6"
+    assert drafter.propose({0: 4})[0] == [], "no token follows 6 6"
     drafter.know(0, 2, [1, 2])
-    assert drafter.propose({0: 2})[0] == [1, 2], "what stood behind it is gone"
+    assert drafter.propose({0: 2})[0] == [1, 2], "the tokens after position 4 were removed"
 
 
 @of_one_dtype_by_day
@@ -280,7 +280,7 @@ def test_drafting_pauses_while_drafts_are_wrong_and_resumes(executors: tuple[Dev
     answer = turned.submit(target)
     while len(answer.tokens) < 100:
         turned.turn()
-    assert 0 < guesses.drafted <= 4 * 7, "after four in vain 16, 32 and 64 steps apart"
+    assert 0 < guesses.drafted <= 4 * 7, "four misses in a row, then pauses of 16, 32 and 64 steps"
     guesses._errors = 0.0
     while not turned.idle:
         turned.turn()

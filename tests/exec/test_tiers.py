@@ -212,7 +212,7 @@ class TestWhileALoadIsOnItsWay:
 
 
 def _until_it_may(going: threading.Event) -> None:
-    assert going.wait(DEADLINE_S), "nobody lets it go on"
+    assert going.wait(DEADLINE_S), "the test did not permit the load"
 
 
 SCHEDULES = 60 if NIGHTLY else 4

@@ -176,7 +176,7 @@ def test_stream_weights_releases_each_tensor_that_kernels_copy(saved: Callable[[
         """Packs copies, so that each unpacked weight can be released before the next one."""
 
         def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-            assert not any(storage() for storage in given), "earlier unpacked weights are released"
+            assert not any(storage() for storage in given), "earlier unpacked weights must be released"
             given.append(weakref.ref(weight.untyped_storage()))
             return reference.pack_linear(weight.clone(), bias)
 

@@ -1,4 +1,4 @@
-"""Carriers for tests: a fake NIXL over loopback, with selectable faults, and the library itself if it is installed."""
+"""Carriers for tests: a fake NIXL over loopback with selectable faults, and the real NIXL if it is installed."""
 
 from __future__ import annotations
 

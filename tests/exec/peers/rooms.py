@@ -34,7 +34,7 @@ def until(is_so: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
     """Waits until the condition holds. Fails after `seconds`."""
     end = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.005)
 
 
@@ -165,7 +165,7 @@ class Asking:
         got = b""
         while len(got) < size:
             part = self.socket.recv(size - len(got))
-            assert part, "the connection has ended"
+            assert part, "the connection ended before the whole response"
             got += part
         return got
 
@@ -201,7 +201,7 @@ class Running:
 
     def result(self) -> Any:
         self._thread.join(PATIENCE_S)
-        assert self.is_done, "it has not ended"
+        assert self.is_done, "the work has not ended"
         if self._error is not None:
             raise self._error
         return self._outcome

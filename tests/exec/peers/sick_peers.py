@@ -1,4 +1,4 @@
-"""Faulty remote workers for tests. Each answers a connection, from its hello on, in a way of its own."""
+"""Faulty remote workers for tests. Each function below is a faulty behaviour for one connection."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.exec.peers.sick_peers import SickPeer
 from tests.exec.peers.test_peer_reader import warnings
 
 PAGES = tuple(range(POOL_PAGES))[::-1]
-AT_ONCE = 2  # pages of a piece; a read of all pages fills each slot several times
+AT_ONCE = 2  # pages per piece; a read of all pages fills each slot several times
 PIECES = POOL_PAGES // AT_ONCE
 assert PIECES > 2 * staging.SLOTS
 ALL = POOL_PAGES * PAGE_BYTES
@@ -55,7 +55,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_empty(one: KeptCarrier, size: int) -> bool:
-    """Returns whether the area that was returned last has only zeros."""
+    """Returns whether the carrier's last returned staging area has only zeros."""
     area = one.area(size, time.monotonic() + PATIENCE_S)
     had_any = bool(area.data.any())
     area.close()
@@ -63,7 +63,7 @@ def is_empty(one: KeptCarrier, size: int) -> bool:
 
 
 class Tapping(Asking):
-    """A connection whose staging area the test reads by hand."""
+    """A connection whose staging area the test reads slot by slot."""
 
     def __init__(self, served: Served, own: KeptCarrier) -> None:
         super().__init__(served.server.port)
@@ -90,7 +90,7 @@ def test_reader_gets_pages_in_pieces_and_all_areas_are_wiped(both: tuple[KeptCar
     its, own = both
     with Served(carrier=its) as served:
         opened = served.opened(pages=PAGES)
-        for _ in range(limits.MAX_STAGING_AREAS + 1):  # the end of a connection returns its area
+        for _ in range(limits.MAX_STAGING_AREAS + 1):  # each connection returns its staging area when it ends
             one = reader(carrier=own)
             assert pull(one, served.source(opened), opened, 3, 1) == served.pool.bytes_of(PAGES[3:4])
             one.close()
@@ -114,7 +114,7 @@ def test_server_wipes_a_slot_after_the_mark_of_the_reader(both: tuple[KeptCarrie
         for slot in range(staging.SLOTS):
             assert tapping.socket.recv(1) == FILLED
             assert tapping.slot(slot) == served.pool.bytes_of(PAGES[slot * AT_ONCE : (slot + 1) * AT_ONCE])
-        assert len(served.pool.reads) == staging.SLOTS, "nothing is written over what may be read yet"
+        assert len(served.pool.reads) == staging.SLOTS, "a slot is not overwritten before the reader frees it"
         served.server.shut([tapping.opened.room])
         tapping.socket.sendall(FREE * staging.SLOTS)
         until(lambda: not any(any(tapping.slot(slot)) for slot in range(staging.SLOTS)))
@@ -128,7 +128,7 @@ def test_server_wipes_the_area_when_a_reader_sends_no_mark(both: tuple[KeptCarri
         until(lambda: served.server.counts().num_connections == 0)
         try:
             assert not any(tapping.slot(0))
-        except OSError:  # the area is not readable any longer
+        except OSError:  # the server has already released the area
             assert served.server.counts().num_connections == 0
         assert is_empty(both[0], staging_shape(PAGE_BYTES).num_bytes)
         tapping.stop()
@@ -149,7 +149,7 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
 
             served.pool.after = shut
             assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
-            assert len(served.pool.reads) == last, f"it is read until piece {piece}, and no further"
+            assert len(served.pool.reads) == last, f"the server copies no piece after piece {piece}"
             assert pull(one, served.source(other), other, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
             assert served.refused == {"no_room": rounds} and served.server.counts().num_connections == 1
             assert one.read_bytes() == {"nixl": rounds * ALL}
@@ -157,7 +157,7 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
     with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
         served.pool.after = lambda: served.server.shut([tapping.opened.room])
         assert tapping.ask(read_request(tapping.opened, 0, AT_ONCE)) == (Status.NO_ROOM, b"")
-        assert served.pool.bytes_of(PAGES[:1]) not in tapping.slot(0), "what nobody may have lies where it can be read"
+        assert served.pool.bytes_of(PAGES[:1]) not in tapping.slot(0), "pages of a shut reservation are not readable in the area"
         tapping.stop()
 
 
@@ -179,7 +179,7 @@ def test_server_stages_once_per_connection_for_a_known_reservation(
         assert served.refused == {"no_room": 1, "malformed": 1}
         one = reader(carrier=fakes[1])
         assert pull(one, served.source(room(2, PAGES)), room(2, PAGES), 0, 2) is None
-        assert served.refused["no_room"] == 2, "who has been told of memory that there is no such room asks for no pages of it"
+        assert served.refused["no_room"] == 2, "the refused STAGE request is not followed by a request for pages"
         assert pull(one, served.source(served.opened(3)), served.opened(3), 0, 2) and set(one.read_bytes()) == {"nixl"}
         one.close()
     with Served() as served, Asking(served.server.port) as asking:
@@ -204,7 +204,7 @@ def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFi
     for _ in range(2):
         assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
     assert one.read_bytes() == {"tcp": 2 * ALL} and not served.refused
-    assert served.left == [], "a room is left with the connection over which it was read last"
+    assert served.left == [], "a reservation is released only with the connection of its last read"
     one.close()
     return warnings(caplog)
 
@@ -239,7 +239,7 @@ def test_worker_uses_tcp_and_no_area_when_nixl_registers_no_memory(
         with Served(carrier=its) as served:
             assert len(reads_over_tcp(served, own, caplog)) == whose
         (said,) = (each for each in caplog.records if each.levelname == "WARNING")
-        assert "NIXL does not take memory" in said.__dict__["fields"]["error"], "and its own worker says so"
+        assert "NIXL does not take memory" in said.__dict__["fields"]["error"], "only the worker without memory logs the error"
         monkeypatch.setattr(limits, "MAX_STAGING_AREAS", 1)
         shape = staging_shape(PAGE_BYTES)
         with pytest.raises(OSError, match="NIXL does not take memory"):

@@ -105,7 +105,7 @@ def test_server_refuses_a_read_and_keeps_the_connection(served: Served, case: st
         assert asking.ask(request) == (status, b"")
         assert served.pool.reads == []
         assert served.refused == {status.name.lower(): 1}
-        assert asking.ask(READ)[0] is Status.OK, "the connection goes on"
+        assert asking.ask(READ)[0] is Status.OK, "the connection still serves reads"
 
 
 BAD = {
@@ -160,14 +160,16 @@ class TestFrames:
     @settings(max_examples=50)
     @given(before=st.sampled_from([b"", HELLO, HELLO + frames.pack_request(READ)]), said=st.binary(max_size=300))
     @example(before=HELLO, said=frames.pack_request(READ) * 3)
-    def test_no_bytes_break_the_server(self, before: bytes, said: bytes) -> None:
+    def test_server_serves_others_after_any_bytes(self, before: bytes, said: bytes) -> None:
         with Served(SMALL) as served:
             served.server.open(OURS)
             with Asking(served.server.port, hello=before + said) as asking:
                 asking.say_no_more()
                 assert asking.is_ended()
             serves(served)
-            assert all(read == [*PAGES[1:3]] for read in served.pool.reads), "what was asked for with its proof"
+            assert all(read == [*PAGES[1:3]] for read in served.pool.reads), (
+                "only pages of a request with a valid proof are copied"
+            )
 
 
 class TestLayouts:

@@ -75,7 +75,7 @@ def test_server_ends_the_connection_when_the_reader_frees_no_slot(folder: Socket
         silent.sendall(frames.pack_request(asked))
         until(lambda: len(served.pool.reads) == shared_ring.SLOTS)
         until(lambda: served.server.counts().num_connections == 0)
-        assert len(served.pool.reads) == shared_ring.SLOTS, "nothing is written over what may be read yet"
+        assert len(served.pool.reads) == shared_ring.SLOTS, "a slot is not overwritten before the reader frees it"
 
 
 def test_ring_memory_cannot_be_written_or_truncated_by_the_reader() -> None:

@@ -15,7 +15,7 @@ from services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, Segment
 from services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGE = 96
-SLOTS = 4  # slots of a segment
+SLOTS = 4  # pages per segment
 A, B, C = (letter * TAG_BYTES for letter in (b"a", b"b", b"c"))  # tags of three salts
 FORMAT = SegmentFormat(PAGE, b"")
 SEGMENT = FORMAT.bytes_with_index(SLOTS)
@@ -34,7 +34,7 @@ def page(of: bytes, size: int = PAGE) -> bytes:
 
 
 class QuickDisk(Disk):
-    """A disk that does not wait for a sync."""
+    """A disk whose sync() does nothing, which makes tests fast."""
 
     def sync(self, fd: int) -> None:
         os.fstat(fd)
@@ -81,18 +81,18 @@ def write(into: PageStore, wanted: Sequence[bytes]) -> Written:
     return into.write(wanted, [placed(page(key, into.page_bytes)) for key in wanted])
 
 
-def placed(content: bytes, beside: int = 0) -> memoryview:
-    """Returns the content in memory of its own.
+def placed(content: bytes, offset: int = 0) -> memoryview:
+    """Returns the page as a view of separate memory.
 
     Args:
         content: bytes of a page.
-        beside: bytes between a block boundary in memory and the beginning of a large page.
+        offset: bytes from a block boundary in memory to the first byte of the page; used for large pages only.
     """
     if len(content) < DIRECT_PAGE_BYTES:
         return memoryview(content)
-    mapped = mmap.mmap(-1, beside + len(content))
-    mapped[beside:] = content
-    return memoryview(mapped)[beside:]
+    mapped = mmap.mmap(-1, offset + len(content))
+    mapped[offset:] = content
+    return memoryview(mapped)[offset:]
 
 
 def read(of: PageStore, wanted: Sequence[bytes]) -> int:
@@ -100,12 +100,12 @@ def read(of: PageStore, wanted: Sequence[bytes]) -> int:
     out = bytearray(len(wanted) * of.page_bytes)
     count = of.read(wanted, memoryview(out))
     for at, key in enumerate(wanted[:count]):
-        assert out[at * of.page_bytes : (at + 1) * of.page_bytes] == page(key, of.page_bytes), "a wrong page"
+        assert out[at * of.page_bytes : (at + 1) * of.page_bytes] == page(key, of.page_bytes), "the store returned a wrong page"
     return count
 
 
 def readable(of: PageStore) -> list[bytes]:
-    """Returns the keys of the whole pages, oldest first. The store forgets damaged pages."""
+    """Returns the keys of the pages that can be read, oldest first. The store drops the damaged ones."""
     return [key for key in list(of.keys()) if read(of, [key])]
 
 

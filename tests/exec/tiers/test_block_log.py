@@ -1,4 +1,4 @@
-"""The names of a store's blocks: written names are read again, torn, foreign and useless names are not."""
+"""The log of a store's block names: torn names, names of other identities and names without pages are not read again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_next_log_reads_written_blocks(tmp_path: Path) -> None:
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 155, 156])
 def test_torn_end_loses_one_block(tmp_path: Path, cut: int) -> None:
-    """Blocks that are written afterwards are read."""
+    """Blocks that are written after the torn end are read."""
     path = written(tmp_path)
     path.write_bytes(path.read_bytes()[:-cut])
     log = log_of(tmp_path, [*BLOCKS, block(5)])
@@ -84,7 +84,7 @@ def test_log_drops_blocks_without_pages_and_of_other_identities(tmp_path: Path) 
     size = path.stat().st_size
     assert found(tmp_path, BLOCKS[1:3]) == BLOCKS[1:3] and path.stat().st_size < size
     assert found(tmp_path, BLOCKS, identity=bytes(32)) == []
-    assert found(tmp_path, BLOCKS) == [], "the file is that one's"
+    assert found(tmp_path, BLOCKS) == [], "the file now belongs to the other identity"
 
 
 def test_sweep_removes_names_of_deleted_pages(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.exec.tiers.sick_disks import SickDisk
 
 NOTHING = Written((), ())
 ROOT = Path(__file__).resolve().parents[3]
-# A limit on the sizes of files fails in its own way: the system first writes half a record.
+# With a limit on file sizes, the system first writes a part of the record and then fails.
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -77,9 +77,9 @@ class TestWrites:
         assert stored == tuple(many[: len(stored)]) and len(stored) < len(many)
         assert it.counts().failed_writes == 1
         assert readable(it) == list(stored)
-        assert it.counts().bytes_on_disk == size_of(tmp_path), "nothing half written is left"
+        assert it.counts().bytes_on_disk == size_of(tmp_path), "the partial record is removed"
         disk.room = None
-        assert write(it, many) == Written((), (), held=len(stored)), "it pauses"
+        assert write(it, many) == Written((), (), held=len(stored)), "the store writes nothing during the pause"
         clock.pass_by()
         assert stored + write(it, many).stored == tuple(many)
         it.close()
@@ -283,7 +283,7 @@ class TestOpening:
         disk.broken["create"] = errno.EROFS
         with pytest.raises(StoreUnusable, match=r"pages of KV cannot be kept in .*Read-only file system"):
             store(tmp_path, disk=disk)
-        assert readable(store(tmp_path)) == keys(1), "the lock was given back"
+        assert readable(store(tmp_path)) == keys(1), "the failed opening has released the lock"
 
     @pytest.mark.by_day(one_in=2, seed=12)
     @pytest.mark.parametrize("call", ["open", "read", "truncate", "unlink"])

@@ -47,10 +47,10 @@ def store(server: RedisServer, clock: Hours | None = None, identity: bytes = IDE
 def test_workers_with_one_identity_read_each_others_pages(server: RedisServer) -> None:
     first, second, stranger = store(server), store(server), store(server, identity=bytes(32))
     assert write(first, keys(1, 2, 3)) == Written(tuple(keys(1, 2, 3)), ())
-    assert read(second, keys(1)) == 0, "it has not heard of it"
+    assert read(second, keys(1)) == 0, "the second worker has not received the news yet"
     assert second.news() == News(tuple(keys(1, 2, 3)), ()) and stranger.news() == NOTHING
     assert read(second, keys(1, 2, 4, 3)) == 2 and read(first, keys(3, 1)) == 2
-    assert first.news() == NOTHING, "its own pages are none"
+    assert first.news() == NOTHING, "a worker gets no news of its own pages"
     assert write(second, keys(3, 4)) == Written(tuple(keys(4)), (), held=1)
     assert first.news() == News(tuple(keys(4)), ()) and second.news() == NOTHING
 
@@ -106,7 +106,7 @@ def test_read_loses_a_damaged_page(server: RedisServer, value: bytes) -> None:
     assert read(it, keys(1, 2, 3)) == 1
     assert it.take_lost() == tuple(keys(2)) and it.take_lost() == ()
     assert read(it, keys(3, 2)) == 1 and it.counts().corrupt_pages == 1
-    assert write(it, keys(2)).stored == tuple(keys(2)), "it is written anew"
+    assert write(it, keys(2)).stored == tuple(keys(2)), "a lost page can be written again"
     assert read(it, keys(1, 2, 3)) == 3
 
 
@@ -148,7 +148,7 @@ def test_full_server_is_read_and_written_after_a_pause(server: RedisServer) -> N
     assert write(it, keys(2, 3)).stored == () and it.counts().failed_writes == 1
     assert read(it, keys(1)) == 1
     server.client.config_set("maxmemory", 0)
-    assert write(it, keys(2)).stored == (), "it is left in peace for a while"
+    assert write(it, keys(2)).stored == (), "the store writes nothing during the pause"
     clock.pass_by()
     assert write(it, keys(2)).stored == tuple(keys(2))
 
@@ -161,7 +161,7 @@ def test_worker_pauses_and_scans_again_after_a_lost_server(server: RedisServer) 
     assert read(it, keys(1)) == 0 and write(it, keys(2)).stored == () and it.news() == NOTHING
     assert it.counts().failed_reads == 1 and it.counts().failed_writes == 0
     server.start()
-    assert it.news() == NOTHING, "not yet"
+    assert it.news() == NOTHING, "the store does not connect during the pause"
     other.news()
     assert write(RedisPageStore(server.url, PAGE, 60, IDENTITY), keys(5)).stored == tuple(keys(5))
     clock.pass_by()
@@ -290,7 +290,7 @@ def test_delete_removes_one_salt_for_all_workers(server: RedisServer) -> None:
     assert deleted == Deleted(3, tuple(keys(1, 2, tag=A))) and there(server) == {*keys(1, 2, tag=B), *keys(1, 2)}
     assert set(second.news().dropped) == set(keys(1, 2, 3, tag=A))
     assert read(first, keys(1, 2, tag=B)) == 2 and (first.use().num_salts, first.use().deleted_pages) == (1, 3)
-    assert write(second, keys(1, tag=A)).stored == tuple(keys(1, tag=A)), "what comes later is kept"
+    assert write(second, keys(1, tag=A)).stored == tuple(keys(1, tag=A)), "pages that are written after the deletion stay"
     assert first.news().stored == tuple(keys(1, tag=A))
 
 
@@ -322,9 +322,11 @@ def test_delete_is_pending_until_the_server_returns(
         deleted = it.delete(which)
         assert deleted.pages == 0 and "does not answer" in deleted.pending
         assert write(it, keys(3, tag=A)).stored == () and read(it, keys(1, tag=A)) == 0
-    assert write(it, keys(3, tag=A)).stored == (), "nothing is written before it is done"
+    assert write(it, keys(3, tag=A)).stored == (), "no page is written before the pending deletion"
     clock.pass_by()
-    assert write(it, keys(4, tag=B)).stored == () and read(it, keys(1, tag=A)) == 0, "not before it is done"
+    assert write(it, keys(4, tag=B)).stored == () and read(it, keys(1, tag=A)) == 0, (
+        "no page of any salt is written or read before the pending deletion"
+    )
     news = it.news()
     assert not there(server) and set(news.dropped) <= set(keys(1, 2, tag=A)) and not it.keys()
     assert set(other.news().dropped) == set(keys(1, 2, tag=A))
@@ -367,7 +369,9 @@ def test_quota_evicts_the_oldest_pages_of_a_salt_from_all_workers(server: RedisS
     assert there(server, A) == set(keys(2, 3, 4, 5, tag=A)) and len(there(server)) == 4 + 4 + 9
     assert late.use().over_quota_pages == 2 and late.use().num_salts == 2
     assert set(second.news().stored) >= set(keys(2, 3, 4, 5, tag=A))
-    assert write(second, keys(*range(10, 20), tag=A)).stored == tuple(keys(*range(10, 14), tag=A)), "its beginning"
+    assert write(second, keys(*range(10, 20), tag=A)).stored == tuple(keys(*range(10, 14), tag=A)), (
+        "the quota has space for the first pages of the write"
+    )
     assert there(server, A) == set(keys(*range(10, 14), tag=A))
 
 
@@ -416,7 +420,7 @@ def test_three_workers_agree_after_random_steps(server: RedisServer, steps: list
                 others = there(server) - there(server, tag)
                 unheard = len(there(server, tag) - set(it.keys()))
                 done = write(it, wanted)
-                assert others == there(server) - there(server, tag), "nobody else loses a page for it"
+                assert others == there(server) - there(server, tag), "a write evicts no page of another salt"
                 assert tag == UNSALTED or not done.stored or len(there(server, tag)) <= 4 + unheard
             case "delete":
                 it.delete(Selection(tag))
@@ -430,7 +434,7 @@ def test_three_workers_agree_after_random_steps(server: RedisServer, steps: list
         while it.news().more:
             pass
         held = set(it.keys())
-        assert there(server) <= held, "all hear of all"
+        assert there(server) <= held, "every worker knows every page"
         write(it, keys(99, tag=A))
         assert len(there(server, A)) <= 4
     for it in workers:

@@ -57,7 +57,7 @@ def test_quota_evicts_only_the_oldest_pages_of_the_same_salt(tmp_path: Path) -> 
         assert bytes_by_tag(tmp_path)[A] <= QUOTA
     held = of(it, A)
     assert held == keys(*range(40), tag=A)[-len(held) :] and dropped == keys(*range(40 - len(held)), tag=A)
-    assert len(held) >= 5, "most of what it may have"
+    assert len(held) >= 5, "the salt uses most of its quota"
     assert set(readable(it)) == {*held, *others}
     assert (it.use().num_salts, it.use().over_quota_pages) == (2, len(dropped))
 
@@ -96,8 +96,8 @@ def test_delete_removes_the_files_of_one_salt(tmp_path: Path) -> None:
         write(it, keys(*range(SLOTS + 2), tag=tag))
     assert it.delete(Selection(A)) == Deleted(SLOTS + 2, tuple(keys(*range(SLOTS + 2), tag=A)))
     assert set(bytes_by_tag(tmp_path)) == {B, UNSALTED} and len(readable(it)) == 2 * (SLOTS + 2)
-    assert not any(A in path.read_bytes() for path in tmp_path.iterdir()), "nothing names it"
-    assert write(it, keys(1, tag=A)).stored == tuple(keys(1, tag=A)), "what comes later is kept"
+    assert not any(A in path.read_bytes() for path in tmp_path.iterdir()), "no file contains the salt's tag"
+    assert write(it, keys(1, tag=A)).stored == tuple(keys(1, tag=A)), "pages that are written after the deletion stay"
     assert it.delete(Selection(C)) == Deleted(0) and it.use().deleted_pages == SLOTS + 2
     it.close()
     assert set(of(store(tmp_path, segments=12), A)) == set(keys(1, tag=A))
@@ -117,7 +117,9 @@ def test_delete_by_age_removes_whole_files(tmp_path: Path) -> None:
     assert it.delete(Selection(older_than_s=3 * 3600)) == Deleted(0)
     assert it.delete(Selection(C, 0)) == Deleted(0)
     assert it.delete(Selection(A, 2 * 3600)).dropped == tuple(keys(*range(SLOTS), tag=A))
-    assert set(it.delete(Selection(older_than_s=3601)).dropped) == set(keys(0, 1, tag=B)), "the younger one with the older"
+    assert set(it.delete(Selection(older_than_s=3601)).dropped) == set(keys(0, 1, tag=B)), (
+        "the whole file is deleted, with its newer page"
+    )
     assert readable(it) == keys(SLOTS, tag=A)
 
 
@@ -130,10 +132,10 @@ def test_delete_reports_an_error_and_is_retried(tmp_path: Path) -> None:
     deleted = it.delete(Selection(A))
     assert deleted.pages == SLOTS + 1 and "Input/output error" in deleted.pending
     assert read(it, keys(1, tag=A)) == 0 and read(it, keys(1, tag=B)) == 1
-    assert it.delete(Selection(A)).pending, "not yet"
+    assert it.delete(Selection(A)).pending, "the deletion is still pending"
     disk.broken.clear()
     clock.pass_by()
-    assert write(it, keys(2, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {B}, "before anything else"
+    assert write(it, keys(2, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {B}, "the pending deletion comes before the write"
     disk.broken["unlink"] = errno.EIO
     it.delete(Selection(B))
     disk.broken.clear()
@@ -165,7 +167,7 @@ def test_failed_deletion_of_an_unreadable_file_precedes_the_next_write(tmp_path:
     disk.broken["open"] = errno.EIO
     it = store(tmp_path, disk=disk, clock=clock)
     disk.broken.clear()
-    assert write(it, keys(1, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {A, B}, "nobody has asked for it to go"
+    assert write(it, keys(1, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {A, B}, "an unreadable file stays until a deletion"
     disk.broken["unlink"] = errno.EIO
     assert it.delete(Selection(C)).pending and it.delete(Selection(B)).pending
     clock.pass_by()
@@ -218,7 +220,9 @@ def test_store_opens_few_files_for_many_salts(tmp_path: Path, monkeypatch: pytes
     it.close()
     it = store(tmp_path, segments=60)
     assert len(readable(it)) == 3 * len(tags) and it.use().num_salts == len(tags)
-    assert len(list(tmp_path.glob("*.index"))) >= len(list(tmp_path.glob("*.kv"))) - 3, "the others need not be read whole"
+    assert len(list(tmp_path.glob("*.index"))) >= len(list(tmp_path.glob("*.kv"))) - 3, (
+        "all segments but the three open ones have an index"
+    )
 
 
 class Salted:
@@ -239,7 +243,9 @@ class Salted:
         done = write(self.store, wanted)
         for key in done.dropped:
             del self.held[key]
-        assert full or {tag_of(key) for key in done.dropped} <= {tag}, "under the cap nobody loses a page for another"
+        assert full or {tag_of(key) for key in done.dropped} <= {tag}, (
+            "while the files are below the cap, a write evicts only pages of its own salt"
+        )
         self.held |= dict.fromkeys(done.stored)
         self.check()
 
@@ -320,7 +326,9 @@ def test_deleted_pages_stay_deleted_when_the_writer_is_killed(tmp_path: Path) ->
         held = set(readable(it))
         assert not held & gone and it.counts().corrupt_pages == 0
         lost = [key for key in set(told) - held if tag_of(key) not in deletes]
-        assert len(lost) <= 2 * killed_writer.SEGMENT // killed_writer.PAGE, "but for what the last write took away"
+        assert len(lost) <= 2 * killed_writer.SEGMENT // killed_writer.PAGE, (
+            "only the evictions of the last write were not reported"
+        )
         it.close()
         told = dict.fromkeys(held)
     assert PAGE and len(told) > 20

@@ -261,7 +261,7 @@ class TestOneStore:
         before = len(list(Path("/proc/self/fd").iterdir()))
         with pytest.raises(StoreBusy, match="another process, or another store of this one, keeps its pages in"):
             store(tmp_path)
-        assert len(list(Path("/proc/self/fd").iterdir())) == before, "what it had opened is closed"
+        assert len(list(Path("/proc/self/fd").iterdir())) == before, "the refused store has closed its files"
         assert read(first, keys(1)) == 1
         first.close()
         assert read(store(tmp_path), keys(1)) == 1
@@ -387,7 +387,7 @@ class TestFiles:
         size, block = DIRECT_PAGE_BYTES, BLOCK_BYTES
         it = SegmentStore(tmp_path, size, 64 * size, 8 * size, wall=Hours())
         for numbers in ((1, 2), (3,)):
-            pages = [placed(page(key(number), size), beside=number // 3) for number in numbers]
+            pages = [placed(page(key(number), size), offset=number // 3) for number in numbers]
             assert it.write(keys(*numbers), pages).stored == tuple(keys(*numbers))
         whole = (tmp_path / "segment-00000000.kv").read_bytes()
         assert len(whole) == block + 3 * (block + size)
@@ -406,7 +406,9 @@ class TestFiles:
             file.write(b"torn")
         disk = DiaryDisk()
         it = SegmentStore(tmp_path, size, 64 * size, 8 * size, disk=disk)
-        assert disk.calls[-1] == "pass cache segment-00000000.kv", "once what is torn is cut off"
+        assert disk.calls[-1] == "pass cache segment-00000000.kv", (
+            "the torn record is cut off before the file is dropped from the page cache"
+        )
         assert readable(it) == keys(1, 2, 3) and write(it, keys(4)).stored == tuple(keys(4))
         assert readable(it) == keys(1, 2, 3, 4)
         it.close()

@@ -36,7 +36,7 @@ class Mounted:
     def wait(self) -> None:
         """Waits until the file system is mounted."""
         until(lambda: self._child.poll() is not None or self.folder.is_mount())
-        assert self._child.poll() is None, "it is not mounted"
+        assert self._child.poll() is None, "the file system must be mounted"
 
     def order(self, **orders: float) -> None:
         """Replaces the faults, see sick_file_system.py."""
@@ -94,12 +94,12 @@ def test_requests_finish_with_equal_bits_when_the_disk_is_slow_full_or_read_only
         served.turn(wait_s=0.05)
         most = max(most, len(lanes))
     assert served.answers[handle].bits == expected[0]
-    assert len(lanes) == most > 0, "who was answered has waited for the end of no read"
+    assert len(lanes) == most > 0, "the request finished while all its reads were still running"
     stats = served.core.stats()
     assert stats.given_up_operations_total == 1 and stats.failed_operations_total == 0
     for number in range(PROMPTS):
         answer = served.ask(prompt(number), seed=number)
         assert answer.bits == expected[number]
-    assert served.core.stats().given_up_operations_total == 1, "what is known to be slow is not tried for each"
+    assert served.core.stats().given_up_operations_total == 1, "after one slow read, later requests do not read"
     assert served.core.stats().recomputed_pages_total > stats.recomputed_pages_total
     served.close()

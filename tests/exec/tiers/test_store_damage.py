@@ -58,7 +58,7 @@ def reopened(folder: Path) -> list[bytes]:
     return held
 
 
-class TestOneByte:
+class TestFlippedBytes:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
     def test_flipped_byte_of_a_segment_loses_a_page_or_with_the_header_all(self, folder: Path, name: str) -> None:
@@ -82,7 +82,7 @@ class TestOneByte:
         for at in range(0, len(saved), STRIDE):
             flip(folder / INDEX, at)
             assert reopened(folder) == MANY
-            assert (folder / INDEX).read_bytes() == saved, "it is written again"
+            assert (folder / INDEX).read_bytes() == saved, "the damaged index is rewritten"
 
     @pytest.mark.by_day(one_in=3)
     @pytest.mark.parametrize("number", [1, SLOTS + 1, 2 * SLOTS + 1])
@@ -95,7 +95,7 @@ class TestOneByte:
         assert write(it, MANY).stored == (key(number),)
         assert read(it, MANY) == len(MANY)
         it.close()
-        assert reopened(folder)[-1] == key(number), "the newer of two pages of a key counts"
+        assert reopened(folder)[-1] == key(number), "the newest of two pages with the same key is used"
 
     def test_page_written_again_survives_the_eviction_of_the_damaged_one(self, folder: Path) -> None:
         """The old segment still has the key in its index."""
@@ -120,7 +120,7 @@ class TestOneByte:
         assert bad not in held and len(held) == len(MANY) + 1
 
 
-class TestEnds:
+class TestTruncatedFiles:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
     def test_truncated_segment_loses_only_the_cut_records(self, folder: Path, name: str) -> None:
@@ -132,7 +132,7 @@ class TestEnds:
             left = PAGES_OF[name][: max(0, size - HEADER_BYTES) // FORMAT.record_bytes]
             it = store(folder)
             assert set(readable(it)) == {*others, *left}
-            assert it.counts().corrupt_pages == 0, "a torn end is no fault"
+            assert it.counts().corrupt_pages == 0, "a torn end does not count as a corrupt page"
             it.close()
             if left:
                 assert (folder / name).stat().st_size == FORMAT.segment_bytes(len(left)), "the torn end is cut off"
@@ -150,7 +150,7 @@ class TestEnds:
         assert size_of(folder) <= 6 * SEGMENT
 
 
-class TestPlaces:
+class TestSwappedRecords:
     def test_swapped_records_are_lost_under_an_index(self, folder: Path) -> None:
         """The index gives the slot of a key, and another record is in this slot."""
         swap(folder / SEALED, 1, 2)

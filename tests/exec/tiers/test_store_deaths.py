@@ -68,7 +68,7 @@ def test_store_recovers_from_a_death_at_every_call(tmp_path: Path) -> None:
         folder = tmp_path / str(calls)
         told, died = die(folder, calls)
         it = store(folder, CAP)
-        assert it.counts().corrupt_pages == 0, "a torn end is no fault"
+        assert it.counts().corrupt_pages == 0, "a torn end does not count as a corrupt page"
         held = readable(it)
         assert it.take_lost() == () and held == it.keys()
         survived(told, held, SLOTS)
