@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.call_counts import ProcessCounts, Window, WindowFile
-from tests.benchmarks.request_trace import belongs_to_chat, collect, listing, summary, total, traces
+from tests.benchmarks.request_trace import belongs_to_chat, collect, listing, measure, summary, total, traces
 from tests.benchmarks.request_trace_runner import ROOT, SOCKET, WINDOW, write_script
+from tests.contracts.life_of_a_request import rows
+from tests.night import NIGHTLY
 
 PACKAGE = "traced_package"
 PARTS = """
@@ -245,3 +247,11 @@ def test_runner_sends_the_counts_of_a_process_that_writes_no_files(tmp_path: Pat
     calls = {name: counts for file, _, name, *counts in found["functions"] if file == "services/tokenizer/render_child.py"}
     assert calls["Renderer.render"] == [10, 1]
     assert "Renderer.__init__" not in calls
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+def test_page_names_every_type_of_a_streamed_chat() -> None:
+    """docs/design/life-of-a-request.md names them."""
+    named = {name for row in rows() for name in row.types}
+    found = {name.rpartition(".")[2].lstrip("_") for name in total(traces(measure())).types}
+    assert found and found <= named, sorted(found - named)
