@@ -57,7 +57,7 @@ BLOCKS_PER_TURN = 2000  # blocks that are written to the index before the event 
 SWEEP_BLOCKS = 1000  # blocks of one sweep
 SWEEP_PAUSE_S = 0.005
 SWEEP_IDLE_S = 0.5  # pause after a sweep without blocks
-Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream's entry; without fields if it was trimmed meanwhile
+Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream's entry; no fields if it was trimmed during the read
 
 
 class IndexReader:
@@ -211,7 +211,7 @@ class IndexMirror:
         self._index, self._changed, self._clock = index, changed, clock
         self._leases = LeaseTable()
         self._owners = MirroredOwners(index)
-        self._cursors: dict[str, bytes | None] = {}  # model → id of the last read event; None: no event is read yet
+        self._cursors: dict[str, bytes | None] = {}  # model → id of the last read event, or None before the first one
         self._wanted: dict[str, int] = {}  # worker → generation whose blocks are to be read
         self._suspect: set[str] = set()  # workers whose blocks may differ since Redis was restarted
         self._run_id: str | None = None

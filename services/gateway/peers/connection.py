@@ -42,7 +42,7 @@ _PASSING = (
     grpc.StatusCode.PERMISSION_DENIED,
 )
 
-Signs = Callable[[], int | None]  # returns the number of signs of life so far; None while no sign is due
+Signs = Callable[[], int | None]  # returns the number of signs of life so far, or None while no sign is due
 T = TypeVar("T")
 Out = TypeVar("Out", contravariant=True)
 In = TypeVar("In", covariant=True)

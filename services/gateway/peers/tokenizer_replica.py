@@ -61,7 +61,8 @@ class NotServed(StreamBroken):
 class EncodeStream:
     """The stream of short requests to one tokenizer: one gRPC call, which does not reconnect.
 
-    At its end, unanswered requests fail with UNAVAILABLE. After retire(), it takes no new requests and ends with its last reply.
+    If the call ends, unanswered requests fail with UNAVAILABLE. After retire(), the stream takes no new requests. It then ends
+    with the last reply.
     """
 
     def __init__(self, stub: tokenizer_pb2_grpc.TokenizerStub, address: str, unreachable_s: float) -> None:

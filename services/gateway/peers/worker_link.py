@@ -102,7 +102,8 @@ class WorkerLink(Generic[Open]):
         self._dialer = dialer
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
-        self.model_version: ModelVersion | None = None  # by the last hello, also after the stream's end; None: never connected
+        # By the last hello, also after the stream's end. None: the link was never connected.
+        self.model_version: ModelVersion | None = None
         self.last_info: worker_pb2.WorkerInfo | None = None  # first hello of the last stream; None: never connected
         self.load: worker_pb2.WorkerLoad | None = None  # None: no load has arrived on this stream
         self.load_at = 0.0  # time of the last load, on the event loop's clock

@@ -61,7 +61,7 @@ class FairLevel(Generic[T]):
     def first(self, counter: Callable[[str], float]) -> tuple[str, int, T] | None:
         """Returns API key, ticket and item of the next item in fair order.
 
-        Of API keys with equal counters, the one that was served the longest ago comes first.
+        API keys with equal counters alternate.
         """
         heap = self._least
         while heap:
