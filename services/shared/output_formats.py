@@ -70,8 +70,8 @@ class OutputFormats:
         """Returns the formats after a rendered prompt or its end. Many templates open the reasoning by request."""
         if self.reasoning not in ("think", "think_open"):
             return self
-        opened = prompt.rstrip().endswith(_THINK[0])
-        return OutputFormats(self.tools, "think_open" if opened else "think")
+        reasoning = "think_open" if prompt.rstrip().endswith(_THINK[0]) else "think"
+        return self if reasoning == self.reasoning else OutputFormats(self.tools, reasoning)
 
 
 def detect_in(chat_templates: Mapping[str, str]) -> OutputFormats:
