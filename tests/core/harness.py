@@ -201,7 +201,7 @@ class Engine:
             self._commit()
         if run is not None:
             matchers = self.core.matchers()
-            guesses = self.executor.guesses(run) if len(run.plan.drafts) else {}
+            guesses = self.executor.draft_tokens(run) if len(run.plan.drafts) else {}
             masks, behind = {row: matcher.mask() for row, matcher in matchers}, masks_behind(matchers, guesses)
             self.looked_ahead += sum(map(len, behind.values()))
             self.executor.sample(run, masks, behind)

@@ -148,7 +148,7 @@ class Turned:
         self._commit(run)
         if run is not None:
             matchers = self._core.matchers()
-            behind = masks_behind(matchers, self._executor.guesses(run)) if len(run.plan.drafts) else {}
+            behind = masks_behind(matchers, self._executor.draft_tokens(run)) if len(run.plan.drafts) else {}
             filled = {row: masks[: self._time.randrange(1, 6)] for row, masks in behind.items()}
             self._executor.sample(run, {row: matcher.mask() for row, matcher in matchers}, filled)
 

@@ -18,7 +18,7 @@ from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.plan import BatchPlan, DryParams, EmbeddingParams, StepResult
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.core.kv.tree_node import TreeNode
-from services.worker.exec.contracts.protocol import NO_MASKS, Executor, Guesses, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Executor, Masks, Run
 from services.worker.exec.fake import FakeExecutor, FakeRun
 from tests.benchmarks.pinned_config import pinned_config
 from tests.core.fake_grammar import spec
@@ -38,8 +38,8 @@ class Recorder:
     def forward(self, plan: BatchPlan) -> Run:
         return self.executor.forward(plan)
 
-    def guesses(self, run: Run) -> Guesses:
-        return self.executor.guesses(run)
+    def draft_tokens(self, run: Run) -> DraftTokens:
+        return self.executor.draft_tokens(run)
 
     def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
         self.executor.sample(run, masks, behind)

@@ -144,7 +144,7 @@ def test_step_waits_only_for_a_step_that_verifies(
     def counted(run: Any) -> None:
         before, verified = streams.waits, step[0]
         forward(run)
-        step[0] = bool(run.guesses.result())
+        step[0] = bool(run.draft_tokens.result())
         waits.append((verified or bool(run.plan.drafts.any()), streams.waits > before))
 
     monkeypatch.setattr(late._steps, "forward", counted)

@@ -27,7 +27,7 @@ from services.worker.exec.contracts.operations import (
     StopProfile,
 )
 from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
-from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorError, Masks, Run
 from services.worker.exec.step.model_runner import DeviceRunner, StepRun
 from services.worker.exec.streams.copies import Readback
 from services.worker.exec.tiers.page_mover import PageMover
@@ -97,8 +97,8 @@ class DeviceExecutor:
         self._streams.launch(partial(self._forward, run))
         return run
 
-    def guesses(self, run: Run) -> Guesses:
-        return _own(run).guesses.result()
+    def draft_tokens(self, run: Run) -> DraftTokens:
+        return _own(run).draft_tokens.result()
 
     def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
         own = _own(run)
@@ -199,7 +199,7 @@ class DeviceExecutor:
 
     def _failed(self, run: StepRun, error: Exception) -> None:
         run.error = error
-        run.guess({})
+        run.publish({})
         if self._settle():
             self._runner.free_uploads()
 

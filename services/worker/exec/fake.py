@@ -27,7 +27,7 @@ from services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
-from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorError, Masks, Run
 
 I32 = NDArray[np.int32]
 FAKE_EMBEDDING_SIZE = 4
@@ -170,7 +170,7 @@ class FakeExecutor:
         self._loaded: list[tuple[float, Fact]] = []  # end time and final fact of loads that have arrived
         self.told_ahead_s = EARLY_S
         self._params: dict[int, SamplingParams] = {}
-        self._guessed: dict[int, bool] = {}
+        self._drafted_for: dict[int, bool] = {}
         self._predictions: dict[int, tuple[int, I32]] = {}  # position of the output and prediction by slot
         self.fail_steps: set[int] = set()
         self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(
@@ -184,7 +184,7 @@ class FakeExecutor:
         self._apply_table(plan)
         for admitted in plan.admitted:
             self.future_map[admitted.slot] = -1
-            self._params[admitted.slot], self._guessed[admitted.slot] = admitted.params, admitted.drafted_for
+            self._params[admitted.slot], self._drafted_for[admitted.slot] = admitted.params, admitted.drafted_for
             self._predictions[admitted.slot] = admitted.num_prompt_tokens, admitted.prediction
         at, predicted = 0, np.zeros(plan.num_rows, dtype=np.bool_)
         for row in range(plan.num_rows):
@@ -201,22 +201,22 @@ class FakeExecutor:
                 assert start <= before if len(plan.drafts) else start == before, "a row begins where the step before it ended"
             self._write(slot, start, ids)
             if count > len(ids):
-                assert self._guessed[slot], "who is guessed for was admitted so"
-                guessed, predicted[row] = self._guess(slot, self._read(slot, start + 1), count - 1)
-                self._write(slot, start + 1, guessed)
+                assert self._drafted_for[slot], "a request with draft tokens was admitted for drafting"
+                draft_tokens, predicted[row] = self._proposed(slot, self._read(slot, start + 1), count - 1)
+                self._write(slot, start + 1, draft_tokens)
         assert at == len(plan.input_ids), "a token for every position of the extend rows"
         begin = max(self._busy_until, self._clock())
         self._busy_until = begin + self._time.seconds(plan)
         counts = np.ones(plan.num_rows, dtype=np.int32)
         return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}), predicted)
 
-    def _guess(self, slot: int, context: I32, number: int) -> tuple[I32, bool]:
+    def _proposed(self, slot: int, context: I32, number: int) -> tuple[I32, bool]:
         """Returns draft tokens of a slot, and whether they come from its prediction."""
         output_at, prediction = self._predictions[slot]
         said = prediction[len(context) - output_at :][:number]
         return (said, True) if len(said) == number else (self._draft(context, number), False)
 
-    def guesses(self, run: Run) -> Guesses:
+    def draft_tokens(self, run: Run) -> DraftTokens:
         plan, found = _own(run).plan, {}
         for row in np.flatnonzero(plan.drafts).tolist():
             slot, drafted = int(plan.slots[row]), int(plan.drafts[row])
@@ -412,15 +412,15 @@ class FakeExecutor:
         else:
             self.lengths[slot] += 1
         tokens: list[int] = []
-        guessed = self._read(slot, int(self.lengths[slot]) + drafted)
+        written = self._read(slot, int(self.lengths[slot]) + drafted)
         while True:
-            context = guessed[: int(self.lengths[slot])]
+            context = written[: int(self.lengths[slot])]
             token = self._next_token(context, self._vocab_size)
             if mask is not None:
                 token = first_allowed(token, mask, self._vocab_size)
             tokens.append(token)
             mask = None if len(tokens) > len(ahead) else ahead[len(tokens) - 1]
-            if len(tokens) > drafted or token != guessed[len(context)]:
+            if len(tokens) > drafted or token != written[len(context)]:
                 break
             self.lengths[slot] += 1
         self.future_map[slot] = tokens[-1]
@@ -432,7 +432,7 @@ class FakeExecutor:
             token = self._next_token(context, self._vocab_size)
             wrong = zlib.crc32(context.tobytes() + b"draft") % 2
             context = np.append(context, np.int32((token + wrong) % self._vocab_size))
-            assert len(context) > place, "a guess for each place"
+            assert len(context) > place, "a draft token for each index"
         return context[len(context) - number :]
 
     def _prompt_logprobs(self, plan: BatchPlan, index: int, row: int) -> PromptLogprobs:

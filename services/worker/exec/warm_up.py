@@ -20,7 +20,7 @@ from services.worker.exec.streams.copies import Readback
 
 PROMPTS = (1, 20, 100, 1000)  # tokens of prompts in addition to the largest; the choice of kernels depends on the number
 DECODES = (1, 40)  # rows of decode steps without a graph
-VERIFIED, GUESSES = (1, 3), 2  # rows with draft tokens, and draft tokens per row
+VERIFIED, DRAFTED = (1, 3), 2  # rows with draft tokens, and draft tokens per row
 EVERYTHING = SamplingParams(
     max_new_tokens=4,
     temperature=0.7,
@@ -55,7 +55,7 @@ def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = P
     _request(runner, bounds.generates)
     if max_drafts:
         for rows in VERIFIED:
-            _verification(runner, min(rows, bounds.max_slots, bounds.max_tokens // (1 + GUESSES)))
+            _verification(runner, min(rows, bounds.max_slots, bounds.max_tokens // (1 + DRAFTED)))
 
 
 def _logprobs(runner: DeviceRunner) -> None:
@@ -80,11 +80,11 @@ def _verification(runner: DeviceRunner, rows: int) -> None:
     """Runs a step in which `rows` slots verify draft tokens. No token comes from the relay."""
     if not rows:
         return
-    tokens = rows * (1 + GUESSES)
+    tokens = rows * (1 + DRAFTED)
     plan = replace(
         _step(1, 0, EVERYTHING),
-        slots=np.repeat(np.arange(rows, dtype=np.int32), 1 + GUESSES),
-        starts=np.tile(np.arange(1 + GUESSES, dtype=np.int32), rows),
+        slots=np.repeat(np.arange(rows, dtype=np.int32), 1 + DRAFTED),
+        starts=np.tile(np.arange(1 + DRAFTED, dtype=np.int32), rows),
         num_tokens=np.ones(tokens, dtype=np.int32),
         sample=np.ones(tokens, dtype=np.bool_),
         table_slots=NOTHING,
@@ -93,8 +93,8 @@ def _verification(runner: DeviceRunner, rows: int) -> None:
         table_pages=NOTHING,
     )
     run = StepRun(plan, Readback(runner.streams), known=np.zeros(tokens, dtype=np.int32))
-    order = np.arange(tokens).reshape(rows, 1 + GUESSES).T.ravel()
-    places = Places(order, (rows,) * (1 + GUESSES), np.zeros(rows * GUESSES, dtype=np.int32))
+    order = np.arange(tokens).reshape(rows, 1 + DRAFTED).T.ravel()
+    places = Places(order, (rows,) * (1 + DRAFTED), np.zeros(rows * DRAFTED, dtype=np.int32))
     runner.passes.table.fill_(0)
     runner.forward(run)
     runner.sample(run, NO_MASKS, NO_MASKS, lambda _: places)

@@ -22,7 +22,7 @@ from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.planning.step_rows import Extend
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import NO_MASKS, Executor, ExecutorError, Guesses, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Executor, ExecutorError, Masks, Run
 from services.worker.loop.inbox import (
     Abort,
     CloseSession,
@@ -63,7 +63,7 @@ class MaskSource(Protocol):
 
     def fill(self, matchers: Sequence[tuple[int, Matcher]]) -> Masks: ...
 
-    def behind(self, matchers: Sequence[tuple[int, Matcher]], guesses: Guesses) -> Masks: ...
+    def behind(self, matchers: Sequence[tuple[int, Matcher]], draft_tokens: DraftTokens) -> Masks: ...
 
 
 class Observer(Protocol):
@@ -214,7 +214,7 @@ class Loop:
         masks = self._masks.fill(matchers) if matchers else NO_MASKS
         behind = NO_MASKS
         if len(plan.drafts) and any(plan.drafts[row] for row, _ in matchers):
-            behind = self._masks.behind(matchers, self._executor.guesses(run))
+            behind = self._masks.behind(matchers, self._executor.draft_tokens(run))
         self._executor.sample(run, masks, behind)
 
     def _tell_rooms(self) -> None:

@@ -36,13 +36,13 @@ SPECULATION = (
     *of(
         "speculation",
         "services/worker/exec/sampling/slots.py",
-        ("            ahead.add(token)\n", ""),
+        ("            continued.add(token)\n", ""),
         only="test_speculation",
     ),
     *of(
         "speculation",
         "services/worker/exec/contracts/step_data.py",
-        ("            given[:] = guessed\n", "            pass\n"),
+        ("            given[:] = drafted\n", "            pass\n"),
         only="test_device_speculation",
     ),
     *of(
@@ -65,17 +65,17 @@ SPECULATION = (
     *of(
         "speculation",
         "services/worker/exec/step/drafted_steps.py",
-        ("own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(ahead, 1)}", "pass"),
-        ("step.guesses[row] = step.guesses[row][: len(ahead)]", "pass"),
-        ("or tokens[place] != guessed:", "or False:"),
+        ("own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(later, 1)}", "pass"),
+        ("step.draft_tokens[row] = step.draft_tokens[row][: len(later)]", "pass"),
+        ("or tokens[place] != token:", "or False:"),
         ("+= len(run) if row", "+= 1 if row"),
-        ("len(run), own, given=False", "1 + len(step.guesses.get(row, ())), own, given=False"),
+        ("len(run), own, given=False", "1 + len(step.draft_tokens.get(row, ())), own, given=False"),
         only="test_speculation",
     ),
     *of(
         "speculation",
         "services/worker/exec/step/drafted_steps.py",
-        ("self._guessable[admitted.slot] = admitted.drafted_for", "self._guessable[admitted.slot] = True"),
+        ("self._drafted_for[admitted.slot] = admitted.drafted_for", "self._drafted_for[admitted.slot] = True"),
         ("predicted[step.predicted] = True", "predicted[:] = True"),
         only="test_speculation",
     ),

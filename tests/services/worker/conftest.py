@@ -18,7 +18,7 @@ from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.exec.contracts.protocol import Guesses
+from services.worker.exec.contracts.protocol import DraftTokens
 from services.worker.exec.fake import FakeExecutor, TimeModel
 from services.worker.front.outbox import BEAT_S, GAP_S, LoadReport, NoIndex, StreamOutbox
 from services.worker.front.server import WorkerServicer
@@ -115,8 +115,8 @@ class PlainMasks:
     def fill(self, matchers: Sequence[tuple[int, Any]]) -> dict[int, Any]:
         return {row: matcher.mask() for row, matcher in matchers}
 
-    def behind(self, matchers: Sequence[tuple[int, Any]], guesses: Guesses) -> dict[int, Any]:
-        return masks_behind(matchers, guesses)
+    def behind(self, matchers: Sequence[tuple[int, Any]], draft_tokens: DraftTokens) -> dict[int, Any]:
+        return masks_behind(matchers, draft_tokens)
 
 
 class Tap:

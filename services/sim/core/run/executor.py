@@ -19,7 +19,7 @@ from services.worker.core.contracts.plan import BatchPlan, SlotParams, StepResul
 from services.worker.core.contracts.reservations import ReservationEvents
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import Operation, OperationRefused
-from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Masks, Run
 from services.worker.exec.fake import TimeModel
 
 
@@ -80,7 +80,7 @@ class SimExecutor:
         tokens, counts, drafted = self._verified(plan) if len(plan.drafts) else (self._tokens(plan), None, None)
         return SimRun(plan, tokens, begin, self._busy_until, counts, drafted, seconds)
 
-    def guesses(self, run: Run) -> Guesses:
+    def draft_tokens(self, run: Run) -> DraftTokens:
         return {}
 
     def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:

@@ -94,13 +94,13 @@ class DraftModel(Protocol):
 
         Args:
             ids: int64[T], tokens of the target's vocabulary.
-            states: [T, H] from entry() or guess(), None if shift is 0.
+            states: [T, H] from entry() or draft(), None if shift is 0.
         """
 
     def entry(self, kept: tuple[Tensor, ...]) -> Tensor | None:
         """Returns the input states [T, H] for the hidden states that the target kept of T tokens, None if shift is 0."""
 
-    def guess(self, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draft(self, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the most likely tokens after wanted entries of the last pass, and the states for the entries of these tokens.
 
         Tokens are int64[W], states [W, H] or None if shift is 0. Both are valid until the next pass.

@@ -19,7 +19,7 @@ from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import Operation
 
 Masks = Mapping[int, NDArray[np.uint32]]  # grammar masks, by row
-Guesses = Mapping[int, Sequence[int]]  # draft tokens, by row
+DraftTokens = Mapping[int, Sequence[int]]  # draft tokens, by row
 NO_MASKS: Masks = {}
 
 
@@ -40,7 +40,7 @@ class Executor(Protocol):
         reads the plan until wait() returns.
         """
 
-    def guesses(self, run: Run) -> Guesses:
+    def draft_tokens(self, run: Run) -> DraftTokens:
         """Returns the draft tokens that follow the input tokens of the step's decode rows, before the step is sampled.
 
         Blocks until the draft tokens are known, but not until the forward pass ends. Empty if the step has failed.

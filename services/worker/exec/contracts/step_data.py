@@ -78,7 +78,7 @@ class ForwardBatch:
         A graph captures num_tokens, offsets, max_context and max_tokens, so these depend only on size and capacity.
         """
         count, order = plan.num_rows, np.arange(size, dtype=np.int32)
-        assert count <= size and not plan.num_extend, "a graph has room for the rows, and all of them decode"
+        assert count <= size and not plan.num_extend, "a graph has a row for each row of the plan, and all of them decode"
         slots = np.full(size, NOBODY, dtype=np.int32)
         starts, positions = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.int32)
         slots[:count] = plan.slots
@@ -99,13 +99,13 @@ class ForwardBatch:
         )
 
     @classmethod
-    def of_known(cls, plan: BatchPlan, capacity: int, size: int, guessed: I32 | None = None) -> tuple[ForwardBatch, I32]:
+    def of_known(cls, plan: BatchPlan, capacity: int, size: int, drafted: I32 | None = None) -> tuple[ForwardBatch, I32]:
         """Returns the columns of a plan in which every token becomes a decode row of a graph.
 
         Tokens after which a row samples come first, in row order. The other tokens follow, then padding up to `size`.
 
         Args:
-            guessed: int32[tokens of the plan], ids of draft tokens, -1 for other tokens, or None for no draft tokens.
+            drafted: int32[tokens of the plan], ids of draft tokens, -1 for other tokens, or None for no draft tokens.
 
         Returns:
             The columns, and the ids of the graph's rows, int32[size], -1 for a row that reads the relay.
@@ -113,9 +113,9 @@ class ForwardBatch:
         counts, order = plan.num_tokens, np.arange(size, dtype=np.int32)
         rows = np.repeat(np.arange(plan.num_rows), counts)
         count = len(rows)
-        assert count <= size, "a graph has room for every token"
-        ahead = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
-        sampled = (ahead == counts[rows] - 1) & plan.sample[rows]
+        assert count <= size, "a graph has a row for every token"
+        index = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
+        sampled = (index == counts[rows] - 1) & plan.sample[rows]
         placed = np.argsort(~sampled, kind="stable")
         num_sampled = int(sampled.sum())
         assert num_sampled == int(plan.sample.sum()), "each row that samples has one last token"
@@ -124,11 +124,11 @@ class ForwardBatch:
         known = np.full(size, -1, dtype=np.int32)
         slots[:count] = plan.slots[rows][placed]
         sample_slots[:num_sampled] = slots[:num_sampled]
-        starts[:count] = np.minimum((plan.starts[rows] + ahead)[placed], capacity - 1)
+        starts[:count] = np.minimum((plan.starts[rows] + index)[placed], capacity - 1)
         positions[:num_sampled] = (plan.starts + counts)[plan.sample]
         given = np.full(count, -1, dtype=np.int32)
-        if guessed is not None:
-            given[:] = guessed
+        if drafted is not None:
+            given[:] = drafted
         given[: len(plan.input_ids)] = plan.input_ids
         known[:count] = given[placed]
         columns = cls(
@@ -249,10 +249,10 @@ class Places:
 
     order: I64  # int64[n], rows of the batch in this order
     sizes: tuple[int, ...]  # rows at each index, never rising; the rows at index i + 1 continue the first rows at index i
-    guesses: I32  # int32[n - sizes[0]]: for each row after index 0, the draft token that the row before it must sample
+    draft_tokens: I32  # int32[n - sizes[0]]: for each row after index 0, the draft token that the row before it must sample
 
     def __post_init__(self) -> None:
-        assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.guesses), "each row stands at a place"
+        assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.draft_tokens), "each row stands at a place"
         assert list(self.sizes) == sorted(self.sizes, reverse=True), "who has a token has one at each place before"
 
     @property
@@ -260,10 +260,10 @@ class Places:
         """Whether the order is that of the batch's first rows."""
         return bool((self.order == np.arange(len(self.order))).all())
 
-    def guesses_behind(self, row: int) -> list[int]:
+    def draft_tokens_of(self, row: int) -> list[int]:
         """Returns the draft tokens of a row at index 0, in order."""
         firsts = np.cumsum(self.sizes[1:]) - np.array(self.sizes[1:], dtype=np.int64)
-        return [int(self.guesses[first + row]) for first, size in zip(firsts, self.sizes[1:], strict=True) if row < size]
+        return [int(self.draft_tokens[first + row]) for first, size in zip(firsts, self.sizes[1:], strict=True) if row < size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class ModelDrafter:
         self._table.fill_(0)
         try:
             views = self._send([_columns_of(rows)], rows)
-            self.model.guess(self._pass("0_", _columns_of(rows).max_context, views, views["ids"].long(), _joined(rows)))
+            self.model.draft(self._pass("0_", _columns_of(rows).max_context, views, views["ids"].long(), _joined(rows)))
         finally:
             self._ring.release(Readback(self._streams).launch())
         self._table.fill_(-1)
@@ -175,15 +175,15 @@ class ModelDrafter:
         if not rows:
             return {}
         numbers = [wanted[entries.slot] for entries in rows]
-        found = iter(self._guessed(rows, numbers))
-        guesses: dict[int, list[int]] = {entries.slot: [] for entries in rows}
+        found = iter(self._drafted(rows, numbers))
+        draft_tokens: dict[int, list[int]] = {entries.slot: [] for entries in rows}
         for number in range(numbers[0]):
             for entries, most in zip(rows, numbers, strict=True):
                 if most > number:
-                    guesses[entries.slot].append(next(found))
-        for slot, guessed in guesses.items():
-            self._slots[slot].ahead = len(guessed) - 1
-        return guesses
+                    draft_tokens[entries.slot].append(next(found))
+        for slot, drafted in draft_tokens.items():
+            self._slots[slot].ahead = len(drafted) - 1
+        return draft_tokens
 
     def predicted(self, slot: int) -> bool:
         """Returns False, because a draft model reads no predictions."""
@@ -233,7 +233,7 @@ class ModelDrafter:
         first, state.valid = state.valid, state.valid + count
         return _Entries(slot, first, state.text[first + shift : first + shift + count], states)
 
-    def _guessed(self, rows: Sequence[_Entries], numbers: Sequence[int]) -> list[int]:
+    def _drafted(self, rows: Sequence[_Entries], numbers: Sequence[int]) -> list[int]:
         """Computes the rows' entries and their draft tokens, with one wait for the device.
 
         The first pass gives one draft token per row. Each further pass gives one for the first rows, those that want more.
@@ -257,15 +257,15 @@ class ModelDrafter:
             views = self._send(columns, rows)
             ids, states = views["ids"].long(), _joined(rows)
             for number, own in enumerate(columns):
-                tokens, after = self.model.guess(self._pass(f"{number}_", own.max_context, views, ids, states))
+                tokens, after = self.model.draft(self._pass(f"{number}_", own.max_context, views, ids, states))
                 found.append(tokens)
                 going = len(columns[number + 1].slots) if number + 1 < len(columns) else 0
                 ids, states = tokens[:going], None if after is None else after[:going].clone()
             readback.add("found", torch.cat(found))
         finally:
             self._ring.release(readback.launch())
-        guessed: list[int] = readback.host()["found"].tolist()
-        return guessed
+        drafted: list[int] = readback.host()["found"].tolist()
+        return drafted
 
     def _send(self, columns: Sequence[_Columns], rows: Sequence[_Entries]) -> dict[str, Tensor]:
         """Uploads the columns of all passes, with the pass's number as prefix, and the ids of the first pass."""

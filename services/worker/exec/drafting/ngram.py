@@ -102,17 +102,17 @@ class NgramDrafter:
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         self._predicted.clear()
-        return {slot: self._guess(slot, most) for slot, most in wanted.items()}
+        return {slot: self._proposed(slot, most) for slot, most in wanted.items()}
 
     def predicted(self, slot: int) -> bool:
         return slot in self._predicted
 
-    def _guess(self, slot: int, most: int) -> list[int]:
+    def _proposed(self, slot: int, most: int) -> list[int]:
         text = self._texts[slot]
         prediction = text.prediction
-        if prediction is not None and (guess := prediction.ahead(most)):
+        if prediction is not None and (predicted := prediction.ahead(most)):
             self._predicted.add(slot)
-            return guess
+            return predicted
         self._index(slot, text)
         size, place = text.find()
         if prediction is not None:

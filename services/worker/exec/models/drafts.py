@@ -67,7 +67,7 @@ class DecoderDraftModel:
     def entry(self, kept: tuple[Tensor, ...]) -> None:
         return None
 
-    def guess(self, wanted: Tensor) -> tuple[Tensor, None]:
+    def draft(self, wanted: Tensor) -> tuple[Tensor, None]:
         return self._decoder.logits(wanted)[:, : self._vocab_size].argmax(-1), None
 
 
@@ -202,7 +202,7 @@ class HeadDraftModel:
         head.layer.forward(head.layer_input(both, states, context), pool.layer(0), context)
         self._last = context.residual, context.update
 
-    def guess(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def draft(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         assert self._last is not None, "draft tokens follow a pass"
         head = self._head
         output, update = (each[wanted] for each in self._last)

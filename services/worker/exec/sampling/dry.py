@@ -53,8 +53,8 @@ class Repeats:
 
     def _begin(self, tokens: list[int]) -> None:
         self._size = len(tokens)
-        room = np.zeros(self._size + 256, dtype=np.int32)
-        self._tokens, self._lengths = room, room.copy()
+        zeros = np.zeros(self._size + 256, dtype=np.int32)
+        self._tokens, self._lengths = zeros, zeros.copy()
         self._tokens[: self._size] = tokens
         self._lengths[: self._size] = suffix_lengths(tokens, self._breakers)
 
@@ -67,7 +67,7 @@ class Repeats:
         if self._size == len(self._tokens):
             self._tokens, self._lengths = (np.resize(array, 2 * self._size) for array in (self._tokens, self._lengths))
         first, size = self._first, self._size
-        assert first <= size < len(self._tokens) == len(self._lengths), "room for one token more"
+        assert first <= size < len(self._tokens) == len(self._lengths), "the arrays have a free element"
         if token in self._breakers:
             self._lengths[first : size + 1] = 0
         else:
@@ -81,7 +81,7 @@ class Repeats:
         assert 0 <= count <= self._size, "more tokens are taken back than there are"
         self._begin(self._tokens[: self._size - count].tolist())
 
-    def ahead(self) -> Repeats:
+    def continued(self) -> Repeats:
         """Returns an independent copy, to which draft tokens are added."""
         other = copy.copy(self)
         other._tokens, other._lengths = self._tokens.copy(), self._lengths.copy()

@@ -260,7 +260,7 @@ class DeviceSampler:
 
         The host reads no device value, except if the host is the device: then it stops when no row continues.
         """
-        logits, rows, (tokens, faults), guesses = batch.logits, batch.inputs, batch.out, views["guesses"]
+        logits, rows, (tokens, faults), draft_tokens = batch.logits, batch.inputs, batch.out, views["draft_tokens"]
         before = at = known = 0
         for place, size in enumerate(places.sizes):
             part = slice(at, at + size)
@@ -269,7 +269,7 @@ class DeviceSampler:
                 self._run(logits[part], piece, tokens[part], faults[part])
             else:
                 last = slice(before, before + size)
-                alive = (tokens[last] == guesses[known : known + size]) & (faults[last] == 0)
+                alive = (tokens[last] == draft_tokens[known : known + size]) & (faults[last] == 0)
                 if self._streams.on_host and not alive.any():
                     return
                 piece = replace(piece, slots=piece.slots.masked_fill(~alive, NOBODY))
@@ -324,7 +324,7 @@ class DeviceSampler:
         if wish is not None:
             sections += self._wishes.sections(wish)
         if places is not None:
-            sections += [("order", places.order), ("guesses", places.guesses)]
+            sections += [("order", places.order), ("draft_tokens", places.draft_tokens)]
         return self._ring.send(sections) if sections else {}
 
     def _loss(self, slot: int) -> Loss:
@@ -342,18 +342,18 @@ class DeviceSampler:
         A row after the first position is sampled only if all draft tokens before it are accepted, so its past is known here.
         """
         losses = [self._loss(slot) for slot in slots[: places.sizes[0]].tolist()]
-        behind = [self._behind(int(slots[row]), places.guesses_behind(row)) for row in range(max((0, *places.sizes[1:])))]
+        behind = [self._behind(int(slots[row]), places.draft_tokens_of(row)) for row in range(max((0, *places.sizes[1:])))]
         for place, size in enumerate(places.sizes[1:]):
             losses += [behind[row][place] for row in range(size)]
         return losses
 
-    def _behind(self, slot: int, guesses: Sequence[int]) -> list[Loss]:
+    def _behind(self, slot: int, draft_tokens: Sequence[int]) -> list[Loss]:
         try:
-            return self._past.losses_behind(slot, guesses)
+            return self._past.losses_behind(slot, draft_tokens)
         except Exception:  # any exception: as above
             logger.exception("what repeats cost slot %d behind guesses could not be told", slot)
             self._broken.add(slot)
-            return [NO_LOSS] * len(guesses)
+            return [NO_LOSS] * len(draft_tokens)
 
     def _filled(self, batch: SampleBatch, views: Mapping[str, Tensor]) -> SampleBatch:
         """Returns the batch with the step's masks and losses.

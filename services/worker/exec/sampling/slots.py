@@ -314,15 +314,15 @@ class PastTokens:
         past = self._of.get(slot)
         return NO_LOSS if past is None or past.repeats is None else past.repeats.penalties()
 
-    def losses_behind(self, slot: int, guesses: Sequence[int]) -> list[Loss]:
+    def losses_behind(self, slot: int, draft_tokens: Sequence[int]) -> list[Loss]:
         """Returns the losses for the token after each draft token, if all draft tokens up to it are accepted."""
         past = self._of.get(slot)
         if past is None or past.repeats is None:
-            return [NO_LOSS] * len(guesses)
-        ahead, losses = past.repeats.ahead(), []
-        for token in guesses:
-            ahead.add(token)
-            losses.append(ahead.penalties())
+            return [NO_LOSS] * len(draft_tokens)
+        continued, losses = past.repeats.continued(), []
+        for token in draft_tokens:
+            continued.add(token)
+            losses.append(continued.penalties())
         return losses
 
 

@@ -57,7 +57,7 @@ class CudaGraphRunner:
     def for_rows(self, num_rows: int) -> CudaGraph | None:
         """Returns the smallest captured graph with at least num_rows rows, or None if there is no such graph."""
         place = bisect_left(self._sizes, num_rows)
-        assert place == len(self._sizes) or self._sizes[place] >= num_rows, "the graph has room for the rows"
+        assert place == len(self._sizes) or self._sizes[place] >= num_rows, "the graph has as many rows"
         return self._graphs.get(self._sizes[place]) if num_rows > 0 and place < len(self._sizes) else None
 
     def tell(self, graph: CudaGraph, known: Tensor | None) -> None:

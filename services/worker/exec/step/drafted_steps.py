@@ -43,7 +43,7 @@ class _Drafted:
     inner: StepRun  # the runner's step, with a row for each token of a drafted row
     firsts: I64  # int64[rows], first row of the inner plan for each row of the plan
     holders: I64  # int64[rows], number of the slot's admission that the row belongs to
-    guesses: dict[int, list[int]]  # draft tokens; sample() removes draft tokens without a grammar mask
+    draft_tokens: dict[int, list[int]]  # draft tokens; sample() removes draft tokens without a grammar mask
     proposed: dict[int, int]  # number of draft tokens before that removal
     predicted: list[int]  # rows whose draft tokens come from a prediction
     sampled: list[int] = field(default_factory=list)  # rows that sample
@@ -82,7 +82,7 @@ class DraftedSteps:
         self._runner, self._drafter, self._max_tokens, self._read = runner, drafter, max_tokens, read
         # int64[slots]: tokens with valid KV, which is the position of the next token; number of admissions to the slot.
         self._lengths, self._holders = np.zeros((2, max_slots), dtype=np.int64)
-        self._guessable = np.zeros(max_slots, dtype=np.bool_)  # slots whose request is drafted for
+        self._drafted_for = np.zeros(max_slots, dtype=np.bool_)  # slots whose request is drafted for
         self._steps: dict[int, _Drafted] = {}
         self._unsettled: list[_Drafted] = []  # sampled steps whose tokens are not on the host yet, in order
 
@@ -98,9 +98,9 @@ class DraftedSteps:
                 self._runner.map_pages(plan)
             begun = streams.moment()  # after begin(), whose work for earlier prompts is no cost of this step
             self._tell_given(plan)
-            guesses = self._guesses(plan)
-        run.guess(guesses)
-        step = self._resolved(plan, guesses)
+            draft_tokens = self._proposed(plan)
+        run.publish(draft_tokens)
+        step = self._resolved(plan, draft_tokens)
         self._steps[plan.step_id] = step
         self._runner.forward(step.inner)
         step.spans = [*spans, (begun, streams.moment())]
@@ -110,12 +110,12 @@ class DraftedSteps:
         begun = streams.moment()
         own = {int(step.firsts[row]): mask for row, mask in masks.items()}
         for row in plan.mask_rows.tolist():
-            ahead = behind.get(row, ())
-            own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(ahead, 1)}
-            if row in step.guesses:
-                step.guesses[row] = step.guesses[row][: len(ahead)]
+            later = behind.get(row, ())
+            own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(later, 1)}
+            if row in step.draft_tokens:
+                step.draft_tokens[row] = step.draft_tokens[row][: len(later)]
         if step.inner.in_pieces:  # pieces leave out the rows of draft tokens
-            step.guesses.clear()
+            step.draft_tokens.clear()
         placed = partial(self._places, step) if step.verifies and not step.inner.in_pieces else None
         try:
             batches = step.inner.batches
@@ -196,68 +196,68 @@ class DraftedSteps:
 
     def _tell_given(self, plan: BatchPlan) -> None:
         for admitted in plan.admitted:
-            self._guessable[admitted.slot] = admitted.drafted_for
+            self._drafted_for[admitted.slot] = admitted.drafted_for
             self._holders[admitted.slot] += 1
             if admitted.drafted_for:
                 self._drafter.admit(admitted)
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):
             slot, ids = int(plan.slots[row]), plan.input_ids[end - int(plan.num_tokens[row]) : end]
-            if self._guessable[slot]:
+            if self._drafted_for[slot]:
                 self._drafter.know(slot, int(plan.starts[row]), ids.tolist())
 
-    def _guesses(self, plan: BatchPlan) -> dict[int, list[int]]:
+    def _proposed(self, plan: BatchPlan) -> dict[int, list[int]]:
         """Returns draft tokens by row, no more than the pass has free tokens for."""
         if not len(plan.drafts):
             return {}
-        room = self._max_tokens - len(plan.input_ids) - (plan.num_rows - plan.num_extend)
+        free = self._max_tokens - len(plan.input_ids) - (plan.num_rows - plan.num_extend)
         rows, wanted = {}, {}
         for row in np.flatnonzero(plan.drafts).tolist():
             slot = int(plan.slots[row])
-            if room <= 0:
+            if free <= 0:
                 break
-            rows[slot], wanted[slot] = row, min(int(plan.drafts[row]), room)
-            room -= wanted[slot]
+            rows[slot], wanted[slot] = row, min(int(plan.drafts[row]), free)
+            free -= wanted[slot]
         try:
             proposed = self._drafter.propose(wanted)
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for what drafts: no guesses in step %d: %s", plan.step_id, error)
             return {}
-        return {rows[slot]: guess for slot, guess in proposed.items() if guess}
+        return {rows[slot]: draft for slot, draft in proposed.items() if draft}
 
-    def _resolved(self, plan: BatchPlan, guesses: dict[int, list[int]]) -> _Drafted:
+    def _resolved(self, plan: BatchPlan, draft_tokens: dict[int, list[int]]) -> _Drafted:
         """Returns the step with its inner plan: each draft token has a row, and decode rows start at their true position."""
-        if not (guesses or plan.drafts.any()):
+        if not (draft_tokens or plan.drafts.any()):
             return self._plain(plan)
         extends = plan.num_extend
         counts = np.ones(plan.num_rows, dtype=np.int64)
-        for row, guess in guesses.items():
-            counts[row] += len(guess)
+        for row, draft in draft_tokens.items():
+            counts[row] += len(draft)
         firsts = np.cumsum(counts) - counts
         rows = np.repeat(np.arange(plan.num_rows), counts)
         starts = plan.starts.astype(np.int64)
         starts[extends:] = self._lengths[plan.slots[extends:]]
         assert (starts <= plan.starts).all(), "a row begins no later than it was planned to"
-        ahead = np.arange(len(rows)) - firsts[rows]
+        index = np.arange(len(rows)) - firsts[rows]
         inner = replace(
             _mapped(plan),
             slots=plan.slots[rows],
-            starts=(starts[rows] + ahead).astype(np.int32),
+            starts=(starts[rows] + index).astype(np.int32),
             num_tokens=np.where(rows < extends, plan.num_tokens[rows], 1).astype(np.int32),
             sample=plan.sample[rows],
             mask_rows=firsts[plan.mask_rows].astype(np.int32),
             drafts=no_tokens(),
         )
         run = StepRun(inner, Readback(self._runner.streams))
-        if guesses:
+        if draft_tokens:
             run.known = np.full(len(plan.input_ids) + len(rows) - extends, -1, dtype=np.int32)
             at = len(plan.input_ids) - extends
-            for row, guess in guesses.items():
+            for row, draft in draft_tokens.items():
                 first = at + int(firsts[row]) + 1
-                run.known[first : first + len(guess)] = guess
-        predicted = [row for row in guesses if self._drafter.predicted(int(plan.slots[row]))]
-        proposed = {row: len(guess) for row, guess in guesses.items()}
-        return _Drafted(plan, run, firsts, self._holders[plan.slots], guesses, proposed, predicted)
+                run.known[first : first + len(draft)] = draft
+        predicted = [row for row in draft_tokens if self._drafter.predicted(int(plan.slots[row]))]
+        proposed = {row: len(draft) for row, draft in draft_tokens.items()}
+        return _Drafted(plan, run, firsts, self._holders[plan.slots], draft_tokens, proposed, predicted)
 
     def _plain(self, plan: BatchPlan) -> _Drafted:
         """Returns the step of a plan that asks for no draft tokens."""
@@ -277,13 +277,13 @@ class DraftedSteps:
             batch: all rows of the inner plan that sample.
         """
         index = {int(row): place for place, row in enumerate(batch.rows.tolist())}
-        guesses = {row: step.guesses.get(row, []) for row in step.sampled}
-        rows = sorted(step.sampled, key=lambda row: -len(guesses[row]))
+        draft_tokens = {row: step.draft_tokens.get(row, []) for row in step.sampled}
+        rows = sorted(step.sampled, key=lambda row: -len(draft_tokens[row]))
         order, sizes, known = [index[int(step.firsts[row])] for row in rows], [len(rows)], []
-        for place in range(len(guesses[rows[0]])):
-            rows = [row for row in rows if place < len(guesses[row])]
+        for place in range(len(draft_tokens[rows[0]])):
+            rows = [row for row in rows if place < len(draft_tokens[row])]
             order += [index[int(step.firsts[row]) + place + 1] for row in rows]
-            known += [guesses[row][place] for row in rows]
+            known += [draft_tokens[row][place] for row in rows]
             sizes.append(len(rows))
         return Places(np.array(order, dtype=np.int64), tuple(sizes), np.array(known, dtype=np.int32))
 
@@ -321,7 +321,7 @@ class DraftedSteps:
         offsets = np.cumsum(inner.plan.num_tokens) - inner.plan.num_tokens
         for row, first in enumerate(step.firsts.tolist()):
             if self._told_of(step, row):
-                count = int(plan.num_tokens[row]) if row < plan.num_extend else 1 + len(step.guesses.get(row, ()))
+                count = int(plan.num_tokens[row]) if row < plan.num_extend else 1 + len(step.draft_tokens.get(row, ()))
                 kept[row] = self._runner.kept(inner, of_pass, int(offsets[first]), count)
         return kept
 
@@ -356,10 +356,10 @@ class DraftedSteps:
 
     def _run_of(self, step: _Drafted, told: StepResult, row: int) -> list[int]:
         """Returns the accepted draft tokens of the row and the token sampled after them."""
-        first, guess = int(step.firsts[row]), step.guesses.get(row, [])
-        tokens: list[int] = told.tokens[first : first + len(guess) + 1].tolist()
-        for place, guessed in enumerate(guess):
-            if first + place in told.faults or tokens[place] != guessed:
+        first, draft = int(step.firsts[row]), step.draft_tokens.get(row, [])
+        tokens: list[int] = told.tokens[first : first + len(draft) + 1].tolist()
+        for place, token in enumerate(draft):
+            if first + place in told.faults or tokens[place] != token:
                 return tokens[: place + 1]
         return tokens
 
@@ -370,7 +370,7 @@ class DraftedSteps:
         """
         slot = step.plan.slots[row]
         same = self._holders[slot] == step.holders[row]
-        return bool(same and self._guessable[slot]) and int(step.firsts[row]) not in step.inner.faults
+        return bool(same and self._drafted_for[slot]) and int(step.firsts[row]) not in step.inner.faults
 
 
 def _mapped(plan: BatchPlan) -> BatchPlan:

@@ -20,7 +20,7 @@ from kernels.contracts.step_ops import DevicePageTableUpdates, StepKernels
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs, StepResult
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorStats, Guesses, Masks
+from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorStats, Masks
 from services.worker.exec.contracts.step_data import CudaGraph, ForwardBatch, Places, PromptPiece, SampleBatch, ScorePiece
 from services.worker.exec.contracts.step_parts import StepGraphs, StepSampler
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, finite_vectors
@@ -40,7 +40,7 @@ UPLOAD_WORDS = 1 << 16  # words of a step's upload in addition to its tokens; a 
 class StepRun:
     """A launched step.
 
-    Any thread may use plan, guesses and result. All other fields belong to the thread that launches steps.
+    Any thread may use plan, draft_tokens and result. All other fields belong to the thread that launches steps.
     """
 
     plan: BatchPlan
@@ -56,13 +56,13 @@ class StepRun:
     faults: dict[int, RowFault] = field(default_factory=dict)  # rows that did not fit into memory, by row of the plan
     error: BaseException | None = None  # the reason why the step failed
     in_pieces: bool = False  # several passes computed the step
-    guesses: Future[Guesses] = field(default_factory=Future)  # draft tokens by decode row
+    draft_tokens: Future[DraftTokens] = field(default_factory=Future)  # draft tokens by decode row
     result: Callable[[], StepResult] | None = None  # waits for the result; set by sample()
 
-    def guess(self, guesses: Guesses) -> None:
-        """Publishes the draft tokens to Executor.guesses(). Later calls have no effect."""
-        if not self.guesses.done():
-            self.guesses.set_result(guesses)
+    def publish(self, draft_tokens: DraftTokens) -> None:
+        """Publishes the draft tokens to Executor.draft_tokens(). Later calls have no effect."""
+        if not self.draft_tokens.done():
+            self.draft_tokens.set_result(draft_tokens)
 
 
 def _table_sections(plan: BatchPlan) -> list[tuple[str, NDArray[np.generic]]]:
@@ -124,7 +124,7 @@ class DeviceRunner:
         plan = run.plan
         assert self._unsampled is None, "a step is sampled before the next one's forward pass"
         assert not run.batches, "a step is launched once"
-        run.guess({})
+        run.publish({})
         self._unsampled = plan
         try:
             graph = self._graph_for(plan, run.known is not None)
@@ -156,7 +156,7 @@ class DeviceRunner:
             behind: empty; DraftedSteps passes the masks of draft tokens in `masks`.
             places: returns the positions of a batch's rows if rows verify draft tokens, or None if no row depends on another.
         """
-        assert not behind, "a runner verifies no guesses"
+        assert not behind, "a runner verifies no draft tokens"
         assert self._unsampled is run.plan, "a step is sampled after its own forward pass, once"
         self._unsampled = None
         self.sampler.follow(run.plan)
@@ -254,20 +254,20 @@ class DeviceRunner:
             self._silent[slot.slot] = not slot.params.samples
         return plan.sample & ~self._silent[plan.slots] if plan.num_extend else plan.sample
 
-    def _graph_for(self, plan: BatchPlan, guessed: bool) -> CudaGraph | None:
+    def _graph_for(self, plan: BatchPlan, drafted: bool) -> CudaGraph | None:
         """Returns the graph that can compute the plan, or None if no graph can.
 
         A graph computes decode rows that all sample. It also computes a few tokens of extend rows of running requests.
 
         Args:
-            guessed: whether the plan has draft tokens. A slot then has several rows, and all of them need logits.
+            drafted: whether the plan has draft tokens. A slot then has several rows, and all of them need logits.
         """
         if self.graphs is None or not plan.sample[plan.num_extend :].all():
             return None
         if plan.num_extend and not self._extends_in_graph(plan):
             return None
         graph = self.graphs.for_rows(int(plan.num_tokens.sum()))
-        if guessed and graph is not None and len(graph.batch.inputs.slots) < int(plan.sample.sum()):
+        if drafted and graph is not None and len(graph.batch.inputs.slots) < int(plan.sample.sum()):
             return None
         return graph
 
@@ -425,7 +425,7 @@ class DeviceRunner:
         if piece.num_tokens > self._max_tokens:
             return False
         done = (len(run.prompts), len(run.embeddings), len(run.batches), len(run.scores))
-        self._make_room()
+        self._free_memory()
         try:
             columns, given = self._columns(piece.plan, None, self._samples(piece.plan))
             assert columns is not None
@@ -437,7 +437,7 @@ class DeviceRunner:
             return False
         return True
 
-    def _make_room(self) -> None:
+    def _free_memory(self) -> None:
         self.streams.synchronize()
         self._ring.release(self.streams.mark_copy())
         self._reclaim()

@@ -41,14 +41,14 @@ class UploadRing:
         - 1 further sends.
         """
         parts = [(name, as_words(array)) for name, array in sections]
-        total = sum(_room(words) for _, words in parts)
+        total = sum(_padded_size(words) for _, words in parts)
         buffer = self._take(total)
         views, at = {}, 0
         for name, words in parts:
             end = at + len(words)
             buffer.words[at:end] = words
             views[name] = buffer.device[at:end]
-            at += _room(words)
+            at += _padded_size(words)
         assert at == total <= len(buffer.words), "every section lies inside the buffer"
         assert len(views) == len(parts), "no two sections have one name"
         if total and buffer.device is not buffer.host:
@@ -100,7 +100,7 @@ def as_words(array: NDArray[np.generic]) -> I32:
     return words
 
 
-def _room(words: I32) -> int:
+def _padded_size(words: I32) -> int:
     """Returns the words that a section takes in the buffer."""
     return -(-len(words) // ALIGNED) * ALIGNED
 

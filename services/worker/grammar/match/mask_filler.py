@@ -37,7 +37,7 @@ class MaskFiller:
         max_rows: int,
         threads: int = 1,
         fill_ms: float = GrammarLimits().fill_ms,
-        max_guesses: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         """Allocates the buffers.
 
@@ -45,10 +45,10 @@ class MaskFiller:
             max_rows: largest number of masks of a step.
             threads: threads that fill a batch; 1 to fill masks one by one.
             fill_ms: the budget of a step, in milliseconds of CPU time.
-            max_guesses: largest number of draft tokens of a step for which masks are filled.
+            max_drafts: largest number of draft tokens of a step for which masks are filled.
         """
         self._buffers = [np.zeros((max_rows, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
-        self._ahead = [np.zeros((max_guesses, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
+        self._ahead = [np.zeros((max_drafts, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
         self._threads = threads
         self._budget_s = fill_ms / 1e3
         self._batch = _batch_matcher(threads) if threads > 1 else None
@@ -71,7 +71,7 @@ class MaskFiller:
         return {row: buffer[index] for index, (row, _) in enumerate(rows)}
 
     def behind(
-        self, matchers: Iterable[tuple[int, XgrammarMatcher]], guesses: Mapping[int, Sequence[int]]
+        self, matchers: Iterable[tuple[int, XgrammarMatcher]], draft_tokens: Mapping[int, Sequence[int]]
     ) -> dict[int, NDArray[np.uint32]]:
         """Returns the masks after each row's draft tokens, by plan row.
 
@@ -86,10 +86,10 @@ class MaskFiller:
         masks = {}
         until = time.thread_time() + self._budget_s
         for row, matcher in matchers:
-            guess = guesses.get(row, ())[: len(buffer) - used]
-            if not guess:
+            draft = draft_tokens.get(row, ())[: len(buffer) - used]
+            if not draft:
                 continue
-            count = matcher.look_ahead(guess, buffer[used:], until)
+            count = matcher.look_ahead(draft, buffer[used:], until)
             masks[row] = buffer[used : used + count]
             used += count
         return masks

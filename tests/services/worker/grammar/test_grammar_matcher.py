@@ -199,7 +199,7 @@ def test_masks_stay_valid_when_next_step_is_filled() -> None:
 
 def test_masks_after_draft_tokens_equal_masks_after_acceptance() -> None:
     """Masks exist up to a token that is not allowed or ends the output. No token is accepted."""
-    filler = MaskFiller(1280, max_rows=4, max_guesses=12)
+    filler = MaskFiller(1280, max_rows=4, max_drafts=12)
     names = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
     (guess,) = model.tokenizer().encode_batch(['["red", "green"]'], False)
     wrong = [*guess[:2], model.tokenizer().encode_batch(["7"], False)[0][0], *guess[2:]]
