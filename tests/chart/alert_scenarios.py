@@ -106,7 +106,7 @@ WELL: Mapping[str, str] = {
     KEY_SHARES: "1x600",
     STORE: "1x600",
     FILES_VALID: "1x600",
-    NOT_AFTER: "2592000x600",  # a month after the start of the test
+    NOT_AFTER: "2592000x600",  # seconds: the certificate expires a month after the start of the test
     TLS_FAILURES: "0x5 3x600",
 }
 

@@ -18,7 +18,7 @@ from tests.chart.worker_fleet import SERVICE_S, SLOTS, USAGE, WorkerFleet
 
 PICTURE = REPO / "docs" / "pictures" / "autoscaling.svg"
 MOST = 12
-# (minute, load in workers at their target share); linear between two points.
+# (minute, load), linear between two points. A load of 1 needs one worker at its target share.
 # fmt: off
 DAY = (
     (0, 0.8), (15, 0.8), (55, 5.8), (75, 5.8), (95, 1.8), (125, 1.8),  # a ramp
@@ -68,7 +68,7 @@ def load_at(second: float) -> float:
 
 
 def readings(fleet: WorkerFleet, recorded: Recorded, scrape: Scrape, target: dict[str, float], plain: bool) -> list[Reading]:
-    """Returns the HPA's readings. With `plain`, without the bounds of the recording rules."""
+    """Returns the metrics that the HPA reads. With `plain`, they are not bounded by the recording rules."""
     per_replica = target[BACKLOG]
     backlog = scrape.waiting if plain else min(scrape.waiting, per_replica * recorded.enough_workers)
     share = 1.0 if plain else recorded.arrival_share

@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def copy_packages(text: str, image: Image) -> bool:
-    """Replaces a RUN instruction that installs packages or creates an environment. Returns False for other instructions."""
+    """Executes a RUN instruction that installs packages or creates an environment. Returns False for other instructions."""
     if all(map(_VENV.fullmatch, text.split(" && "))):
         for flag, folder in _VENV.findall(text):
             subprocess.run([sys.executable, "-m", "venv", *flag.split(), image.place(folder)], check=True, timeout=60)

@@ -286,7 +286,7 @@ ROUTE = resource(
         wildcardPolicy=one_of("None", "Subdomain"),
     ),
 )
-CERTIFICATE = resource(  # only the fields that certificates of services use
+CERTIFICATE = resource(  # only the fields that the chart sets
     "cert-manager.io/v1",
     "Certificate",
     fields(

@@ -193,25 +193,25 @@ KILLED = container(
 FOREIGN = {"metadata": {"name": "default-deny"}, "spec": {"podSelector": {}, "policyTypes": ["Ingress"]}}
 FAULTS: dict[str, Fault] = {
     "no scrape": Fault(
-        "scrape", replace(WELL, series=series({})), "has no series of gateway, tokenizer", "must take the PodMonitor"
+        "scrape", replace(WELL, series=series({})), "has no series of gateway, tokenizer", "must match the PodMonitor"
     ),
     "Prometheus is kept out": Fault(
         "scrape",
         replace(WELL, series=series({**dict.fromkeys(COMPONENTS, 1), "worker": 0})),
         "cannot scrape any",
-        "let Prometheus in",
+        "must allow Prometheus",
     ),
     "Prometheus wants a token": Fault(
-        "scrape", replace(WELL, series=Answer(401, "Unauthorized")), "does not answer: 401", "prometheusAuth"
+        "scrape", replace(WELL, series=Answer(401, "Unauthorized")), "does not respond: 401", "prometheusAuth"
     ),
     "no adapter": Fault(
         "scaling",
         replace(WELL, groups=groups("apps", "autoscaling")),
-        "nothing in the cluster answers for external.metrics",
+        "no API of the cluster serves external.metrics",
         "install prometheus-adapter",
     ),
     "adapter of another release": Fault(
-        "scaling", replace(WELL, external=Answer(200, {"items": []})), "knows no rootstock_backlog", "rules"
+        "scaling", replace(WELL, external=Answer(200, {"items": []})), "does not serve rootstock_backlog", "rules"
     ),
     "autoscaler without figures": Fault(
         "scaling",
@@ -226,7 +226,7 @@ FAULTS: dict[str, Fault] = {
     "no KEDA": Fault(
         "scaling",
         replace(WELL, groups=groups("apps")),
-        "no KEDA in the cluster",
+        "the cluster has no KEDA",
         "engine to hpa",
         {"autoscaling": {"engine": "keda", "adapterRules": False}},
     ),
@@ -256,18 +256,21 @@ FAULTS: dict[str, Fault] = {
     "missing Secret": Fault(
         "secrets",
         replace(WELL, secrets={**WELL.secrets, "control": frozenset()}),
-        "no Secret control (or it is empty), which auth.controlTokenSecret names",
+        "Secret control, which auth.controlTokenSecret names, does not exist or is empty",
         "create secret generic control --from-file=token=FILE",
     ),
     "a service without its certificate": Fault(
         "secrets",
         replace(WELL, secrets={**WELL.secrets, **CERTIFICATES, "llm-worker-tls": frozenset()}),
-        "no Secret llm-worker-tls (or it is empty), which tls.secret names",
+        "Secret llm-worker-tls, which tls.secret names, does not exist or is empty",
         "--from-file=tls.crt=FILE --from-file=ca.crt=FILE",
         {"tls": {"secret": "llm-%s-tls"}},
     ),
     "Secret without its key": Fault(
-        "secrets", replace(WELL, secrets={**WELL.secrets, "redis": frozenset({"URL"})}), "has no key url; it has URL", "add it"
+        "secrets",
+        replace(WELL, secrets={**WELL.secrets, "redis": frozenset({"URL"})}),
+        "has no key url; it has URL",
+        "add the key",
     ),
     "RWO shared over nodes": Fault(
         "storage",
@@ -345,14 +348,14 @@ FAULTS: dict[str, Fault] = {
             f"{WORKER_POD}/worker",
             "loading\nUnsupportedModel: /models/demo has no config.json",
         ),
-        "ends with 1: UnsupportedModel: /models/demo has no config.json",
+        "ended with status 1: UnsupportedModel: /models/demo has no config.json",
         "--previous",
         alone=False,
     ),
     "worker without memory": Fault(
         "pods",
         without_workers(with_pods(unready("worker", KILLED))),
-        "worker was killed for memory",
+        "worker exceeded its memory limit and was killed",
         "limits.memory",
         alone=False,
     ),
@@ -387,7 +390,7 @@ FAULTS: dict[str, Fault] = {
             )
         ),
         'gets no volume: MountVolume.SetUp failed: secret "kv" not found',
-        "make the Secret",
+        "create the named Secret",
         alone=False,
     ),
     "image that is not there": Fault(
@@ -421,49 +424,49 @@ FAULTS: dict[str, Fault] = {
     "tokenizer of another model": Fault(
         "models",
         replace(WELL, texts={"demo": {"said": SAID, "read": SAID, "ids": [5, 31000], "vocab_size": 1000}}),
-        "tokenizers of model demo are of another model than its workers",
-        "one folder",
+        "tokenizers of model demo belong to another model than its workers",
+        "the same folder",
     ),
     "detokenizer of another model": Fault(
         "models",
         replace(WELL, texts={"demo": {"said": SAID, "read": "≠ %% qq 00", "ids": [5, 9], "vocab_size": 1000}}),
-        "of another model",
-        "one folder",
+        "belong to another model",
+        "the same folder",
     ),
     "workers that a gateway lacks, where the tests have no key": Fault(
         "models",
         replace(without_workers(WELL), info=Answer(401, {"error": {"message": "no key"}})),
-        "1 workers of model demo are ready, and the gateway reaches none of them",
-        "a NetworkPolicy or the network keeps it out",
+        "1 workers of model demo are ready, but the gateway reaches none of them",
+        "a NetworkPolicy or the network blocks the connection",
     ),
     "tokenizers that are cut off, where the tests have no key": Fault(
         "models",
         replace(WELL, readiness=Answer(503, {"missing": ["tokenizer"]}), info=Answer(401, {})),
-        "1 tokenizers are ready, and the gateway reaches none of them",
-        "a NetworkPolicy or the network keeps it out",
+        "1 tokenizers are ready, but the gateway reaches none of them",
+        "a NetworkPolicy or the network blocks the connection",
     ),
     "gateway that fails": Fault(
         "models",
         replace(WELL, info=Answer(500, {"message": "Internal"})),
-        "the gateway does not say whose workers it has: 500 Internal",
-        "logs has its reason",
+        "the gateway does not report its workers: 500 Internal",
+        "the reason is in the gateway's log",
     ),
     "policy of somebody else": Fault(
         "models",
         without_workers(with_objects(networkpolicies=listed(FOREIGN))),
-        "1 workers of model demo are ready, and the gateway reaches none of them",
+        "1 workers of model demo are ready, but the gateway reaches none of them",
         "NetworkPolicy default-deny, which is not the chart's",
     ),
     "tokenizers that are cut off": Fault(
         "models",
         replace(WELL, readiness=Answer(503, {"missing": ["tokenizer"]})),
-        "1 tokenizers are ready, and the gateway reaches none of them",
-        "a NetworkPolicy or the network keeps it out",
+        "1 tokenizers are ready, but the gateway reaches none of them",
+        "a NetworkPolicy or the network blocks the connection",
     ),
     "API server behind a policy": Fault(
         "api",
         replace(WELL, objects=dict.fromkeys(OBJECTS, Answer(error="timed out"))),
-        "the API server does not answer: timed out",
+        "the API server does not respond: timed out",
         "networkPolicy.apiServer",
         alone=False,
     ),

@@ -92,7 +92,7 @@ def _lines(text: str) -> list[tuple[int, str]]:
         if not line.endswith("\\"):
             found.append((first, " ".join(parts)))
             parts = []
-    assert not parts, "the file ends within an instruction"
+    assert not parts, "the last instruction is incomplete"
     return found
 
 

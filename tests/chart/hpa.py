@@ -27,7 +27,7 @@ class Pods:
     """A metric of type Pods."""
 
     values: Sequence[float]  # values of the pods that report one
-    missing: int  # starting pods, which report none
+    missing: int  # starting pods, which report no value
     target: float
 
 
@@ -35,7 +35,7 @@ Reading = External | Pods
 
 
 def wanted(reading: Reading, replicas: int) -> int:
-    """Returns the wanted number of replicas for one metric."""
+    """Returns the number of replicas that one metric requires."""
     if isinstance(reading, External):
         return replicas if _near(reading.total / (reading.target * replicas)) else math.ceil(reading.total / reading.target)
     if not reading.values:
@@ -93,7 +93,7 @@ class Autoscaler:
         return desired
 
     def _begin(self, policy: Mapping[str, Any], now: float, current: int) -> int:
-        """Returns the number of replicas at the begin of the policy's period."""
+        """Returns the number of replicas at the beginning of the policy's period."""
         return current - sum(change for at, change in self._changes if at > now - policy["periodSeconds"])
 
     def _up_limit(self, policy: Mapping[str, Any], now: float, current: int) -> int:

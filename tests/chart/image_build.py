@@ -34,7 +34,7 @@ class Image:
     ports: list[int] = field(default_factory=list)
 
     def place(self, path: str) -> Path:
-        """Returns the place on this machine of a path in the image, which may be relative to the working folder."""
+        """Returns this machine's path for a path in the image, which may be relative to the working folder."""
         return self.files / os.path.normpath(os.path.join(self.folder, path)).lstrip("/")
 
     def here(self, text: str) -> str:
@@ -42,7 +42,10 @@ class Image:
 
 
 class Builder:
-    """The builder of one Dockerfile's stages. `instead` may replace a RUN instruction; it returns False to have it replayed."""
+    """Builds the stages of one Dockerfile.
+
+    `instead` may execute a RUN instruction itself. If it returns False, the instruction is replayed.
+    """
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Builder:
                 continue
             wanted = context_files(self._root, [source])
             if not wanted:
-                raise FileNotFoundError(f"line {each.line}: nothing at {source}, or .dockerignore keeps it out")
+                raise FileNotFoundError(f"line {each.line}: {source} does not exist, or .dockerignore excludes it")
             for name in wanted:
                 below = Path(name).relative_to(source)
                 place = into / below if below.parts else (into / Path(name).name if target.endswith("/") else into)

@@ -14,7 +14,7 @@ from tests.chart.release import Object, Release, render, title
 from tests.chart.variants import VARIANTS
 
 GOLDEN = Path(__file__).with_name("immutable.json")
-# Paths with dots. The whole value at a path counts, including absent parts.
+# Paths with dots. An upgrade may change no part of the value at a path.
 FIELDS: dict[str, tuple[str, ...]] = {
     "Deployment": ("spec.selector",),
     "StatefulSet": ("spec.selector", "spec.serviceName", "spec.podManagementPolicy", "spec.volumeClaimTemplates"),

@@ -238,7 +238,7 @@ class Running:
         deadline = time.monotonic() + seconds
         while not holds():
             assert self.process.poll() is None, f"{what}: the process ended.\n{self.text()}"
-            assert time.monotonic() < deadline, f"{what}: not within {seconds} s.\n{self.text()}"
+            assert time.monotonic() < deadline, f"{what}: not true after {seconds} s.\n{self.text()}"
             time.sleep(0.05)
 
     def status(self, port: str, path: str) -> int:

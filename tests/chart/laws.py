@@ -1,4 +1,4 @@
-"""Checks laws of the chart: rules for every object of every release. A failure names all offenders."""
+"""Checks invariants of the chart: rules for every object of every release. A failure lists all violations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Law = Callable[[str, Release], Iterable[str]]
 
 
 def offences(law: Law, names: Sequence[str] = ALL) -> dict[str, list[str]]:
-    """Returns the offenders by release. Omits releases without offenders.
+    """Returns the violations by release, without releases that have none.
 
     Args:
-        law: Yields a sentence per offender. A failure of the law, e.g. a missing object, is an offence of the release.
+        law: The invariant. It yields a sentence per violation. An exception, e.g. for a missing object, counts as a violation.
         names: Names of the sets of values.
     """
     return {name: found for name in names if (found := _offences(law, name))}

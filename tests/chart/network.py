@@ -29,7 +29,7 @@ class Party:
 
     @property
     def near(self) -> bool:
-        """Whether the party is in the release's namespace, so that the release's policies can select it."""
+        """Whether the party is in the release's namespace. Only then can the release's policies select it."""
         return self.namespace.get(NAMESPACE_NAME) == NAMESPACE
 
 

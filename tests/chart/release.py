@@ -139,5 +139,5 @@ class UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
         if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"keys that are there twice: {twice}", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"keys that occur twice: {twice}", node.start_mark)
         return dict(super().construct_mapping(node, deep=deep))

@@ -55,12 +55,12 @@ GPU: Values = {"worker": {"gpus": 1, "runtimeClassName": "nvidia", "resources": 
 
 
 def of_each(values: Callable[[str], Values], fields: Callable[[str], Fields]) -> Case:
-    """Returns a case with a different value per service, so that a mixed-up value is noticed."""
+    """Returns a case with a different value per service, so that the test detects exchanged values."""
     return {name: values(name) for name in EVERY}, {title: fields(name) for name, title in EVERY.items()}
 
 
 def lost(key: str, seconds: int) -> dict[str, str | int]:
-    """Returns the toleration with which a pod stays on a node in this state."""
+    """Returns the toleration that keeps a pod on a node in this state for a limited time."""
     return {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
 
 
@@ -376,13 +376,13 @@ WORKERS: dict[str, Case] = {
         {},
         {
             WORKER: {
-                "spec progressDeadlineSeconds": 1620,  # to load, to drain, and ten minutes
+                "spec progressDeadlineSeconds": 1620,  # loading, draining and ten minutes
                 "spec strategy rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},  # there is no spare GPU
                 container("worker", "resources limits nvidia.com/gpu"): ABSENT,
-                container("worker", "livenessProbe failureThreshold"): 6,  # a long prefill
+                container("worker", "livenessProbe failureThreshold"): 6,  # a long prefill may block the probe
                 container("worker", "env ROOTSTOCK_WORKER_ID= valueFrom fieldRef fieldPath"): "metadata.name",
                 container("worker", "ports control="): ABSENT,
-                POD + "automountServiceAccountToken": False,  # no rights, no token
+                POD + "automountServiceAccountToken": False,  # the pod has no rights and needs no token
                 container("worker", "env ROOTSTOCK_REDIS_URL= value"): (
                     f"redis://:$(INDEX_PASSWORD)@{FULL}-redis.serving.svc:6379/0"
                 ),
@@ -396,7 +396,7 @@ WORKERS: dict[str, Case] = {
         {
             WORKER: {
                 container("worker", "resources limits nvidia.com/gpu"): 1,
-                POD + "tolerations 0 key": "nvidia.com/gpu",  # their nodes are tainted
+                POD + "tolerations 0 key": "nvidia.com/gpu",  # nodes with GPUs are tainted
                 POD + "runtimeClassName": "nvidia",
             },
             OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
@@ -409,7 +409,7 @@ WORKERS: dict[str, Case] = {
                 container("worker", "resources limits nvidia.com/mig-3g.40gb"): 1,
                 container("worker", "resources limits nvidia.com/gpu"): ABSENT,
                 container("worker", "image"): f"{REGISTRY}/rootstock/worker:0.1.0-cuda",
-                POD + "tolerations 0 key": "nvidia.com/gpu",  # of the whole node
+                POD + "tolerations 0 key": "nvidia.com/gpu",  # the worker uses the whole node
                 "spec strategy rollingUpdate": {"maxSurge": "50%", "maxUnavailable": 1},
             },
             OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
@@ -811,7 +811,7 @@ ENCRYPTED_INDEX = (
     f"rediss://:$(INDEX_PASSWORD)@{FULL}-redis.serving.svc:6379/0?ssl_ca_certs=/etc/rootstock/mtls/ca.crt"
     "&ssl_certfile=/etc/rootstock/mtls/tls.crt&ssl_keyfile=/etc/rootstock/mtls/tls.key"
 )
-STRIPPED: Values = {  # by the controller
+STRIPPED: Values = {  # fields that the controller removes
     "className": "traefik",
     "annotations": {"traefik.ingress.kubernetes.io/router.middlewares": "serving-strip-llm@kubernetescrd"},
     "hosts": [{"host": "llm.example.com", "path": "/llm"}],
@@ -848,7 +848,7 @@ BESIDES: dict[str, Case] = {
                 container("worker", "env ROOTSTOCK_REDIS_URL= value"): ENCRYPTED_INDEX,
             },
             OF_WORKERS: {"data ROOTSTOCK_MTLS_TOKEN_FILE": "/etc/rootstock/mtls/token", "data ROOTSTOCK_HEALTH_PORT": "7013"},
-            STATE: {POD + "volumes mtls= projected sources 2": ABSENT},  # no token: it is no service of ours
+            STATE: {POD + "volumes mtls= projected sources 2": ABSENT},  # no token, which only the services require
         },
     ),
     "one certificate for all, and others for a Redis that is there": (
@@ -912,7 +912,7 @@ BESIDES: dict[str, Case] = {
             f"PersistentVolumeClaim/{MODELS}": {"spec accessModes": ["ReadWriteMany"], "spec storageClassName": "files"},
             **{
                 title: {
-                    "spec progressDeadlineSeconds": (1620 if title == WORKER else 840) + 7200,  # in which the model comes
+                    "spec progressDeadlineSeconds": (1620 if title == WORKER else 840) + 7200,  # for the download of the model
                     VOLUME + "persistentVolumeClaim": {"claimName": MODELS, "readOnly": True},
                     POD + "initContainers wait-for-model= volumeMounts models= readOnly": True,
                 }
@@ -929,7 +929,7 @@ BESIDES: dict[str, Case] = {
         {
             f"StatefulSet/{FULL}-worker-demo": {
                 POD + "initContainers 0 name": "fetch-model",
-                POD + "initContainers 0 image": f"{REGISTRY}/rootstock/tokenizer:0.1.0",  # a small one
+                POD + "initContainers 0 image": f"{REGISTRY}/rootstock/tokenizer:0.1.0",  # a small image
                 POD + "initContainers 0 command": ["python", "-m", "services.shared.fetch", "/cache/demo", "org/demo"],
                 POD + "initContainers 0 volumeMounts cache= mountPath": "/cache",
                 POD + "initContainers 0 env MODEL_FILES=": ABSENT,
@@ -986,7 +986,9 @@ BESIDES: dict[str, Case] = {
                 ],
                 POD + "initContainers copy-model= env": ABSENT,  # other pods may read the folder
                 container("worker", "volumeMounts cache= mountPath"): "/cache",
-                container("worker", "volumeMounts models= mountPath"): "/models",  # a draft's folder, say
+                container(
+                    "worker", "volumeMounts models= mountPath"
+                ): "/models",  # other models, such as a draft model, may be there
             }
         },
     ),
@@ -1028,7 +1030,7 @@ BESIDES: dict[str, Case] = {
             f"HTTPRoute/{FULL}-gateway": {
                 "spec parentRefs 0 name": "gateway",
                 "spec hostnames": ["llm.example.com"],
-                "spec rules 0 timeouts": {"request": "0s"},  # none
+                "spec rules 0 timeouts": {"request": "0s"},  # 0s: no timeout
             },
         },
     ),

@@ -138,9 +138,9 @@ def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
 def test_worker_kinds_scale_by_their_own_queues(tmp_path: Path) -> None:
     """Scales two decode workers and one prefill worker before any request has ended.
 
-    Twice the workers are enough, and two thirds of them decode, which limits the effect of waiting requests. Requests and tokens
-    of the other role do not count. Running requests count as a share of their worker's slots; the second decode worker has
-    twice the slots.
+    rootstock:enough_workers is twice the number of workers, and two thirds of the workers decode; this limits the effect of
+    waiting requests. Requests and tokens of the other role do not count. Running requests count as a share of their worker's
+    slots; the second decode worker has twice the slots.
     """
     both = {"enabled": True}
     scaled = {"worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}

@@ -47,7 +47,7 @@ def gateway(whole: bool = True) -> Iterator[str]:
 
 
 def test_load_clients_do_not_wait_for_a_slow_gateway_lookup() -> None:
-    """On the event loop, all lookups together would take four times the limit of a connection's request head."""
+    """If lookups blocked the event loop, they would take four times HEAD_S, the limit for a request head."""
     with gateway() as url:
 
         def look() -> list[str]:
@@ -75,7 +75,7 @@ def test_load_reports_place_and_time_of_a_cut_stream() -> None:
         assert part in str(told.value)
 
 
-def test_load_counts_refused_connections_unless_the_gateway_has_left() -> None:
+def test_load_counts_refused_connections_only_of_ready_gateways() -> None:
     (closed,) = free_ports(1)
     gone = f"http://{HOST}:{closed}"
     with gateway() as url:

@@ -54,7 +54,7 @@ def test_diagnosis_finds_nothing_in_a_healthy_release() -> None:
 
 
 def test_install_lists_each_secret_once_with_all_its_keys() -> None:
-    """Optional keys are not required, and the pod gets no private key of other services' certificates."""
+    """Optional keys are left out, and so are private keys of other services' certificates."""
     values = {
         "auth": {"controlTokenSecret": "all"},
         "redis": {"externalUrlSecret": "all", "externalTlsSecret": "authority"},
@@ -238,8 +238,8 @@ def test_diagnosis_pod_reports_missing_rights(tmp_path: Path, redis: RedisServer
     external = Answer(403, {"message": "rootstock_backlog is forbidden"})
     with cluster(replace(WELL, objects=refused, external=external)) as (url, _):
         done = run(tmp_path, url, {**mounted(tmp_path), "ROOTSTOCK_REDIS_URL": redis.url})
-    assert "unknown   api        pods may not be listed: 403 pods is forbidden" in done.stdout
-    assert "unknown   scaling    external metrics may not be asked for: 403 rootstock_backlog is forbidden" in done.stdout
+    assert "unknown   api        the test may not list pods: 403 pods is forbidden" in done.stdout
+    assert "unknown   scaling    the test may not read external metrics: 403 rootstock_backlog is forbidden" in done.stdout
 
 
 @pytest.mark.parametrize(

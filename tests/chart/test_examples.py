@@ -24,7 +24,7 @@ def test_example_values_install_without_a_finding(file: Path) -> None:
     values = values_of(file.stem)
     assert refusal(values) == ""
     assert lint_findings(values) == []
-    assert f"-f {file.relative_to(REPO)}" in file.read_text(), "the file shows the command that installs it"
+    assert f"-f {file.relative_to(REPO)}" in file.read_text(), "the file must have the command that installs it"
 
 
 def test_kind_values_run_one_pod_of_each_service_without_a_gpu() -> None:

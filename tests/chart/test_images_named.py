@@ -78,7 +78,7 @@ def test_images_use_digests_when_set() -> None:
     assert {each.partition(":")[0] for each in bare} == repositories()
     named = {each for each in bare if ":" in each}
     assert named == {f"{VALUES[key]['image']['repository']}:{VALUES[key]['image']['tag']}" for key in ("redis", "state")}, (
-        "a tag that is said stays beside it, for people; one that is not said would be a guess"
+        "with a digest, a tag is written only if values.yaml sets it"
     )
 
 

@@ -100,7 +100,7 @@ def healthy(probe: list[str], env: dict[str, str], folder: Path, log: Path) -> b
         done = subprocess.run(probe, cwd=folder, env=env, capture_output=True, text=True, timeout=30, check=False)
         if done.returncode == 0:
             return True
-        assert done.returncode == 1 and done.stderr, f"a probe that fails says why with status 1: {done}"
+        assert done.returncode == 1 and done.stderr, f"a failing probe must print the reason and exit with 1: {done}"
         assert time.monotonic() < deadline, f"{done.stderr}\n{log.read_text()}"
         time.sleep(0.3)
 

@@ -69,7 +69,9 @@ def test_images_share_their_first_layers() -> None:
     assert len(set(dockerfile.images())) == 1
     made = [layers(dockerfile.lineage(name)) for name in IMAGES]
     assert shared(made) == layers([dockerfile.stage("runtime")])
-    assert shared(made[:3]) == layers(dockerfile.lineage("front")), "of the front all but a service's own"
+    assert shared(made[:3]) == layers(dockerfile.lineage("front")), (
+        "gateway, tokenizer and detokenizer share all layers except those of their service"
+    )
     assert not dockerfile.stage("runtime").all("ARG") and not dockerfile.stage("front").all("ARG")
     assert "/opt/venv /opt/venv" in shared(made)[-1] and "worker" not in str(shared(made))
 
@@ -198,7 +200,9 @@ def test_pinned_lists_satisfy_pyproject(name: str, extras: list[str]) -> None:
     assert name != "service.txt" or not set(lock["IN_WORKER"]) & set(pinned)
     for requirement in map(Requirement, asked):
         if requirement.name not in left_out:
-            assert requirement.specifier.contains(pinned[requirement.name], prereleases=True), f"{requirement}: docker/lock.py"
+            assert requirement.specifier.contains(pinned[requirement.name], prereleases=True), (
+                f"the pin does not satisfy {requirement}: run docker/lock.py"
+            )
 
 
 @pytest.mark.parametrize("name", ["service.txt", "worker-cpu.txt", "worker-cuda.txt", "build.txt"])
@@ -207,7 +211,9 @@ def test_pinned_lists_contain_all_dependencies(name: str) -> None:
     lock = runpy.run_path(str(ROOT / "docker/lock.py"))
     needed = set(lock["closure"](lock["wanted"]()[name]))
     assert needed, f"docker/lock.py finds no requirement for {name}"
-    assert needed - set(pins(name)) == ({"triton"} if name == "worker-cpu.txt" else set()), "run docker/lock.py"
+    assert needed - set(pins(name)) == ({"triton"} if name == "worker-cpu.txt" else set()), (
+        "the list lacks a dependency or has a superfluous one: run docker/lock.py"
+    )
 
 
 def test_compiler_version_equals_the_images_cuda() -> None:
@@ -218,7 +224,7 @@ def test_compiler_version_equals_the_images_cuda() -> None:
     shared = compiler.keys() & libraries.keys()
     assert {"nvidia-cuda-runtime", "nvidia-curand"} <= shared
     assert all(compiler[name] == libraries[name] for name in shared)
-    assert set(kernels.values()) == {libraries["flashinfer-python"]}, "its own wheels are of one version with it"
+    assert set(kernels.values()) == {libraries["flashinfer-python"]}, "the wheels of compiled kernels have FlashInfer's version"
     index = dict(each.text.split("=", 1) for each in read(DOCKERFILE).stage("kernels-wheels").all("ARG"))["FLASHINFER_INDEX_URL"]
     assert index.endswith(f"/cu{''.join(cuda)}")
 
@@ -229,7 +235,7 @@ def test_images_have_no_cuda_compiler() -> None:
     assert [each.words[0] for each in copied if each.flags["from"] == "cuda-kernels"] == ["/opt/kernels"]
     assert {name for name in pins("worker-cuda.txt") if "nvcc" in name or "nvvm" in name} == set()
     assert "PYTHONPATH" in variables("cuda-libraries") and "PYTHONPATH" not in variables("cuda-compiler"), (
-        "pip would take what it shares with the workers' libraries for installed, and nvcc not find it"
+        "with PYTHONPATH, pip would skip packages of the workers' libraries, and nvcc would not find them"
     )
 
 
@@ -265,7 +271,7 @@ def test_cuda_worker_image_requests_driver_libraries() -> None:
     }
     assert given["LD_LIBRARY_PATH"].split(":") == ["/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
     assert given["NVIDIA_REQUIRE_CUDA"] == f"cuda>={'.'.join(pins('worker-cuda.txt')['cuda-toolkit'].split('.')[:2])}"
-    assert "NVIDIA_VISIBLE_DEVICES" not in variables("worker"), "no other image asks for a GPU"
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables("worker"), "only the CUDA image requests a GPU"
 
 
 def test_package_paths_use_the_base_images_python() -> None:

@@ -102,7 +102,7 @@ def nested(way: list[str], value: str) -> dict[str, Any]:
 
 def test_sync_targets_the_reloading_image() -> None:
     for artifact in patched("cpu")["build"]["artifacts"]:
-        assert artifact["docker"]["target"] == "dev", "only this target takes changed files"
+        assert artifact["docker"]["target"] == "dev", "only the target `dev` reloads changed files"
         service = artifact["image"].partition("/")[2]
         rules = artifact["sync"]["manual"]
         assert [rule["src"] for rule in rules] == [f"services/{service}/**/*.py", "services/shared/**/*.py"]

@@ -50,13 +50,13 @@ def run(pins: Path, **settings: str) -> subprocess.CompletedProcess[str]:
 def test_wheels_names_pins_without_a_wheel(pins: Path) -> None:
     done = run(pins, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(pins.parent))
     assert done.stdout.splitlines() == [
-        f"{pins}: 3 of 5 pins have a wheel for aarch64, 2 of them its own",
-        "  none: elsewhere==1.0",
-        "  none: newer==1.0",
+        f"{pins}: 3 of 5 pins have a wheel for aarch64; 2 are for it only",
+        "  no wheel: elsewhere==1.0",
+        "  no wheel: newer==1.0",
     ]
     assert done.returncode == 1, done.stderr
 
 
 def test_wheels_fails_differently_when_the_index_is_unreachable(pins: Path) -> None:
     done = run(pins, PIP_INDEX_URL="http://127.0.0.1:9/simple")
-    assert done.returncode == 2 and "none:" not in done.stdout, done.stdout
+    assert done.returncode == 2 and "no wheel:" not in done.stdout, done.stdout

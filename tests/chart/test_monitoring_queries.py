@@ -124,7 +124,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                 scrapes.append({"job_name": name, "static_configs": [{"targets": [target], "labels": labels}]})
         limit_store(system)
         with Prometheus(folder, scrapes, [quick], every="2s") as prometheus:
-            wait_until(lambda: len(prometheus.query("up == 1")) == len(scrapes), 60, "a first scrape of all")
+            wait_until(lambda: len(prometheus.query("up == 1")) == len(scrapes), 60, "the first scrape of all targets")
             until = time.monotonic() + LOAD_S
             while not all(prometheus.query(each) for each in WANTED):
                 assert time.monotonic() < until, [each for each in WANTED if not prometheus.query(each)]
@@ -210,11 +210,11 @@ def test_keda_queries_return_one_number_or_nothing(watched: Watched) -> None:
         assert [labels for labels, _ in watched.prometheus.query(query)] == [{}]
         for other in (query.replace(f'"{NAMESPACE}"', '"nowhere"'), query.replace(f'"{MODEL}"', '"nobody"')):
             if other != query:
-                assert watched.prometheus.query(other) == [], "none to ask is no load of 0"
+                assert watched.prometheus.query(other) == [], "without series, a query returns nothing instead of 0"
 
 
-def of_no_role(query: str) -> str:
-    """Replaces a role in the query by the role of the workers here."""
+def with_present_role(query: str) -> str:
+    """Replaces the role in the query by `unified`, the role of the running workers."""
     return re.sub(r'engine_type="(prefill|decode)"', 'engine_type="unified"', query)
 
 
@@ -229,16 +229,16 @@ def test_keda_queries_select_one_role_when_there_are_two(watched: Watched) -> No
     }
     now = time.time()
     for name, query in queries.items():
-        ((labels, value),) = watched.prometheus.query(of_no_role(query), at=now)
+        ((labels, value),) = watched.prometheus.query(with_present_role(query), at=now)
         assert labels == {}
         if name in usual:  # with one role, the result equals that of all workers
             assert [(labels, pytest.approx(value))] == watched.prometheus.query(usual[name], at=now), name
     for name in ("waiting-tokens", "busy"):
-        assert watched.prometheus.query(queries[name]) == [], "of workers that Prometheus does not see"
+        assert watched.prometheus.query(queries[name]) == [], "without series of prefill workers, the query returns nothing"
 
 
 def test_keda_queries_are_empty_when_worker_series_are_missing(watched: Watched) -> None:
-    """Returns 0 without workers, and nothing if gateways have workers that Prometheus does not scrape."""
+    """A query returns 0 if there are no workers, and nothing if gateways have workers that Prometheus does not scrape."""
     queries = keda_queries()
     for name in ("running", "token-usage"):
         unseen = queries[name].replace("(sglang:", "(nobody_scrapes:")
@@ -288,7 +288,7 @@ def test_adapter_serves_metrics_of_prefill_workers(watched: Watched) -> None:
         assert watched.prometheus.query(rule["seriesQuery"]), rule["seriesQuery"]
     (backlog,) = [rule for rule in adapter_rules(APART)["externalRules"] if rule["name"]["as"] == BACKLOG]
     query = adapter.external_query(backlog, NAMESPACE, {"model": MODEL})
-    assert 'engine_type="decode"' in query and len(watched.prometheus.query(of_no_role(query))) == 1
+    assert 'engine_type="decode"' in query and len(watched.prometheus.query(with_present_role(query))) == 1
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,9 @@ def component(name: str) -> str:
 def test_policies_allow_exactly_the_data_flow(case: str) -> None:
     values, expected = CASES[case]
     found = graph(render(values))
-    assert (sorted(found - expected), sorted(expected - found)) == ([], []), "(too much, too little)"
+    assert (sorted(found - expected), sorted(expected - found)) == ([], []), (
+        "connections: (allowed but not expected, expected but not allowed)"
+    )
 
 
 def test_policies_allow_only_dns_over_udp() -> None:
@@ -294,4 +296,6 @@ def test_edges_evaluates_policies_like_kubernetes(case: str) -> None:
     policy = {"spec": {**POLICY["spec"], **rules}}
     found = edges([policy], [A], OUTSIDE, {(80, "TCP")})
     assert {each.source for each in found if each.target == "a"} - {"a"} == sources
-    assert {each for each in found if each.source == "a"} >= {Edge("a", each.name, 80) for each in OUTSIDE}, "it may go anywhere"
+    assert {each for each in found if each.source == "a"} >= {Edge("a", each.name, 80) for each in OUTSIDE}, (
+        "without egress rules, the pod may connect to any party"
+    )

@@ -32,7 +32,7 @@ DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 LABEL_VALUE = re.compile(r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
 IMAGE = re.compile(r"^[a-z0-9.\-/:]+?[a-z0-9](:[\w][\w.-]{0,127})?(@sha256:[0-9a-f]{64})?$")
 VERSION_LABELS = {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"}
-UNSAID = ("<no value>", "%!")  # printed by Go templates for a missing value, and for a verb without one
+UNRENDERED = ("<no value>", "%!")  # printed by Go templates for a missing value, and for a verb without one
 NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # image volumes need Kubernetes 1.31,
 NEEDS_NEWER |= {"claimed-devices", "devices-of-each-kind"}  # and resource.k8s.io/v1 from 1.34
 
@@ -387,7 +387,7 @@ def test_probes_use_declared_ports() -> None:
 def test_notes_name_the_next_command() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         yield from (f"not there: {word}" for word in ("kubectl", NAMESPACE) if word not in release.notes)
-        yield from (f"left there: {word}" for word in UNSAID if word in release.notes)
+        yield from (f"left there: {word}" for word in UNRENDERED if word in release.notes)
 
     assert offences(law) == {}
     for path in ("/", "/v1"):
@@ -397,18 +397,20 @@ def test_notes_name_the_next_command() -> None:
 
 def test_notes_report_when_an_upgrade_is_a_cold_start() -> None:
     cold = {name: "An upgrade replaces all workers of" in rendered(name).notes for name in ALL}
-    assert cold["defaults"] and cold["one-gpu"] and cold["stateful-set"] is False, "the set has two"
-    assert not cold["operators-overlay"], "its worker comes first"
+    assert cold["defaults"] and cold["one-gpu"] and cold["stateful-set"] is False, "the StatefulSet has two workers"
+    assert not cold["operators-overlay"], "the file's maxSurge starts the new worker first"
     said = rendered("claimed-devices").notes
-    assert "An upgrade replaces all workers of qwen3-8b at once" in said, "the other one has a slice to spare"
+    assert "An upgrade replaces all workers of qwen3-8b at once" in said, "the other model's strategy uses a spare slice"
     assert "qwen3-8b: 1 worker(s), on a GPU" in said and "at most 60 s (gateway.queueTimeoutSeconds)" in said
     apart = rendered("apart-in-one-of-two-models").notes
-    assert "all workers of small at once" in apart, "the large one's that decode are three"
+    assert "all workers of small at once" in apart, "the large model has three decode workers"
 
 
 def test_templates_leave_no_value_empty() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in release.objects:
-            yield from (f"{title(each)}: {text}" for text in _strings(each) if any(word in text for word in (*UNSAID, "<nil>")))
+            yield from (
+                f"{title(each)}: {text}" for text in _strings(each) if any(word in text for word in (*UNRENDERED, "<nil>"))
+            )
 
     assert offences(law) == {}

@@ -107,8 +107,8 @@ def test_overlay_settings_reach_their_objects(release: Release) -> None:
     assert found == {name: dict.fromkeys(objects, value) for name, (objects, _, value) in SHOWN.items()}
 
 
-def test_shown_has_every_setting_of_the_file() -> None:
-    """Compares the first two parts of keys, so that a key that is added to the file needs a row."""
+def test_rows_cover_every_setting_of_the_file() -> None:
+    """Compares keys by their first two parts. A key that is added to the file needs a row."""
     shown = {".".join(name.partition(",")[0].split(".")[:2]) for name in SHOWN}
     alone = ("commonLabels", "ingress", "extraObjects", "models")
     given = {f"{top}.{key}" for top, block in ci_values("operators-overlay").items() if isinstance(block, dict) for key in block}
@@ -120,7 +120,7 @@ def test_shown_has_every_setting_of_the_file() -> None:
         "state.volume",
         "monitoring.serviceMonitor",
     } | {"networkPolicy.apiServerPorts", "image.registry", "redis.image", "state.image"}, (
-        "rows for these are in template_fields.py, test_network_policies.py and test_images_named.py"
+        "template_fields.py, test_network_policies.py and test_images_named.py test these settings"
     )
 
 

@@ -137,8 +137,8 @@ def test_diagnosis_reads_the_services_responses(machine: Machine, running: dict[
     facts = look(install, f"http://{HOST}:{machine.ports['gateway', 8000]}", environ)
     found = {each.check: each for each in diagnose(install, facts)}
     assert (found["models"].what, found["redis"].state) == ("1 of 1 models have workers", "ok"), found
-    assert list(facts.texts) == ["demo"], "its tokenizer and detokenizer were asked"
-    assert (found["api"].state, found["api"].what.partition(":")[0]) == ("BROKEN", "the API server does not answer")
+    assert list(facts.texts) == ["demo"], "the text of the model went through its tokenizer and detokenizer"
+    assert (found["api"].state, found["api"].what.partition(":")[0]) == ("BROKEN", "the API server does not respond")
 
 
 class Broken(BaseHTTPRequestHandler):

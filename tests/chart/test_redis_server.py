@@ -23,7 +23,7 @@ NAMES = ("localhost", "rootstock-redis")
 
 
 class Server:
-    """The server of a component's pod, with another port and another folder for the certificate's Secret."""
+    """A Redis server that runs a pod's command, on a free port and with local folders in place of the pod's paths."""
 
     def __init__(self, component: str, folder: Path, mounted: Mounted) -> None:
         container = pod(render(merged(VARIANTS["encrypted"], {})), component).container()
@@ -42,7 +42,7 @@ class Server:
         return subprocess.run(self._probe, env=self._env, capture_output=True, timeout=60).returncode == 0
 
     def shown(self, by: Mounted | None = None) -> bytes:
-        """Returns the server's certificate, received by a client with these certificates, by default the server's own."""
+        """Returns the certificate that the server sends to a client. The client uses the files of `by`, or the server's own."""
         certificate, key, authority = (by or self._mounted).paths
         context = ssl.create_default_context(cafile=authority)
         context.load_cert_chain(certificate, key)
@@ -71,7 +71,10 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
 
 
 def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Authority], tmp_path: Path) -> None:
-    """Changes the authority in three steps and in one. Only the readiness probe makes the server load certificates."""
+    """Replaces the authority in three steps (trust both, new certificate, trust the new one), then at once.
+
+    Only the readiness probe makes the server load the files.
+    """
     running, mounted, authority = server
     wait_until(running.is_ready, 30, "the server")
     first = running.shown()
@@ -86,7 +89,7 @@ def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Autho
 
 
 def test_redis_stays_ready_with_bad_certificates(tmp_path: Path) -> None:
-    """Uses an expired certificate, then a new one, then a mismatched key, which the server does not load."""
+    """The server has an expired certificate, then a new one, then files whose key does not match, which it does not load."""
     authority = Authority(tmp_path / "authority")
     good = authority.signed(*NAMES)
     caller = Mounted(tmp_path / "caller", good, authority)

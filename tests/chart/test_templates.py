@@ -149,7 +149,7 @@ def test_pods_that_end_get_the_common_pod_values() -> None:
     job = pod(release, "prefetch")
     assert (job.spec["nodeSelector"], job.spec["tolerations"][0]["key"]) == ({"disk": "fast"}, "gpu")
     assert job.container()["image"] == f"{REGISTRY}/rootstock/tokenizer:0.1.0"
-    assert job.owner["spec"]["backoffLimit"] > 1_000_000, "it tries until its Secret is right"
+    assert job.owner["spec"]["backoffLimit"] > 1_000_000, "the Job retries until its Secret is correct"
     told = {each["name"]: each.get("value") for each in job.container()["env"]}
     assert told["HF_ENDPOINT"] == "https://hub.example.com" and told["AWS_ENDPOINT_URL"] == "http://minio.storage.svc:9000"
     assert told["GCS_ENDPOINT"] == "http://gcs.storage.svc:9000" and told["CA_FILE"] == "/etc/rootstock/ca/ca.crt"

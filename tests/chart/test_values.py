@@ -422,7 +422,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
 def test_schema_refuses_wrong_values(case: str) -> None:
     values, words = SCHEMA[case]
     said = refusal(values)
-    assert said, "these values are taken"
+    assert said, "the schema must refuse these values"
     for word in words:
         assert word in said, said
 
@@ -434,14 +434,14 @@ def test_templates_refuse_wrong_values(first: int) -> None:
         assert sentence in refusal(values), case
 
 
-def test_sentences_have_a_case_per_check() -> None:
-    """Each check of templates/_validate*.tpl needs a case here."""
+def test_each_check_of_the_templates_has_a_case() -> None:
+    """Counts the checks of templates/_validate*.tpl and the cases of SENTENCES."""
     checks = sum(each.read_text().count("{{- fail ") for each in (CHART / "templates").glob("_validate*.tpl"))
-    assert len(SENTENCES) == checks + 1, "two checks have two cases, that of the release's name is below"
+    assert len(SENTENCES) == checks + 1, "two checks have two cases each, and the check of the release name has its own test"
 
 
-def test_whole_cache_may_be_one_model_when_the_operator_fills_it() -> None:
-    whole = {"models": [model(path="/models")]}
+def test_chart_accepts_the_cache_root_as_model_only_when_the_operator_fills_the_cache() -> None:
+    whole = {"models": [model(path="/models")]}  # the mount path of the cache
     claim = merged(SHARED_CACHE, {**cache(pvc={"existingClaim": "weights"}), **whole})
     assert refusal(claim) == refusal({**cache(type="hostPath", hostPath="/srv/qwen"), **whole}) == ""
     for own in (merged(SHARED_CACHE, whole), merged(claim, cache(fetchTokenizers=True))):
@@ -451,7 +451,7 @@ def test_whole_cache_may_be_one_model_when_the_operator_fills_it() -> None:
     assert "its source org/a would not be fetched" in refusal({"models": [model(source="org/a")]})
 
 
-def test_prefill_workers_are_checked_like_others() -> None:
+def test_prefill_workers_are_checked_like_workers() -> None:
     apart = {"prefill": {"autoscaling": {"enabled": True, "minReplicas": 9}}}
     assert "worker.prefill of model demo: autoscaling.minReplicas (9) is above maxReplicas (4)." in refusal(worker(**apart))
     one_node = merged(SHARED_CACHE, {**cache(pvc={"accessMode": "ReadWriteOnce"}), "models": CACHED})
@@ -465,7 +465,7 @@ def test_prefill_workers_are_checked_like_others() -> None:
 
 
 def test_accepted_memory_limit_fits_the_workers_host_tier() -> None:
-    host, beside = 2_000_000_000, 2 << 30  # sharedMemory, and the worker itself
+    host, beside = 2_000_000_000, 2 << 30  # bytes: the host tier; sharedMemory and the worker itself
     least = math.ceil(host / MOST_FREE) + beside
     options = TierOptions(0.0, host, None, b"")
     for limit, fits in ((least, True), (least - 1, False)):

@@ -238,7 +238,7 @@ VARIANTS: dict[str, Values] = {
     "everything": merged(merged(merged(merged(TWO_MODELS, HPA), MONITORING), ACCESS), TUNED),
 }
 ALL = [*ci_names(), *VARIANTS]
-assert len(set(ALL)) == len(ALL), "a variant has a ci file's name"
+assert len(set(ALL)) == len(ALL), "the names of variants and ci files must differ"
 
 
 def values_of(name: str) -> Values:

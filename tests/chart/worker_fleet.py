@@ -1,4 +1,4 @@
-"""Models workers as queues, in steps of one second.
+"""Models workers as queues, in time steps of one second.
 
 Each worker runs up to SLOTS requests, and a request takes SERVICE_S on average for every batch size. A new worker serves after
 COLD_START_S; a removed worker completes its requests. Requests wait in the gateway, and up to a quarter of the slots in a worker.
@@ -13,7 +13,7 @@ import numpy as np
 SERVICE_S = 20.0
 COLD_START_S = 180
 SLOTS = 64
-ROOM = 80  # requests that a gateway sends to one worker
+ROOM = 80  # largest number of requests that gateways have at one worker
 USAGE = 0.0125  # share of the KV pool that a running request uses
 
 

@@ -125,15 +125,18 @@ BROKEN: dict[str, Broken] = {
         "monitoring.podMonitor.enabled",
         {**SCALED, "autoscaling": {"prometheusUrl": URL}},
     ),
-    "no adapter": Broken("scaling", "nothing in the cluster answers for", "install prometheus-adapter", SCALED),
+    "no adapter": Broken("scaling", "no API of the cluster serves", "install prometheus-adapter", SCALED),
     "DNS at another port": Broken("dns", "no name resolves", "5353", NO_DNS),
     "missing Secret": Broken(
-        "secrets", "no Secret api-keys", "create secret generic api-keys", {"auth": {"apiKeysSecret": "api-keys"}}
+        "secrets",
+        "Secret api-keys, which auth.apiKeysSecret names, does not exist",
+        "create secret generic api-keys",
+        {"auth": {"apiKeysSecret": "api-keys"}},
     ),
     "Secret without its key": Broken(
         "secrets",
         "Secret control (auth.controlTokenSecret) has no key token; it has TOKEN",
-        "add it",
+        "add the key",
         {"auth": {"controlTokenSecret": "control"}},
         secret_without_its_key,
     ),
@@ -147,8 +150,8 @@ BROKEN: dict[str, Broken] = {
     "missing RuntimeClass": Broken(
         "gpus", "RuntimeClass no-such-class is missing", "get runtimeclass", {"worker": {"runtimeClassName": "no-such-class"}}
     ),
-    "model that never loads": Broken("pods", "ends with", "--previous", MODEL),
-    "port of another name": Broken("services", "are looked for by name", "undo the patch", after=other_ports),
+    "model that never loads": Broken("pods", "ended with status", "--previous", MODEL),
+    "port of another name": Broken("services", "gateways look up", "undo the patch", after=other_ports),
     "policy of somebody else": Broken("models", "the gateway reaches none of them", "somebody-elses", after=cut_off),
 }
 

@@ -12,10 +12,12 @@ import time
 import urllib.error
 import urllib.request
 
-PATIENCE_S = 600.0
-CONTEXT = ssl.create_default_context()  # the gateway's certificate has a name for clients outside of the cluster
+PATIENCE_S = 600.0  # limit of the retries, and of one request
+# Certificates are not verified: the gateway's certificate has a name for clients outside of the cluster, and this URL differs.
+CONTEXT = ssl.create_default_context()
 CONTEXT.check_hostname, CONTEXT.verify_mode = False, ssl.CERT_NONE
-INSIDE = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=CONTEXT))  # no proxy
+# Calls the gateway directly: a proxy from the pod's variables may not reach addresses inside the cluster.
+INSIDE = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=CONTEXT))
 KEY = os.environ.get("API_KEY", "")
 
 
@@ -64,7 +66,7 @@ def wait_for_answer(url: str, model: str) -> None:
                 sys.exit(1)
             time.sleep(5)
     if not said:
-        sys.exit(f"{model}: an empty answer")
+        sys.exit(f"{model}: the response is empty")
     print(f"{model}: {said}", flush=True)
 
 

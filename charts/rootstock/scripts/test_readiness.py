@@ -1,4 +1,4 @@
-"""python -c … URL SERVICE …: exits with 0 when the gateway at URL is connected to every SERVICE, or with 1 after five minutes."""
+"""python -c … URL SERVICE …: waits until the gateway at URL is connected to every SERVICE. Exits with 1 after five minutes."""
 
 import json
 import ssl
@@ -7,25 +7,32 @@ import time
 import urllib.error
 import urllib.request
 
-PATIENCE_S = 300.0
-CONTEXT = ssl.create_default_context()  # the gateway's certificate has a name for clients outside of the cluster
+PATIENCE_S = 300.0  # limit of the wait, equal to the default timeout of `helm test`
+# Certificates are not verified: the gateway's certificate has a name for clients outside of the cluster, and this URL differs.
+CONTEXT = ssl.create_default_context()
 CONTEXT.check_hostname, CONTEXT.verify_mode = False, ssl.CERT_NONE
-INSIDE = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=CONTEXT))  # no proxy
+# Calls the gateway directly: a proxy from the pod's variables may not reach addresses inside the cluster.
+INSIDE = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=CONTEXT))
 
 
-def missing(url: str) -> set[str]:
+def missing(url: str, wanted: set[str]) -> set[str]:
+    """Returns the services that the gateway reports as missing.
+
+    "stopping" is among them if the gateway is stopping. If it does not respond, returns all wanted services and the error.
+    """
     try:
         with INSIDE.open(f"{url}/readiness", timeout=10) as answer:
             return set(json.load(answer)["missing"])
     except urllib.error.HTTPError as error:
         return set(json.load(error)["missing"])
     except OSError as error:
-        return {*wanted, f"the gateway itself: {error}"}
+        return {*wanted, f"the gateway: {error}"}
 
 
 url, wanted = sys.argv[1], set(sys.argv[2:])
 deadline = time.monotonic() + PATIENCE_S
-while not_there := {one for one in missing(url) if one in wanted or one == "stopping" or " " in one}:
+# Services that this test does not name are ignored. A text with a space is an error.
+while not_there := {one for one in missing(url, wanted) if one in wanted or one == "stopping" or " " in one}:
     print(f"missing: {', '.join(sorted(not_there))}", flush=True)
     if time.monotonic() > deadline:
         sys.exit(1)

@@ -12,21 +12,19 @@ from .serving import dns, models, redis, services
 from .workloads import gpus, pods, storage
 
 Check = Callable[[Install, Facts], Iterator[Finding]]
-ROLE = (
-    "the tests' ServiceAccount has its Role from the chart (tests.diagnose): is tests.enabled true, and was the release upgraded?"
-)
+ROLE = "set tests.enabled and tests.diagnose to true and upgrade the release: the chart then gives the tests' ServiceAccount its Role"
 
 
 def api(install: Install, facts: Facts) -> Iterator[Finding]:
     refused = {plural: answer for plural, answer in facts.objects.items() if not answer.good and answer.status != 404}
     if not refused:
-        yield ok("api", f"the API server tells what is in {install.namespace}")
+        yield ok("api", f"the API server lists the objects of {install.namespace}")
     for plural, answer in refused.items():
         if not answer.status:
             mend = "a NetworkPolicy must let the tests' pods reach the API server: networkPolicy.apiServer"
-            yield broken("api", f"the API server does not answer: {answer.why}", mend)
+            yield broken("api", f"the API server does not respond: {answer.why}", mend)
             return
-        yield unknown("api", f"{plural} may not be listed: {answer.why}", ROLE)
+        yield unknown("api", f"the test may not list {plural}: {answer.why}", ROLE)
 
 
 def secrets(install: Install, facts: Facts) -> Iterator[Finding]:
@@ -40,13 +38,13 @@ def secrets(install: Install, facts: Facts) -> Iterator[Finding]:
         )
         if not there:
             lacking += 1
-            yield broken("secrets", f"there is no Secret {name} (or it is empty), which {value} names", make)
+            yield broken("secrets", f"Secret {name}, which {value} names, does not exist or is empty", make)
         elif missing:
             lacking += 1
             told = f"Secret {name} ({value}) has no key {', '.join(missing)}; it has {', '.join(sorted(there))}"
-            yield broken("secrets", told, f"add it, or make the Secret anew: {make}")
+            yield broken("secrets", told, f"add the key, or create the Secret again: {make}")
     if not lacking:
-        yield ok("secrets", f"{len(install.secrets)} Secrets are there with their keys")
+        yield ok("secrets", f"{len(install.secrets)} Secrets exist and have their keys")
 
 
 CHECKS: tuple[Check, ...] = (api, secrets, dns, services, redis, storage, gpus, pods, models, scrape, scaling)
@@ -59,5 +57,5 @@ def diagnose(install: Install, facts: Facts) -> list[Finding]:
         try:
             found += check(install, facts)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            found.append(unknown(check.__name__, (f"the check could not read what was answered: {error!r}"), "please report it"))
+            found.append(unknown(check.__name__, f"the check could not read the responses: {error!r}", "please report it"))
     return found

@@ -54,12 +54,12 @@ class Install:
     namespace: str
     services: Mapping[str, Mapping[str, int]]  # host → port by name
     secrets: tuple[Object, ...]  # {name, keys, value, part}; a key may be a pattern
-    models: tuple[Object, ...]  # {name, slug, sleeps, gpus, runtimeClass}; sleeps: scaled to zero without requests
+    models: tuple[Object, ...]  # {name, slug, sleeps, gpus, runtimeClass}; sleeps: has no workers while it has no requests
     claims: tuple[Object, ...]  # {name, value}
     redis: tuple[str, ...]  # purposes of the Redis servers: index, state
     prometheus: str  # URL
     sure: bool  # the operator has configured Prometheus, so a missing one is a fault
-    unshown: str  # credentials that only KEDA has: a cloud identity or tls; "" if it has no others
+    unshown: str  # credentials of KEDA that this test lacks, such as a cloud identity or tls; "" if it has all
     scrapes: bool  # Prometheus should have the release's series
     scaled: Object  # {engine, metric, selector, names}
     policies: bool  # the chart has NetworkPolicies

@@ -1,4 +1,4 @@
-"""Checks a Redis server with the standard library alone, over one connection and with short timeouts."""
+"""Checks a Redis server over one connection with short timeouts. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def probe(url: str) -> RedisState:
 
 def _connect(parts: urllib.parse.SplitResult) -> socket.socket:
     if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-        raise ValueError("its URL does not begin with redis:// or rediss://")
+        raise ValueError("the URL must begin with redis:// or rediss://")
     plain = socket.create_connection((parts.hostname, parts.port or 6379), TIMEOUT_S)
     if parts.scheme == "redis":
         return plain
@@ -62,7 +62,7 @@ def _ask(stream: BufferedRWPair, *words: str) -> str:
     stream.flush()
     line = stream.readline()
     if not line:
-        raise EOFError("it closed the connection")
+        raise EOFError("the server closed the connection")
     kind, text = line[:1], line[1:].strip().decode(errors="replace")
     if kind == b"-":
         raise Refused(text)

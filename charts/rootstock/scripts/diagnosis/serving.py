@@ -16,19 +16,19 @@ def dns(install: Install, facts: Facts) -> Iterator[Finding]:
     asked = {host: why for host, why in facts.names.items() if host in install.services}
     failed = {host: why for host, why in asked.items() if why}
     if not asked:
-        yield unknown("dns", "no name was looked up", "")
+        yield unknown("dns", "no name of a Service was looked up", "")
     elif not failed:
         yield ok("dns", f"{len(asked)} names of Services resolve")
     elif len(failed) == len(asked):
         why = next(iter(failed.values()))
         mend = (
-            "let pods reach the cluster's DNS: networkPolicy.dns has its pods or addresses, and its port is 53 or, as on"
+            "let pods reach the cluster's DNS: set networkPolicy.dns to its pods or addresses; its port must be 53 or, on"
             " OpenShift, 5353 (kubectl -n kube-system get endpoints kube-dns)"
         )
-        yield broken("dns", f"no name resolves: {why}", mend if install.policies else "is the cluster's DNS up?")
+        yield broken("dns", f"no name resolves: {why}", mend if install.policies else "check that the cluster's DNS runs")
     else:
         for host, why in failed.items():
-            mend = f"is there a Service of that name with ready pods? kubectl -n {install.namespace} get service,endpointslices"
+            mend = f"check that this Service has ready pods: kubectl -n {install.namespace} get service,endpointslices"
             yield waiting("dns", f"{host} does not resolve: {why}", mend)
 
 
@@ -42,11 +42,13 @@ def services(install: Install, facts: Facts) -> Iterator[Finding]:
         found = {port.get("name", ""): port["port"] for port in there.get(name, {}).get("spec", {}).get("ports", ())}
         if name not in there:
             wrong += 1
-            yield broken("services", f"there is no Service {name}", "helm upgrade the release: somebody has deleted it")
+            yield broken(
+                "services", f"Service {name} does not exist", "run helm upgrade, which creates the deleted Service again"
+            )
         elif any(found.get(port) != number for port, number in ports.items()):
             wrong += 1
-            told = f"Service {name} has the ports {found or 'none'}, and {dict(ports)} are looked for by name"
-            yield broken("services", told, ("ports are named as the chart has them: helm upgrade the release, or undo the patch"))
+            told = f"Service {name} has the ports {found or 'none'}; gateways look up {dict(ports)} by name"
+            yield broken("services", told, "restore the chart's ports: run helm upgrade, or undo the patch")
     if not wrong:
         yield ok("services", f"{len(install.services)} Services have their ports")
 
@@ -55,7 +57,7 @@ def redis(install: Install, facts: Facts) -> Iterator[Finding]:
     for what in install.redis:
         state = facts.redis.get(what)
         if state is None:
-            yield unknown("redis", f"the address of Redis for {what} is not known", "its Secret has no key url")
+            yield unknown("redis", f"the address of Redis for {what} is not known", "add the key url to its Secret")
             continue
         yield _redis(what, state)
 
@@ -64,40 +66,38 @@ def _redis(what: str, state: RedisState) -> Finding:
     where = f"Redis for {what} at {state.address}"
     error = state.error
     if error == UNRESOLVED:
-        return unknown("redis", f"{where}: its name does not resolve", "see dns")
+        return unknown("redis", f"{where}: its name does not resolve", "see the check dns")
     if any(word in error for word in ("WRONGPASS", "AUTH", "invalid password")):
         return broken(
-            "redis", f"{where} refuses the password: {error}", ("put the right one into its Secret and restart the pods")
+            "redis", f"{where} refuses the password: {error}", "put the right password into its Secret and restart the pods"
         )
     if error and not state.wrote and "OOM" in error:
         mend = (
             "raise redis.maxMemory (or state.maxMemory) and the memory"
-            " limit with it; docs/how-to/kubernetes/sizing.md says what is needed"
+            " limit; docs/how-to/kubernetes/sizing.md has the needed sizes"
         )
         return broken("redis", f"{where} has no memory left: {error}", mend)
     if error:
-        mend = "is its pod up, is the address right, and does a NetworkPolicy (redis.externalPort) let pods reach it?"
-        return broken("redis", f"{where} is not reached or does not take writes: {error}", mend)
+        mend = "check its pod, its address, and the NetworkPolicies (redis.externalPort)"
+        return broken("redis", f"{where} is not reachable or accepts no writes: {error}", mend)
     if state.role != "master":
-        return broken("redis", f"{where} is a {state.role}, which takes no writes", "name the primary's address")
+        return broken("redis", f"{where} is a {state.role}, which accepts no writes", "set the primary's address")
     if state.policy not in ("", "noeviction"):
-        mend = (
-            "set maxmemory-policy noeviction: what is evicted silently is missing from the index, or from what clients have kept"
-        )
+        mend = "set maxmemory-policy noeviction: evicted keys would be missing from the index or from clients' stored records"
         return broken("redis", f"{where} evicts by {state.policy}", mend)
-    return ok("redis", f"{where} takes writes")
+    return ok("redis", f"{where} accepts writes")
 
 
 def models(install: Install, facts: Facts) -> Iterator[Finding]:
     if facts.readiness.error == UNRESOLVED:
-        yield unknown("models", "the gateway's name does not resolve", "see dns")
+        yield unknown("models", "the gateway's name does not resolve", "see the check dns")
         return
     if not facts.readiness.status:
-        mend = "is a gateway's pod ready, and may the tests' pods reach it (networkPolicy.clients)?"
-        yield broken("models", f"the gateway does not answer: {facts.readiness.why}", mend)
+        mend = "check that a gateway's pod is ready and that the tests' pods may reach it (networkPolicy.clients)"
+        yield broken("models", f"the gateway does not respond: {facts.readiness.why}", mend)
         return
     if not facts.info.good:
-        yield from _untold(install, facts)
+        yield from _without_info(install, facts)
         return
     workers = facts.info.body["workers"]
     known = {each["id"] for each in facts.info.body["models"]}
@@ -113,17 +113,21 @@ def models(install: Install, facts: Facts) -> Iterator[Finding]:
         yield ok("models", f"{served} of {len(install.models)} models have workers")
 
 
-def _untold(install: Install, facts: Facts) -> Iterator[Finding]:
-    """Checks models by /readiness alone, which needs no API key."""
+def _without_info(install: Install, facts: Facts) -> Iterator[Finding]:
+    """Checks models only by /readiness, which needs no API key."""
     if "worker" in _missing(facts):
         for model in install.models:
             if not model["sleeps"]:
                 yield _unserved(install, model, facts, ())
     elif facts.info.status in (401, 403):
-        yield unknown("models", "the gateway says whose workers it has only to who has a key", "tests.keySecret gives one")
+        yield unknown("models", "the gateway reports its workers only to clients with an API key", "set tests.keySecret")
     else:
-        told = f"the gateway does not say whose workers it has: {facts.info.why}"
-        yield waiting("models", told, f"kubectl -n {install.namespace} logs has its reason, of a pod of the gateway")
+        told = f"the gateway does not report its workers: {facts.info.why}"
+        yield waiting(
+            "models",
+            told,
+            f"the reason is in the gateway's log: kubectl -n {install.namespace} logs -l app.kubernetes.io/component=gateway",
+        )
     yield from _tokenizers(facts)
 
 
@@ -133,11 +137,11 @@ def _unserved(install: Install, model: Object, facts: Facts, states: Sequence[st
     if ready and not states:
         return broken(
             "models",
-            f"{len(ready)} workers of model {model['name']} are ready, and the gateway reaches none of them",
+            f"{len(ready)} workers of model {model['name']} are ready, but the gateway reaches none of them",
             _of_network(facts, ("gateway", "worker")),
         )
     told = f"no worker of model {model['name']} is usable" + (f" ({', '.join(sorted(set(states)))})" if states else "")
-    return waiting("models", told, "what its pods are doing is said under pods, gpus and storage")
+    return waiting("models", told, "see the checks pods, gpus and storage")
 
 
 def _of_network(facts: Facts, components: Sequence[str]) -> str:
@@ -151,8 +155,10 @@ def _of_network(facts: Facts, components: Sequence[str]) -> str:
         if any(all(labels_of(pod).get(key) == value for key, value in selector.items()) for pod in pods):
             others.append(name_of(policy))
     if others:
-        return f"NetworkPolicy {', '.join(others)}, which is not the chart's, selects these pods: allow what {NETWORK} lists"
-    return f"a NetworkPolicy or the network keeps it out: {NETWORK} lists who must reach whom at which port"
+        return (
+            f"NetworkPolicy {', '.join(others)}, which is not the chart's, selects these pods: allow the connections in {NETWORK}"
+        )
+    return f"a NetworkPolicy or the network blocks the connection: {NETWORK} lists the needed connections and ports"
 
 
 def _tokenizers(facts: Facts) -> Iterator[Finding]:
@@ -160,22 +166,22 @@ def _tokenizers(facts: Facts) -> Iterator[Finding]:
     for component in ("tokenizer", "detokenizer"):
         ready = [pod for pod in pods_of(facts) if labels_of(pod).get(COMPONENT) == component and is_ready(pod)]
         if component in missing and ready:
-            told = f"{len(ready)} {component}s are ready, and the gateway reaches none of them"
+            told = f"{len(ready)} {component}s are ready, but the gateway reaches none of them"
             yield broken("models", told, _of_network(facts, ("gateway", component)))
         elif component in missing:
-            yield waiting("models", f"no {component} is connected", "what its pods are doing is said under pods and storage")
+            yield waiting("models", f"no {component} is connected", "see the checks pods and storage")
     for name, trip in facts.texts.items():
         like = SequenceMatcher(None, trip["said"].lower(), trip["read"].lower(), autojunk=False).ratio()
         if like < LIKE or max(trip["ids"], default=0) >= trip["vocab_size"]:
             told = (
-                f"tokenizers of model {name} are of another model than its"
-                f" workers: they read {trip['said'][:40]!r} as ids up to"
-                f" {max(trip['ids'], default=0)} of {trip['vocab_size']}, which are {trip['read'][:40]!r} again"
+                f"tokenizers of model {name} belong to another model than its"
+                f" workers: {trip['said'][:40]!r} becomes ids up to"
+                f" {max(trip['ids'], default=0)} of a vocabulary of {trip['vocab_size']}, and these ids become {trip['read'][:40]!r}"
             )
             yield broken(
                 "models",
                 told,
-                "tokenizer, detokenizer and worker read one folder (models[].path): are they of one image or volume?",
+                "use one image or volume: tokenizer, detokenizer and worker must read the same folder (models[].path)",
             )
 
 

@@ -21,8 +21,8 @@ def storage(install: Install, facts: Facts) -> Iterator[Finding]:
         name = wanted["name"]
         claim = claims.get(name)
         if claim is None:
-            mend = f"make it, or let the chart do it: remove {wanted['value']}"
-            found.append(broken("storage", f"there is no PersistentVolumeClaim {name}", mend))
+            mend = f"create it, or remove {wanted['value']}, so that the chart creates one"
+            found.append(broken("storage", f"PersistentVolumeClaim {name} does not exist", mend))
             continue
         found += _unbound(name, claim, facts)
         found += _shared(name, claim, facts)
@@ -30,7 +30,7 @@ def storage(install: Install, facts: Facts) -> Iterator[Finding]:
         for message in facts.events(name_of(pod)):
             if "Multi-Attach" in message or "volume node affinity conflict" in message:
                 mend = (
-                    "a volume of one node is asked for on two: a StorageClass with"
+                    "pods on two nodes need a volume of one node: use a StorageClass with"
                     " ReadWriteMany, or worker.kind StatefulSet with cacheSize"
                 )
                 found.append(broken("storage", f"pod {name_of(pod)}: {message}", mend))
@@ -45,11 +45,13 @@ def _unbound(name: str, claim: Object, facts: Facts) -> Iterator[Finding]:
     asked = claim["spec"].get("storageClassName") or "the default StorageClass"
     if message:
         modes = ", ".join(claim["spec"].get("accessModes", ()))
-        mend = f"name a StorageClass that exists and can do {modes} (kubectl get storageclass); a claim is made anew, not changed"
+        mend = f"name a StorageClass that exists and supports {modes} (kubectl get storageclass); delete the claim, because it cannot be changed"
         yield broken("storage", f"claim {name} of {asked} is not bound: {message}", mend)
     else:
         yield waiting(
-            "storage", f"claim {name} of {asked} is not bound yet", "kubectl describe it: is there a StorageClass at all?"
+            "storage",
+            f"claim {name} of {asked} is not bound yet",
+            "kubectl describe the claim, and check that a StorageClass exists (kubectl get storageclass)",
         )
 
 
@@ -61,9 +63,7 @@ def _shared(name: str, claim: Object, facts: Facts) -> Iterator[Finding]:
     late = [pod for pod in users if not pod["spec"].get("nodeName")]
     if len(nodes) > 1 or (nodes and late):
         where = f"{len(users)} pods on {', '.join(sorted(nodes))}" + (f", {len(late)} of them on no node yet" if late else "")
-        mend = (
-            "use a StorageClass with ReadWriteMany, put all that reads it on one node, or worker.kind StatefulSet with cacheSize"
-        )
+        mend = "use a StorageClass with ReadWriteMany, put all pods with the claim on one node, or use worker.kind StatefulSet with cacheSize"
         yield broken("storage", f"claim {name} is ReadWriteOnce, a volume of one node, and is used by {where}", mend)
 
 
@@ -85,16 +85,16 @@ def gpus(install: Install, facts: Facts) -> Iterator[Finding]:
         if labels_of(pod).get(MODEL) not in wanted or labels_of(pod).get(COMPONENT) not in ("worker", "prefill"):
             continue
         if (message := _unschedulable(pod)) and "gpu" in message.lower():
-            mend = "is NVIDIA's device plugin up (kubectl describe nodes: nvidia.com/gpu in Allocatable), and is a GPU free?"
+            mend = "check that NVIDIA's device plugin runs (kubectl describe nodes: nvidia.com/gpu in Allocatable) and that a GPU is free"
             found.append(broken("gpus", f"pod {name_of(pod)} gets no GPU: {message}", mend))
         log = "\n".join(text for at, text in facts.logs.items() if at.startswith(f"{name_of(pod)}/"))
         if line := _last(log, NO_GPU):
             mend = (
-                "the container sees no device: is the node's driver loaded (nvidia-smi"
-                " there), and is worker.runtimeClassName the one of NVIDIA's runtime?"
+                "the container has no device: check that the node's driver is loaded (nvidia-smi"
+                " there) and that worker.runtimeClassName names NVIDIA's runtime"
             )
-            found.append(broken("gpus", f"pod {name_of(pod)} says: {line}", mend))
-    yield from found or [ok("gpus", f"workers of {', '.join(wanted)} have said nothing of a missing device")]
+            found.append(broken("gpus", f"pod {name_of(pod)} logged: {line}", mend))
+    yield from found or [ok("gpus", f"workers of {', '.join(wanted)} have not logged a missing device")]
 
 
 def _runtime_class(install: Install, model: Object, facts: Facts) -> Iterator[Finding]:
@@ -103,9 +103,11 @@ def _runtime_class(install: Install, model: Object, facts: Facts) -> Iterator[Fi
         return  # the events are old: the pods exist now
     for message in facts.events(f"{install.release}-"):
         if "RuntimeClass" in message and f'"{name}"' in message:
-            mend = "kubectl get runtimeclass; NVIDIA's GPU operator makes one named nvidia. Or remove worker.runtimeClassName"
+            mend = "name an existing class (kubectl get runtimeclass); NVIDIA's GPU operator creates nvidia. Or remove worker.runtimeClassName"
             yield broken(
-                "gpus", (f"no pod of model {model['name']} can be made, RuntimeClass {name} is missing: {message}"), mend
+                "gpus",
+                (f"no pod of model {model['name']} can be created, because RuntimeClass {name} is missing: {message}"),
+                mend,
             )
             return
 
@@ -152,23 +154,23 @@ def _lacking(owner: Object) -> bool:
 
 def _of_refusal(message: str) -> str:
     if "PodSecurity" in message:
-        return "the namespace's Pod Security refuses it: hostPath and the like need another level, or another modelCache.type"
+        return "the namespace's Pod Security refuses it: volumes such as hostPath need another level; or choose another modelCache.type"
     if "quota" in message:
         return "raise the namespace's ResourceQuota, or lower replicas and resources"
     if "serviceaccount" in message.lower():
-        return "serviceAccount.name must exist where serviceAccount.create is false"
-    return "the message says what refuses it"
+        return "create the account serviceAccount.name, or set serviceAccount.create to true"
+    return "see the message for the component that refuses the pod"
 
 
 def _pod(pod: Object, facts: Facts) -> Iterator[Finding]:
     name = name_of(pod)
     if (message := _unschedulable(pod)) and "gpu" not in message.lower():
-        mend = "a node with that room, a toleration or nodeSelector that fits, or smaller resources.requests"
-        yield broken("pods", f"pod {name} finds no node: {message}", mend)
+        mend = "add a node with enough free resources, fit tolerations and nodeSelector, or lower resources.requests"
+        yield broken("pods", f"pod {name} fits on no node: {message}", mend)
     containers = list(containers_of(pod))
     begun = any(each.get("state", {}).get("waiting", {}).get("reason") not in NOT_BEGUN for _, each in containers)
     if not begun and (message := _unmounted(pod, facts)):
-        mend = "make the Secret, the ConfigMap or the claim that is named, or undo the value that names it"
+        mend = "create the named Secret, ConfigMap or claim, or remove the value that names it"
         yield broken("pods", f"pod {name} gets no volume: {message}", mend)
     for is_init, each in containers:
         yield from _container(name, is_init, each, facts.logs.get(f"{name}/{each['name']}", ""))
@@ -192,32 +194,36 @@ def _container(pod: str, is_init: bool, each: Object, log: str) -> Iterator[Find
     if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName"):
         said = state["waiting"].get("message", reason)
         yield broken(
-            "pods", f"pod {pod}: the image of {name} cannot be pulled: {said}", "image.registry, image.tag, image.pullSecrets"
+            "pods",
+            f"pod {pod}: the image of {name} cannot be pulled: {said}",
+            "check image.registry, image.tag and image.pullSecrets",
         )
     elif reason == "CreateContainerConfigError":
         said = state["waiting"].get("message", "")
-        yield broken("pods", f"pod {pod}: {name} cannot be made: {said}", "make the Secret or its key that is named")
+        yield broken("pods", f"pod {pod}: {name} cannot be created: {said}", "create the named Secret or add the named key")
     elif ended.get("reason") == "OOMKilled" and not each.get("ready"):
         yield broken(
-            "pods", f"pod {pod}: {name} was killed for memory", "raise resources.limits.memory (docs/how-to/kubernetes/sizing.md)"
+            "pods",
+            f"pod {pod}: {name} exceeded its memory limit and was killed",
+            "raise resources.limits.memory (docs/how-to/kubernetes/sizing.md)",
         )
     elif ended.get("exitCode") and not each.get("ready") and not NO_GPU.search(log):
         yield broken(
             "pods",
-            f"pod {pod}: {name} ends with {ended['exitCode']}: {last or 'it said nothing'}",
+            f"pod {pod}: {name} ended with status {ended['exitCode']}: {last or 'without a log'}",
             f"kubectl logs {pod} -c {name} --previous",
         )
     elif is_init and "running" in state and name in FETCHES:
         mend = (
-            "where is it fetched from (models[].source, modelCache.prefetch: Secrets, proxy), and may the pod reach that?"
+            "check the download source (models[].source, modelCache.prefetch: Secrets, proxy) and that the pod can reach it"
             if name == "fetch-model"
-            else "is the prefetch Job done (kubectl get jobs), does models[].path"
-            " name the model's folder, and does modelCache hold it?"
+            else "check that the prefetch Job is complete (kubectl get jobs), that models[].path"
+            " names the model's folder, and that the modelCache has it"
         )
         yield waiting("pods", f"pod {pod}: {last or 'waits for its model'}", mend)
     elif not is_init and "running" in state and not each.get("ready"):
         yield waiting(
             "pods",
-            f"pod {pod}: {name} runs and is not ready: {last or 'it says nothing'}",
-            "a worker that loads takes up to worker.startupSeconds",
+            f"pod {pod}: {name} runs and is not ready: {last or 'no log yet'}",
+            "wait: a worker may load its model for worker.startupSeconds",
         )
