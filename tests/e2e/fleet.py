@@ -1,7 +1,7 @@
-"""A fleet of real processes: several of each service and Redis. A test can kill, stop, partition or restart each of them.
+"""A fleet of real processes: several of each service, and Redis. A test can kill, stop or restart each of them.
 
-Redis is behind a proxy that can add delay. One worker, `far_worker`, can be partitioned. It is behind its own virtual cable if
-this process may create network namespaces, and behind a proxy otherwise.
+Services reach Redis through a proxy that can add delay. The worker `far_worker` can be partitioned: it runs in a network
+namespace if this process may create one, and is reached through a proxy otherwise.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tests.e2e.system import DEMO, START_S, wait_until
 SIZES = {"gateways": 2, "tokenizers": 2, "detokenizers": 2, "workers": 4}
 SETTINGS = {
     **SIZES,
-    "dtype": "float32",  # a token does not depend on the other requests of its step
+    "dtype": "float32",  # so that a token does not depend on the other requests of its step
     "num_threads": 1,
     "max_total_tokens": 12_288,
     "log_level": "info",
-    "gateway_flags": "--grace-s 60",  # at a rolling update, a gateway finishes its streams
+    "gateway_flags": "--grace-s 60",  # after SIGTERM, a gateway has time to finish its streams
 }
 MODEL = "demo"
 
@@ -65,24 +65,24 @@ class Fleet:
         self._down = down
         self._open = contextlib.ExitStack()
         self._namespace = Namespace() if fleet_namespace.is_permitted() else None
-        self._put_redis_behind_a_proxy(ports[0], redis_target)
-        self._put_a_worker_far_away(ports[0], far_port)
+        self._add_redis_proxy(ports[0], redis_target)
+        self._isolate_far_worker(ports[0], far_port)
         log_dir.mkdir(parents=True, exist_ok=True)
         state_folder(local).mkdir(parents=True, exist_ok=True)
         self.children = {name: Child(part.command, log_dir) for name, part in self.parts.items()}
 
-    def _put_redis_behind_a_proxy(self, port: int, target: int) -> None:
-        """Lets Redis listen on `target` and a proxy listen on `port`, the port that all services connect to."""
+    def _add_redis_proxy(self, port: int, target: int) -> None:
+        """Makes Redis listen on `target`, and a proxy on `port`, to which all services connect."""
         argv = self.parts["redis"].command.argv
         argv[argv.index("--port") + 1] = str(target)
         hosts = (HOST, self._namespace.near) if self._namespace else (HOST,)
         self.redis_proxy = TcpProxy(port, target, hosts)
         self.redis = redis.Redis(HOST, target, socket_timeout=5)
 
-    def _put_a_worker_far_away(self, redis_port: int, far_port: int) -> None:
-        """Gives the last worker an address that can be partitioned.
+    def _isolate_far_worker(self, redis_port: int, far_port: int) -> None:
+        """Puts the last worker into a network namespace or behind a proxy, and appends the flags with its address.
 
-        The flags are appended: of a flag that is given twice, the second value is used.
+        If a flag is given twice, a service uses the last value.
         """
         part = self.parts[self.far_worker]
         argv, port = part.command.argv, part.health
@@ -98,7 +98,7 @@ class Fleet:
         for name in self.urls:
             self.parts[name].command.argv.extend(["--workers", ",".join([*near, f"{self._far_host}:{port}"])])
 
-    # Life
+    # Start and end
 
     def __enter__(self) -> Fleet:
         try:
@@ -130,7 +130,7 @@ class Fleet:
             time.sleep(0.05)
         for child in self.children.values():
             child.kill_group()
-        wait_until(lambda: not any(self.is_alive(name) for name in self.children), 60, "every process to be gone")
+        wait_until(lambda: not any(self.is_alive(name) for name in self.children), 60, "the end of every process")
 
     def restore(self) -> None:
         """Undoes every fault of a test: delay, partition, stopped and ended processes, and the memory limit of Redis."""
@@ -155,7 +155,7 @@ class Fleet:
     def kill(self, name: str) -> None:
         """Sends SIGKILL and waits until the process has ended."""
         self.children[name].signal(signal.SIGKILL)
-        wait_until(lambda: not self.is_alive(name), 60, f"{name} to die")
+        wait_until(lambda: not self.is_alive(name), 60, f"{name} to end after SIGKILL")
 
     def term(self, name: str, within_s: float = 90.0) -> None:
         """Sends SIGTERM and waits until the process has ended."""
@@ -170,7 +170,7 @@ class Fleet:
         self.children[name].signal(signal.SIGCONT)
 
     def cut(self) -> None:
-        """Partitions far_worker: its network drops all packets."""
+        """Partitions far_worker: no packet or byte passes, and open connections stay open."""
         if self._namespace:
             self._namespace.cut()
         elif self._far_proxy:
@@ -179,11 +179,11 @@ class Fleet:
     def join(self) -> None:
         """Ends the partition and waits until far_worker is reachable.
 
-        An address that was looked up during the partition stays unknown to the kernel for seconds.
+        This can take seconds, because the kernel caches failed look-ups of the address.
         """
         if self._namespace:
             self._namespace.join()
-            wait_until(lambda: self._is_reachable(self.far_worker), START_S, f"a way to {self.far_worker}")
+            wait_until(lambda: self._is_reachable(self.far_worker), START_S, f"{self.far_worker} to be reachable")
         elif self._far_proxy:
             self._far_proxy.release()
 
@@ -222,7 +222,7 @@ class Fleet:
             return False
 
     def is_listening(self, gateway: str) -> bool:
-        """Whether the gateway's HTTP port responds, whether it is ready or not."""
+        """Whether the gateway's HTTP port responds with any status."""
         try:
             with urllib.request.urlopen(f"{self.urls[gateway]}/health", timeout=5) as response:
                 return int(response.status) == 200
@@ -264,20 +264,20 @@ class Fleet:
         watched += [(name, "rootstock_detokenizer_open_requests") for name in self.parts if name.startswith("detokenizer")]
         for name in self.workers:
             watched += [(name, f"sglang:{metric}") for metric in ("num_used_tokens", "num_running_reqs", "num_queue_reqs")]
-        held: dict[str, float] = {}
+        in_use: dict[str, float] = {}
         for name, metric in watched:
             try:
-                held[f"{name} {metric}"] = self.metric(name, metric) if self.is_alive(name) else 0.0
+                in_use[f"{name} {metric}"] = self.metric(name, metric) if self.is_alive(name) else 0.0
             except urllib.error.URLError as error:
                 if not isinstance(error.reason, ConnectionRefusedError):
                     raise
-        return {what: value for what, value in held.items() if value}
+        return {what: value for what, value in in_use.items() if value}
 
     def wait_quiet(self, within_s: float) -> float:
         """Waits until the fleet is idle and returns the seconds until then. A failure names the gauges that are not zero."""
         begun = time.monotonic()
         while held := self.busy():
-            assert time.monotonic() - begun < within_s, f"held after {within_s} s: {held}"
+            assert time.monotonic() - begun < within_s, f"still in use after {within_s} s: {held}"
             time.sleep(0.02)
         return time.monotonic() - begun
 

@@ -1,4 +1,4 @@
-"""Requests of every kind for which an undisturbed fleet always returns the same result, and the parts of it that are compared."""
+"""Requests of every kind whose result in a fleet without faults is always the same, and the compared parts of a response."""
 
 from __future__ import annotations
 

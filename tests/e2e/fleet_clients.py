@@ -1,7 +1,7 @@
 """Many concurrent clients of a fleet, on an event loop in its own thread, behind an imitated Kubernetes Service.
 
 The load balancer sends to ready gateways only. If a gateway refuses the connection, the balancer tries another gateway, because
-nothing was sent yet. It never repeats a request that was sent: its client sees every later fault.
+nothing was sent yet. It never repeats a request that was sent, so that its client sees every later fault.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CUT = (
     "ServerDisconnectedError",
     "ClientOSError",
     "ClientConnectionResetError",
-)  # closed connection in aiohttp
+)  # errors of aiohttp for a closed connection
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Wave:
     def wait_begun(self, count: int, within_s: float = REQUEST_S) -> None:
         deadline = time.monotonic() + within_s
         while self.num_begun() < count:
-            assert time.monotonic() < deadline, f"{self.num_begun()} of {count} streams have begun after {within_s} s"
+            assert time.monotonic() < deadline, f"only {self.num_begun()} of {count} streams have begun after {within_s} s"
             time.sleep(0.01)
 
     def wait(self) -> list[Exchange]:
@@ -238,7 +238,7 @@ def check(exchanges: Sequence[Exchange], expected: Mapping[Case, Answer], may_be
     """Checks that every response equals that of the undisturbed fleet.
 
     Args:
-        may_be_cut: name of a gateway that may close its clients' connections; no other fault of it is allowed. "" for none.
+        may_be_cut: name of a gateway that may close its clients' connections; "" for none. All other faults fail the check.
 
     Returns:
         A line with counts and pauses.
@@ -249,7 +249,7 @@ def check(exchanges: Sequence[Exchange], expected: Mapping[Case, Answer], may_be
     failed: dict[str, list[Exchange]] = {}
     cut = 0
     for exchange in exchanges:
-        assert exchange.ended_at, "it has an end"
+        assert exchange.ended_at, "every exchange has ended"
         if may_be_cut and exchange.gateway == may_be_cut and exchange.error.startswith(CUT):
             cut += 1
         elif exchange.error:

@@ -8,13 +8,13 @@ from functools import cache
 
 PREFIX = "rootstock-"
 PREFIX_BITS = 30  # four addresses: network, near end, far end, broadcast
-NOBODY = "02:00:00:00:00:01"  # a link address without an interface: packets for it are dropped
+NOBODY = "02:00:00:00:00:01"  # a link-layer address that no interface has, so that packets to it are dropped
 
 
 class Namespace:
     """A network namespace of this process, with the addresses `near` and `far` at the ends of its cable. Needs `is_permitted`.
 
-    `other` is a second address of the near end. `lose_other` makes only this address unreachable from the far side.
+    `other` is a second address of the near end. After lose_other(), the far side cannot reach this address; `near` still works.
     """
 
     def __init__(self) -> None:

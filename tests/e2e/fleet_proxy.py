@@ -1,4 +1,4 @@
-"""A TCP proxy that can delay or hold back bytes. It imitates a slow remote service, or one behind a partitioned network."""
+"""A TCP proxy that can delay or withhold bytes, to imitate a slow or partitioned remote service."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from services.local.ports import HOST
 class TcpProxy:
     """Forwards (host, port) of each of `hosts` to HOST:`target`, on an event loop in its own thread.
 
-    `delay_s` is added to each piece of data in both directions. While the proxy holds, no byte passes and connections stay open.
-    After `release` all bytes arrive, as after a partition. Both may be changed from any thread.
+    Any thread may set `delay_s`, which delays each piece of data in both directions, and call hold() and release(). Between
+    these calls, no byte passes and connections stay open; after release(), the withheld bytes arrive, as after a partition.
     """
 
     def __init__(self, port: int, target: int, hosts: tuple[str, ...] = (HOST,)) -> None:

@@ -111,7 +111,7 @@ def spoil(body: dict[str, Any], wounds: list[tuple[int, Any]]) -> Any:
     """Returns a copy of the body with a few changed or added values.
 
     Args:
-        wounds: position and new value of each change. Positions count values from the top down; the last one adds a member.
+        wounds: position and new value of each change. Values are counted from the outermost one; the last position adds a member.
     """
     copy = json.loads(json.dumps(body))
     for number, value in wounds:

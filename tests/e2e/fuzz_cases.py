@@ -79,7 +79,9 @@ SCHEMAS = st.sampled_from(
         ),
     ]
 )
-BY_HAND: Mapping[str, st.SearchStrategy[Any]] = {  # fields for which values drawn from the schema would mostly be refused
+BY_HAND: Mapping[
+    str, st.SearchStrategy[Any]
+] = {  # strategies for fields whose values, if drawn from the schema, would mostly be refused
     "model": st.just(MODEL),
     "messages": st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=20)}), min_size=1
@@ -156,7 +158,7 @@ class Cases:
         return st.one_of(nearly, nearly, nearly, nearly, *whole)
 
     def _forms(self, path: str) -> st.SearchStrategy[Sent]:
-        """Generates multipart forms: valid ones, ones with other fields, and broken ones."""
+        """Generates multipart forms: valid, with other fields, or broken."""
         field = "--x\r\ncontent-disposition: form-data; name={}\r\n\r\n{}\r\n".format
         names = st.sampled_from(['"purpose"', '"file"', '"file"; filename="a"', '"expires_after[seconds]"', "a", '"a'])
         values = st.one_of(st.sampled_from(["batch", "3600", "--x", "--x--"]), st.text(max_size=20))
@@ -223,7 +225,7 @@ class Cases:
         return self._values[key]
 
     def _document_of_fields(self) -> dict[str, Any]:
-        """Returns a document with an operation for each member of each body, so that its values can be generated alone."""
+        """Returns a document with an operation for each member of each body, whose schema is only that member."""
         paths: dict[str, Any] = {}
         for schema, definition in self._document["components"]["schemas"].items():
             for name, value in definition.get("properties", {}).items():

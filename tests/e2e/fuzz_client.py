@@ -16,7 +16,7 @@ from tests.e2e.fuzz_cases import Sent
 from tests.services.gateway.documented import Answered, Documented
 
 DEADLINE_S = 20.0  # deadline of a request, set by the gateway's flags
-ANSWER_S = DEADLINE_S + 10.0  # the worker of a session has 10 s
+ANSWER_S = DEADLINE_S + 10.0  # opening a session waits up to 10 s more for its worker
 AT_ONCE = 4
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 _FAILED = re.compile(rb'data: \{("error":|"type":"(response.failed|error)")')

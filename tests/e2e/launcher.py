@@ -82,13 +82,13 @@ class Launcher:
         argv = process.cmdline()
         if "--worker-id" in argv:
             return str(argv[argv.index("--worker-id") + 1])
-        if "server" in " ".join(argv[:1]):  # Redis replaces its command line; only the store has a folder
+        if "server" in " ".join(argv[:1]):  # Redis replaces its command line; only the state store's has a folder
             return "state" if Path(process.cwd()).is_relative_to(self.folder / "state") or "--dir" in argv else "redis"
         service = next((word.removeprefix("services.") for word in argv if word.startswith("services.")), "")
         return "" if service == "local" else service  # forked, before the exec of its program
 
     def wait_for(self, name: str, besides: int = 0) -> psutil.Process:
-        """Waits for a process of that name with another id than `besides`."""
+        """Waits until a process of that name has an id other than `besides`."""
 
         def is_there() -> bool:
             found = self.child(name)

@@ -80,7 +80,7 @@ def stop() -> None:
     os.kill(pid, 15)
     deadline = time.monotonic() + WITHIN_S
     while Path(f"/proc/{pid}").exists() and "\tZ" not in Path(f"/proc/{pid}/status").read_text().replace(" ", "\t"):
-        assert time.monotonic() < deadline, "the store does not end"
+        assert time.monotonic() < deadline, "the store must end after SIGTERM"
         time.sleep(0.02)
     pod_file(STORE_POD).unlink()
 
@@ -88,7 +88,7 @@ def stop() -> None:
 def wait_until_ready() -> None:
     deadline = time.monotonic() + WITHIN_S
     while subprocess.run(["redis-cli", "ping"], env=ENV, capture_output=True, check=False).stdout != b"PONG\n":
-        assert time.monotonic() < deadline, "the store does not answer"
+        assert time.monotonic() < deadline, "the store must respond to PING"
         time.sleep(0.05)
 
 

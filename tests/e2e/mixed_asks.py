@@ -1,4 +1,4 @@
-"""Requests of every kind, and the parts of a response that do not depend on time, queue or cache."""
+"""Requests of every kind, and the parts of their responses that do not depend on time, queue or cache."""
 
 from __future__ import annotations
 

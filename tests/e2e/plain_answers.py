@@ -1,6 +1,6 @@
 """Responses of a deterministic system without other flags to mixed requests, for bitwise comparison in several test files.
 
-The first pytest process that needs the responses sends the requests and writes a file. The other processes read the file.
+The first pytest process that needs the responses sends the requests and writes a file, which the other processes read.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WIDTH, HEADS, CODE = 256, 4, 248  # dimensions of the residual stream; the code uses the first CODE ones
-FLAG, SPECIAL, SINE, COSINE = (CODE + 2 * at for at in range(4))  # pairs of a value and its negative, so that means are 0
+FLAG, SPECIAL, SINE, COSINE = (
+    CODE + 2 * at for at in range(4)
+)  # pairs of a value and its negative, so that the mean of the stream is 0
 MAX_POSITIONS = 4096
 LONGEST_PIECE = 6  # characters, if a text is cut at random
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"

@@ -31,7 +31,7 @@ class Answer:
     end: str | None  # stop, length or tool_calls, or None if the API names no end
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()  # name and arguments of each call
-    matched: Any = None  # stop token or stop string that the answer names
+    matched: Any = None  # stop token or stop string in the response
 
 
 def body_of(path: str, prompt: str = QUESTION, model: str = "demo", most: int = 40, **sampling: Any) -> Json:

@@ -46,7 +46,7 @@ class Output:
     family: str  # format of calls that the tokenizer parses
     text: str  # the output
     calls: Calls  # name and arguments of each call in the output
-    beside: str = ""  # text outside the calls
+    beside: str = ""  # text of the output outside the calls
     reasoning: str = ""  # reasoning in the output
     opens: bool = False  # the prompt ends with the mark that opens reasoning
 

@@ -23,13 +23,13 @@ def role_of(name: str) -> str:
 class SecuredSystem(System):
     """A system whose connections all use mutual TLS.
 
-    `mounted` has the certificate files by role; both Redis servers use the role `redis`. `token` is the file that all services
-    share. `health_ports` has the ports without TLS, by part.
+    `mounted` has the certificate files by role; both Redis servers use the role `redis`. `token` is the file with the
+    token that all services share. `health_ports` has the health ports, which have no TLS, by part.
     """
 
     def __init__(self, folder: Path, authority: Authority, **settings: Any) -> None:
         program = shutil.which("redis-server")
-        assert program, "Debian's Redis has TLS; the bundled one has not"
+        assert program, "Debian's redis-server is needed, because the bundled one has no TLS"
         super().__init__(folder / "logs", redis_server=program, **settings)
         self.authority = authority
         self.mounted = {

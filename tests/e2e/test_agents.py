@@ -51,7 +51,7 @@ def over_chat(system: System, question: str) -> tuple[list[str], str]:
             made.append(call.function.name)
             told = result(call.function.name, json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
-    raise AssertionError("it goes on and on")
+    raise AssertionError("the agent has no answer after its limit of requests")
 
 
 def over_responses(system: System, question: str) -> tuple[list[str], str]:
@@ -74,7 +74,7 @@ def over_responses(system: System, question: str) -> tuple[list[str], str]:
             made.append(call.name)
             told = result(call.name, json.loads(call.arguments))
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": told})
-    raise AssertionError("it goes on and on")
+    raise AssertionError("the agent has no answer after its limit of requests")
 
 
 def over_messages(system: System, question: str) -> tuple[list[str], str]:
@@ -95,7 +95,7 @@ def over_messages(system: System, question: str) -> tuple[list[str], str]:
         made += [call.name for call in calls]
         told = [{"type": "tool_result", "tool_use_id": call.id, "content": result(call.name, call.input)} for call in calls]  # type: ignore[arg-type]
         messages.append({"role": "user", "content": told})
-    raise AssertionError("it goes on and on")
+    raise AssertionError("the agent has no answer after its limit of requests")
 
 
 @pytest.mark.parametrize("loop", [over_chat, over_responses, over_messages])

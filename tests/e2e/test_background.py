@@ -25,7 +25,7 @@ PATIENCE_S = 120.0  # for thousands of tokens on a machine that also runs other 
 
 
 def asked(number: int) -> dict[str, Any]:
-    """Returns the body of a response: with an odd number it is sampled with a seed, with an even one it is greedy."""
+    """Returns the body of a request. Odd numbers give a sampled response with a seed, even numbers a greedy one."""
     chance = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
     body = {"ignore_eos": True, "seed": number, **chance}
     extra = {name: body[name] for name in ("ignore_eos", "seed")}
@@ -53,7 +53,7 @@ class Follower:
 
     def join(self) -> None:
         self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive(), f"{self._id} is followed to its end"
+        assert not self._thread.is_alive(), f"the stream of {self._id} has no end"
 
     def _follow(self) -> None:
         turn = 0
@@ -86,19 +86,19 @@ def test_gateway_takes_over_background_responses_when_the_other_is_lost(tmp_path
         def begun_streams() -> int:
             return sum(bool(follower.text) for follower in followers.values())
 
-        wait_until(lambda: begun_streams() >= RESPONSES / 4, PATIENCE_S, "streams to have begun")
+        wait_until(lambda: begun_streams() >= RESPONSES / 4, PATIENCE_S, "the first text of a quarter of the streams")
         ended = [each for each in followers.values() if each.events and each.events[-1].type == END]
-        assert len(ended) < RESPONSES / 2, "in mid-stream"
+        assert len(ended) < RESPONSES / 2, "fewer than half of the streams have ended before the fault"
         system.children["gateway-0"].signal(fault)
         if fault is signal.SIGSTOP:
-            time.sleep(4)  # longer than its leases last
+            time.sleep(4)  # longer than the leases of this gateway
             system.children["gateway-0"].signal(signal.SIGCONT)
         for number, follower in followers.items():
             follower.join()
             assert [each.sequence_number for each in follower.events] == list(range(len(follower.events)))
             last = second.responses.retrieve(begun[number].id)
             assert last.status == "incomplete", last.error
-            assert follower.text == last.output_text == whole[number].output_text, f"of {number}"
+            assert follower.text == last.output_text == whole[number].output_text, f"text of response {number}"
             assert last.usage is not None and last.usage.output_tokens == TOKENS
             assert follower.events[-1].response.output == last.output
         assert system.metric("gateway-1", "rootstock_gateway_background_takeovers_total") >= RESPONSES / 2

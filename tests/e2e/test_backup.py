@@ -38,7 +38,7 @@ def blocks(heading: str, language: str) -> list[str]:
     section = re.split(r"^## ", PAGE, flags=re.M)
     (text,) = [each for each in section if each.startswith(f"{heading}\n")]
     found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", text, re.M | re.S)
-    assert found, f"no {language} in {heading}"
+    assert found, f"section {heading} has no {language} block"
     return [re.sub(rf"^{indent}", "", body, flags=re.M) for indent, body in found]
 
 

@@ -1,4 +1,4 @@
-"""A batch over two gateways, while one process after the other is killed. Every line has exactly one result."""
+"""A batch over two gateways, while processes are killed in sequence. Every line has exactly one result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_up(url: str) -> bool:
 
 
 def seen(clients: list[OpenAI], batch: Batch) -> Batch:
-    """Returns the batch as the first gateway reports it that responds."""
+    """Returns the batch from the first gateway that responds."""
     for client in clients:
         try:
             return client.batches.retrieve(batch.id)
@@ -63,7 +63,7 @@ def test_batch_has_one_result_per_line_when_processes_are_killed(tmp_path: Path)
         for step, victim in enumerate(VICTIMS, 1):
             goal = step * LINES // (len(VICTIMS) + 1)
             wait_until(lambda: done() >= goal, PATIENCE_S, f"{goal} results")  # noqa: B023
-            assert seen(both, batch).status == "in_progress", f"{victim} is killed during the batch"
+            assert seen(both, batch).status == "in_progress", f"the batch must still run when {victim} is killed"
             system.kill(victim)
             time.sleep(0.3)
             system.start(victim)

@@ -21,7 +21,7 @@ from tests.e2e.system import ROOT, System, wait_until
 from tests.night import NIGHTLY
 
 FAKE = "--executor fake"
-LOST_S = 3.0 if NIGHTLY else 30.0  # by day, other tests load the machine
+LOST_S = 3.0 if NIGHTLY else 30.0  # by day, other tests slow down the machine
 SHELL = f'rootstock() {{ {sys.executable} -m services.cli "$@"; }}; set -euo pipefail; '
 
 
@@ -75,7 +75,7 @@ def test_control_help_examples_succeed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def asked_of_the_demo() -> dict[str, str]:
-    """Returns the right answer for each question to the demo model in the README, docs/, chart, CLI and playground."""
+    """Returns each question to the demo model in README, docs/, chart, CLI and playground, with its right answer."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "services" / "gateway" / "playground").glob("*.html")]
     pages += [ROOT / "charts" / "rootstock" / "templates" / "NOTES.txt", ROOT / "services" / "cli" / "commands.py"]
     text = "\n".join(page.read_text() for page in pages)

@@ -1,5 +1,5 @@
-"""Deterministic workers in a whole system return the same ids and bitwise the same log probabilities for a request alone and
-among others, and when its worker is killed."""
+"""Deterministic workers in a whole system return the same ids and bitwise equal log probabilities for a request alone, in a batch
+and when its worker is killed."""
 
 from __future__ import annotations
 
@@ -56,26 +56,27 @@ def all_at_once(
 
 def test_deterministic_results_stay_equal_when_batched_or_moved(system: System) -> None:
     alone = [answer(system, text, kind) for text in TEXTS for kind in KINDS]
-    assert len({str(one) for one in alone}) > len(alone) // 2, "draws and prompts make different answers"
+    assert len({str(one) for one in alone}) > len(alone) // 2, "seeds and prompts give different answers"
     with ThreadPoolExecutor(len(alone)) as pool:
         assert [one.result() for one in all_at_once(system, pool)] == alone
         running = all_at_once(system, pool)
         wait_until(lambda: system.metric("worker-1", "sglang:num_running_reqs") > 0, 60, "its requests to run")
         system.kill("worker-1")
         assert [one.result() for one in running] == alone
-    assert system.metric("gateway", MOVED) > 0, "some were taken over"
+    assert system.metric("gateway", MOVED) > 0, "some requests of the killed worker have moved"
     assert system.metric("gateway", "rootstock_gateway_moves_to_other_numerics_total") == 0
     system.start("worker-1")
     system.wait_ready()
 
 
 def test_deterministic_results_stay_equal_with_draft_tokens(system: System, tmp_path: Path) -> None:
-    """A worker drafts by n-grams, and some draft tokens are right. This includes grammars, a predicted output and no drafting."""
+    """A worker drafts by n-grams, and some draft tokens are right. The requests include grammars, a predicted output and disabled
+    drafting."""
     kinds = KINDS + GRAMMARS
     alone = [answer(system, text, kind) for text in TEXTS for kind in kinds]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(json.dumps(text) for text in TEXTS))
-    guesses = "--speculative-algorithm ngram --no-speculative-adaptive"  # drafts in each step, whatever a step costs
+    guesses = "--speculative-algorithm ngram --no-speculative-adaptive"  # drafts in every step, regardless of cost
     flags = f"--deterministic {guesses} --speculative-ngram-external-corpus-path {corpus}"
     with System(tmp_path, worker_flags=flags, log_level="info") as guessing:
         with ThreadPoolExecutor(4) as pool:

@@ -18,7 +18,7 @@ LATER = pytest.mark.skipif(not NIGHTLY, reason="takes half an hour: with ROOTSTO
 ALONE = ("unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "docs")
 
 
-def in_a_network_of_its_own(*command: str) -> list[str]:
+def in_network_namespace(*command: str) -> list[str]:
     """Returns the command in its own network namespace, or unchanged if none can be created: port 8000 must then be free."""
     try:
         subprocess.run([*ALONE, "true"], check=True, capture_output=True, timeout=60)
@@ -34,20 +34,20 @@ def end_of(*command: str) -> str:
 
 
 def test_readme_commands_succeed_from_top_to_bottom() -> None:
-    assert end_of(*in_a_network_of_its_own(sys.executable, "-m", "tests.docs_commands", "README.md")) == PASSED
+    assert end_of(*in_network_namespace(sys.executable, "-m", "tests.docs_commands", "README.md")) == PASSED
 
 
 @LATER
 @pytest.mark.timeout(4 * 3600)
 def test_commands_of_all_pages_succeed() -> None:
-    assert end_of(*in_a_network_of_its_own(sys.executable, "-m", "tests.docs_commands")) == PASSED
+    assert end_of(*in_network_namespace(sys.executable, "-m", "tests.docs_commands")) == PASSED
 
 
 @LATER
 @pytest.mark.timeout(6 * 3600)
 def test_commands_of_the_night_succeed() -> None:
     """Runs on the network of the machine, because some commands install packages."""
-    others = [str(page) for page in sorted((ROOT / "docs").rglob("*.md"))]  # README's are run in the chroot
+    others = [str(page) for page in sorted((ROOT / "docs").rglob("*.md"))]  # README's commands run in the chroot
     assert end_of(sys.executable, "-m", "tests.docs_commands", "--nightly", *others) == PASSED
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.system import System
 
-# The demo model gives no vectors, and a batch or response may have ended before it is cancelled.
+# Permitted refusals: the demo model gives no vectors, and a batch or response may end before it is cancelled.
 ELSE_THAN_200 = {
     "post /v1/embeddings": (400, "unsupported_model"),
     "post /encode": (400, "unsupported_model"),

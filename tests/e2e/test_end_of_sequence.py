@@ -1,4 +1,4 @@
-"""A model folder whose config.json and generation_config.json name another end-of-sequence token than its tokenizer."""
+"""A model folder whose config.json and generation_config.json have a different end-of-sequence token from its tokenizer."""
 
 from __future__ import annotations
 

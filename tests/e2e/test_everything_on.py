@@ -42,7 +42,7 @@ def shuffled(seed: int) -> list[int]:
 
 
 def least_urgent_first() -> list[int]:
-    """Returns the order by priority, so that each request can preempt the earlier ones."""
+    """Returns the requests' indices in order of rising priority, so that each request can preempt the earlier ones."""
     return sorted(range(len(ASKS)), key=lambda index: ASKS[index].posts[-1][1].get("priority", 0))
 
 
@@ -63,7 +63,7 @@ def same(got: Essence, wanted: Essence) -> bool:
 
 
 def test_crowded_worker_retracts_preempts_and_evicts(crowded: System) -> None:
-    """Retraction, preemption, eviction and prefix hits did occur in the test above. Then the worker is idle and had no error."""
+    """In the test above, retraction, preemption, eviction and prefix hits occurred, and the worker had no error."""
     for counter, least in (
         ("sglang:num_retracted_requests_total", 20),
         ("rootstock_worker_preempted_requests_total", 1),
@@ -74,4 +74,4 @@ def test_crowded_worker_retracts_preempts_and_evicts(crowded: System) -> None:
     gauges = ("sglang:num_used_tokens", "sglang:num_running_reqs", "sglang:num_queue_reqs", "rootstock_worker_sessions")
     wait_until(lambda: not any(crowded.metric("worker-0", gauge) for gauge in gauges), 60, "everything to be free")
     assert crowded.metric("worker-0", "sglang:num_aborted_requests_total") == 0
-    assert '"level":"error"' not in crowded.log("worker-0"), "no step failed and no invariant broke"
+    assert '"level":"error"' not in crowded.log("worker-0"), "the worker logs no failed step and no broken invariant"

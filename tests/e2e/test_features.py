@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tests.e2e.system import DEMO, System
 
 COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
-TOLERANCE = 2e-4  # of log probabilities in float32, for any cache state and any other requests in a step
+# Largest difference of log probabilities: in float32, cache state and other requests in a step change the last digits.
+TOLERANCE = 2e-4
 BATCH = 16
 
 
@@ -64,7 +65,7 @@ class TestLogprobs:
         for entry in entries:
             likeliest = [other.logprob for other in entry.top_logprobs]
             assert len(likeliest) == 3 and likeliest == sorted(likeliest, reverse=True)
-            assert entry.logprob == likeliest[0] <= 0, "a greedy token is the likeliest"
+            assert entry.logprob == likeliest[0] <= 0, "a greedy token has the largest log probability"
             assert sum(map(math.exp, likeliest)) <= 1 + 1e-4
 
     def test_completion_logprobs_are_equal_when_streamed(self, client: openai.OpenAI) -> None:
@@ -89,7 +90,7 @@ class TestLogprobs:
             assert whole.text.startswith("Count from 3") is echo
 
     def test_echo_returns_the_logprobs_of_the_same_tokens_as_output(self, client: openai.OpenAI) -> None:
-        """The log probabilities are computed once token by token, and once as those of a prompt."""
+        """The log probabilities are computed once for sampled tokens, and once for the same tokens as a prompt."""
         extra = {"return_token_ids": True, "ignore_eos": True}
         first: Any = client.completions.create(
             model="demo", prompt="Count from 3", logprobs=2, max_tokens=40, temperature=0, extra_body=extra
@@ -145,9 +146,11 @@ class TestSeeds:
         alone = [[asyncio.run(sampled(system, [request], "alone"))[0] for request in requests] for _ in range(2)]
         texts = [[text for text, _ in answers] for answers in (*together, *alone)]
         assert texts == [texts[0]] * 4
-        assert len(set(texts[0])) == BATCH, "seeds and prompts tell the texts apart"
-        assert all(cached == 0 for _, cached in alone[0][:1]), "the first of a salt is cold"
-        assert all(cached >= 16 for answers in (together[1], alone[1]) for _, cached in answers), "the second time is cached"
+        assert len(set(texts[0])) == BATCH, "different seeds and prompts give different texts"
+        assert all(cached == 0 for _, cached in alone[0][:1]), "the first request of a cache salt has no cached prefix"
+        assert all(cached >= 16 for answers in (together[1], alone[1]) for _, cached in answers), (
+            "the repeated requests find a cached prefix"
+        )
 
     def test_choice_i_samples_with_seed_plus_i(self, client: openai.OpenAI) -> None:
         options: dict[str, Any] = {"model": "demo", "messages": COUNT, "temperature": 1.5, "max_tokens": 24}
@@ -260,7 +263,7 @@ class TestSteering:
 
     def test_min_tokens_suppresses_the_end(self, client: openai.OpenAI, ids: list[int]) -> None:
         full = tokens(client, max_tokens=60)
-        assert len(full) < 60, "ends by itself"
+        assert len(full) < 60, "without min_tokens, the output ends by itself"
         longer = tokens(client, {"min_tokens": len(full) + 4}, max_tokens=60)
         assert len(longer) >= len(full) + 4 and longer[: len(full) - 1] == full[:-1]
 

@@ -1,5 +1,7 @@
-"""A fleet under many concurrent streams (200 by night, 60 by day) with one fault after the other. No request fails, every text
-equals that of an undisturbed run, and afterwards the fleet is idle. By day, the KV pools are as small as the streams allow."""
+"""A fleet under concurrent streams (200 by night, 60 by day). Each test causes one fault while the streams run.
+
+No request fails, every text equals the text of a run without faults, and the fleet is idle afterwards.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from tests.e2e.fleet_cases import Answer, Case, make_cases
 from tests.e2e.fleet_clients import Clients, Wave, check
 from tests.night import NIGHTLY
 
-STREAMS, NUM_CASES, POOL_TOKENS = (200, 96, 12_288) if NIGHTLY else (60, 33, 3_840)  # the pool is that of each worker
-BY_NIGHT = (
+# Concurrent streams, generated requests, and KV tokens per worker. By day, a smaller pool would not hold the streams.
+STREAMS, NUM_CASES, POOL_TOKENS = (200, 96, 12_288) if NIGHTLY else (60, 33, 3_840)
+RESTARTED_BY_NIGHT_ONLY = (
     "state",
     "worker-0",
     "worker-1",
@@ -24,9 +27,10 @@ BY_NIGHT = (
     "gateway-1",
     "tokenizer-1",
     "detokenizer-1",
-)  # restarted by night only: another process of the same kind is restarted by day
-QUIET_S = 60.0  # time until the fleet must be idle; it usually takes a second, and a leak never ends
-by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")  # variants of daily tests
+)  # by day, the restart test restarts one other process of each kind
+QUIET_S = 60.0  # limit until the fleet must be idle: usually it is idle after a second; with a leak it never is
+# For faults that resemble those of a daily test.
+by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 
 Expected = Mapping[Case, Answer]
 
@@ -58,24 +62,33 @@ def expected(clients: Clients) -> Expected:
     exchanges = clients.ask(make_cases(NUM_CASES, seed=5), concurrency=12)
     assert not (failed := [exchange.error for exchange in exchanges if exchange.error]), failed[:3]
     answers = {exchange.case: exchange.answer for exchange in exchanges if exchange.answer is not None}
-    assert len(answers) > NUM_CASES // 2
+    assert len(answers) > NUM_CASES // 2, "more than half of the cases are distinct"
     return answers
 
 
-def crowd(expected: Expected, seed: int) -> list[Case]:
+def draw_cases(expected: Expected, seed: int) -> list[Case]:
     return random.Random(seed).choices(list(expected), k=STREAMS)
 
 
 def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault: Callable[[Wave], None], cut: str = "") -> bool:
-    """Applies `fault` after half of the streams have sent a byte, and checks all results. Fails, or returns True."""
+    """Starts all streams, causes the fault while they run, and checks the results and that the fleet becomes idle.
+
+    Args:
+        what: name of the fault in the printed line.
+        fault: causes the fault; called when half of the streams have begun.
+        cut: name of a gateway that may close its clients' connections; "" for none.
+
+    Returns:
+        True, so that a test can assert it. Any other outcome raises AssertionError.
+    """
     begun = time.monotonic()
-    wave = clients.wave(crowd(expected, seed=len(what)))
+    wave = clients.wave(draw_cases(expected, seed=len(what)))
     wave.wait_begun(STREAMS // 2)
-    assert wave.num_ended() < STREAMS // 2, "most of them are still running"
+    assert wave.num_ended() < STREAMS // 2, "more than half of the streams still run"
     fault(wave)
     line = check(wave.wait(), expected, cut)
     quiet_s = fleet.wait_quiet(QUIET_S)
-    print(f"{what}: {line}; all free after {quiet_s:.2f} s; {time.monotonic() - begun:.1f} s in all")
+    print(f"{what}: {line}; idle after {quiet_s:.2f} s; {time.monotonic() - begun:.1f} s in all")
     return quiet_s <= QUIET_S
 
 
@@ -97,7 +110,7 @@ def test_fleet_survives_the_kill_of_a_process(fleet: Fleet, clients: Clients, ex
 
 @by_night
 def test_fleet_survives_a_stopped_worker(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Output that the worker sends after the pause belongs to requests that have moved to other workers."""
+    """The worker's requests move to other workers. Their late output from the stopped worker must be ignored."""
 
     def fault(wave: Wave) -> None:
         fleet.stop("worker-1")
@@ -139,15 +152,15 @@ def test_fleet_is_idle_when_clients_have_disconnected(fleet: Fleet, clients: Cli
     """Each client disconnects at some moment between the request and the last byte of the response."""
     rng = random.Random(11)
     waits = [rng.uniform(0.01, 3.0) for _ in range(STREAMS)]
-    clients.leave(crowd(expected, seed=11), lambda index: waits[index])
+    clients.leave(draw_cases(expected, seed=11), lambda index: waits[index])
     quiet_s = fleet.wait_quiet(QUIET_S)
-    print(f"all was free {quiet_s:.2f} s after the last client left")
-    assert not fleet.busy(), "nobody comes back to what was given back"
+    print(f"the fleet was idle {quiet_s:.2f} s after the last disconnect")
+    assert not fleet.busy(), "the fleet stays idle"
 
 
 def test_fleet_serves_during_a_restart_of_all_processes(fleet: Fleet, clients: Clients, expected: Expected) -> None:
     """Under load, each process ends after SIGTERM and is started again, as in a rolling update."""
-    names = [name for name in fleet.children if NIGHTLY or name not in BY_NIGHT]
+    names = [name for name in fleet.children if NIGHTLY or name not in RESTARTED_BY_NIGHT_ONLY]
     done = threading.Event()
     wave = clients.keep_asking(list(expected), clients=24 if NIGHTLY else 4, until=done, rest_s=1.0)
     try:

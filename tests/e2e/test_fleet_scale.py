@@ -1,5 +1,5 @@
-"""A fleet that scales from no worker to four and back while requests wait, and the share that nine clients keep when a tenth one
-sends fifty times as many requests. Workers use the fake executor, whose steps take a set time."""
+"""A fleet scales from no worker to four and back while requests wait. Nine clients keep their share when a tenth one sends fifty
+times as many requests. Workers use the fake executor, whose steps take a set time."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_fleet_scales_from_zero_to_four_workers_and_to_zero(empty: Fleet) -> Non
         for name in ("worker-1", "worker-2", "worker-3"):
             fleet.start(name)
         fleet.wait_ready(*fleet.workers)
-        wait_until(lambda: usable(fleet) == 4, 60, "the gateway to know all four")
+        wait_until(lambda: usable(fleet) == 4, 60, "the gateway to connect to all four workers")
         third = send(160)
         all_answered(second.wait() + third.wait(), tokens)
         served = {name: fleet.metric(name, "sglang:num_requests_total") for name in fleet.workers}
-        assert all(served.values()), f"all four have work: {served}"
+        assert all(served.values()), f"a worker served no request: {served}"
 
         last = send(40)
-        time.sleep(0.2)  # some run, none has ended
+        time.sleep(0.2)  # some requests run, and none has ended
         for name in fleet.workers:
             fleet.term(name)
         late = send(4)
@@ -110,14 +110,14 @@ def test_modest_clients_keep_a_fair_share_despite_a_greedy_client(shared: Fleet)
         alone = served_to_the_modest(clients)
         over = threading.Event()
         greedy = clients.keep_asking([completion(number, TOKENS) for number in range(97)], GREED, over, key="greedy")
-        wait_until(lambda: greedy.num_ended() > SLOTS, 60, "the greedy one to fill the worker")
+        wait_until(lambda: greedy.num_ended() > SLOTS, 60, "the greedy client to fill the worker")
         beside = served_to_the_modest(clients)
         over.set()
         greedy.wait()
-    print(f"{MODEST} modest clients: {alone} answers alone, {beside} beside one that asks for some fifty times as much as each")
+    print(f"{MODEST} modest clients: {alone} responses in time without the greedy client, {beside} with it")
     assert beside >= FAIR_SHARE * alone
     assert not [exchange.error for exchange in greedy.exchanges if exchange.error], (
-        "the greedy one waits, and is served in its turn"
+        "requests of the greedy client wait and succeed"
     )
 
 

@@ -21,7 +21,7 @@ SOAK_S = 1800.0
 FAULT_EVERY_S = 10.0
 FAULT_S = 4.0  # from a fault to its repair
 SAMPLE_S = 1.0
-MAX_GROWTH = 0.05  # of the resident memory after the first third
+MAX_GROWTH = 0.05  # share by which resident memory may grow after the first third of the soak
 MAX_MORE_FILES = 5
 pytestmark = [
     pytest.mark.timeout(SOAK_S + 600),
@@ -95,13 +95,13 @@ def test_fleet_does_not_leak_under_random_faults(fleet: Fleet) -> None:
         after_a_third, at_the_end = halves(samples)
         assert at_the_end < after_a_third * (1 + MAX_GROWTH), f"{name} grows: {samples[:: len(samples) // 20]}"
         assert files_after[name] <= files_before[name] + MAX_MORE_FILES, name
-    wait_until(lambda: not index_faults(fleet), 60, f"the index to be right: {index_faults(fleet)}")
+    wait_until(lambda: not index_faults(fleet), 60, f"a consistent index: {index_faults(fleet)}")
 
 
 def alone(fleet: Fleet, clients: Clients, cases: list[Case]) -> None:
     """Lets the survivors serve all requests while the second tokenizer and detokenizer are down.
 
-    The memory for this load then counts as used before the soak, and not as growth.
+    The memory for this load is then in use before the soak and does not count as growth.
     """
     twins = ("tokenizer-1", "detokenizer-1")
     for name in twins:
@@ -138,6 +138,6 @@ def watch(fleet: Fleet, memory: dict[str, list[float]], until: float) -> None:
 
 
 def halves(samples: list[float]) -> tuple[float, float]:
-    """Returns the medians of the samples just after the first third and of the last sixth."""
+    """Returns the median of the samples after the first third, and the median of the last sixth."""
     sixth = max(1, len(samples) // 6)
     return median(samples[2 * sixth : 3 * sixth]), median(samples[-sixth:])

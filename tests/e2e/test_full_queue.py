@@ -45,7 +45,7 @@ class Crowd:
         thread = threading.Thread(target=self._ask, args=(name, priority, max_tokens))
         self._threads.append(thread)
         thread.start()
-        wait_until(until, 60, f"{name} to be there")
+        wait_until(until, 60, f"{name} to run or wait")
 
     def join(self) -> None:
         for thread in self._threads:
@@ -117,7 +117,7 @@ def test_worker_metrics_count_routing_keys(system: System) -> None:
     assert (keys("routing_key_all_req_count", gt="0", le="1"), keys("routing_key_all_req_count", gt="1", le="2")) == (1, 1)
     for thread in threads:
         thread.join(120)
-    wait_until(lambda: keys("routing_keys_active") == 0, 60, "no key to be left")
+    wait_until(lambda: keys("routing_keys_active") == 0, 60, "no active routing key")
     assert keys("routing_key_all_req_count") == keys("num_unique_running_routing_keys") == 0
 
 
@@ -135,7 +135,7 @@ class TestFull:
         finally:
             slow_down(system, None)
         crowd.join()
-        assert sorted(crowd.ended) == ["runs", "waits 1", "waits 2"], "nobody else was disturbed"
+        assert sorted(crowd.ended) == ["runs", "waits 1", "waits 2"], "the earlier requests end normally"
 
     def test_request_gets_503_with_retry_after_when_the_worker_is_full(self, full: System) -> None:
         for path, body in (("/v1/completions", {"model": "demo", "prompt": "x"}), ("/generate", {"text": "x"})):
@@ -150,7 +150,7 @@ class TestFull:
     def test_health_responds_without_queueing_when_the_worker_is_full(self, full: System) -> None:
         for path in ("/health", "/health_generate", "/readiness", "/v1/models"):
             assert httpx.get(full.url + path, timeout=60).status_code == 200
-        assert gauge(full, "queue", 2)() and gauge(full, "running", 1)(), "all that while the worker was full"
+        assert gauge(full, "queue", 2)() and gauge(full, "running", 1)(), "the worker was full during the health check"
 
     def test_client_gets_a_completion_after_retries(self, full: System) -> None:
         """The official client retries because of the retry-after header."""

@@ -1,6 +1,7 @@
 """Fuzzing of the whole system: responses are as documented, no process hangs or ends, and no memory or request leaks.
 
-By day, one round with a fixed seed. With ROOTSTOCK_TEST_NIGHTLY=1, rounds with random seeds for 20 minutes, which are printed.
+By day, one round with a fixed seed runs. With ROOTSTOCK_TEST_NIGHTLY=1, rounds with random seeds run for 20 minutes; the seeds
+are printed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.e2e.system import System, wait_until
 from tests.night import NIGHTLY
 
 LASTS_S = 20 * 60.0 if NIGHTLY else 0.0  # 0: a single round
-EXAMPLES, HEADS = (50, 300) if NIGHTLY else (16, 100)  # examples for each path, and raw connections, of a round
+EXAMPLES, HEADS = (50, 300) if NIGHTLY else (16, 100)  # per round: examples for each path, and raw connections
 WARM_UP_SEED, DAY_SEED = 1, 2
 SPARE_MB = 50.0
 SETTLE_S = 60.0
@@ -78,8 +79,8 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
 
 
 def test_fuzzed_responses_are_as_documented(fuzzed: Fuzzed) -> None:
-    """A response with a fault fails the fixture, with the smallest example. Here many requests are served and many refused."""
-    assert min(fuzzed.answered["200"], fuzzed.answered["400"]) > 2 * EXAMPLES, "much is served, and much is refused"
+    """The fixture fails at a response with a fault. The test checks that many requests were served and many refused."""
+    assert min(fuzzed.answered["200"], fuzzed.answered["400"]) > 2 * EXAMPLES, "many requests are served and many are refused"
     assert fuzzed.system.status("/health_generate") == 200
 
 
@@ -90,7 +91,7 @@ def test_fuzzing_ends_no_process_and_leaves_no_request(fuzzed: Fuzzed) -> None:
 
 
 def test_access_log_contains_no_text_of_clients(fuzzed: Fuzzed) -> None:
-    """Each string in the log is an id or from a closed set, whatever bodies, paths, queries and headers contain."""
+    """Each string in the log is an id or one of a fixed set, for any body, path, query and header."""
     lines = [json.loads(line) for line in fuzzed.system.log("access").splitlines()]
     assert len(lines) > 4 * EXAMPLES
     documented = set(Fuzzer(fuzzed.system.url).document["paths"]) | {"other"}
@@ -114,4 +115,4 @@ def test_fuzzing_does_not_leak_memory(fuzzed: Fuzzed) -> None:
         wait_until(settled, SETTLE_S, "memory to be as before")
     finally:
         print(after)
-    assert set(after) == set(fuzzed.pids), "of every process"
+    assert set(after) == set(fuzzed.pids), "every process is measured"

@@ -30,7 +30,7 @@ OUTPUT = Path(__file__).with_name("make_run_output.txt")
 LAST = "Ctrl-C stops everything."
 KEY = "a-key-of-this-test"
 TOKEN = "a-token-of-this-test"
-BY_TIME = re.compile(r"^  \S+ +\d+ s  .*\n", re.MULTILINE)  # a line whose presence depends on the duration
+BY_TIME = re.compile(r"^  \S+ +\d+ s  .*\n", re.MULTILINE)  # a progress line that appears only if a phase takes seconds
 MASKS = {  # parts of the output that differ between runs
     r"after +[\d.]+ s": "after TIME s",
     r"processes in [\d.]+ s": "processes in TIME s",
@@ -60,7 +60,7 @@ def masked(output: str, folder: Path) -> str:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("redis", EITHER_SERVER)
-def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str) -> None:
+def test_make_run_serves_and_ctrl_c_ends_all_processes(redis: str) -> None:
     (port,) = free_ports(1)
     marker = uuid.uuid4().hex
     env = {"ROOTSTOCK_TEST_MARKER": marker, "ROOTSTOCK_LOCAL_NUM_THREADS": "1", "ROOTSTOCK_LOCAL_REDIS_SERVER": redis}
@@ -77,8 +77,8 @@ def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str) -> None:
     assert not processes_with(f"ROOTSTOCK_TEST_MARKER={marker}")
 
 
-def test_output_of_a_start_is_that_of_the_file(tmp_path: Path) -> None:
-    """ROOTSTOCK_WRITE_OUTPUT=1 writes the file."""
+def test_output_of_a_start_equals_the_recorded_file(tmp_path: Path) -> None:
+    """With ROOTSTOCK_WRITE_OUTPUT=1, the test writes the recorded file."""
     with Launcher(tmp_path, "--admin-port", str(free_ports(1)[0])) as launcher:
         launcher.read_until(LAST)
     said = masked(launcher.output, tmp_path)
@@ -88,7 +88,7 @@ def test_output_of_a_start_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 def vectors_of(folder: Path) -> None:
-    """Takes the vocabulary projection from the demo model, which then gives embeddings only."""
+    """Removes the vocabulary projection from a copy of the demo model, which then gives embeddings only."""
     tensors = load_file(DEMO / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((DEMO / "config.json").read_text()) | {"architectures": ["Qwen3Model"]}
@@ -137,7 +137,9 @@ def test_pasted_commands_answer_when_name_ports_and_gateways_are_others(tmp_path
         assert answer["model"] == "it's a name" and "3, 4, 5, 6, 7, 8, 9" in str(answer["choices"])
         assert f"  admin API    http://127.0.0.1:{admin_port}/get_load\n" in text
         urls = [url for url in launcher.urls() if not url.endswith(("/v1", "/v1/chat/completions"))]
-        assert len(urls) == 8 and {status_of(url) for url in urls} == {200}, "pages, the admin API, and five times metrics"
+        assert len(urls) == 8 and {status_of(url) for url in urls} == {200}, (
+            "the printed URLs: two pages, the admin API and five metrics endpoints respond"
+        )
         bases = [url for url in launcher.urls() if url.endswith("/v1")]
         assert len(bases) == 2 and {status_of(f"{url}/models") for url in bases} == {200}
         assert (
@@ -165,7 +167,7 @@ def test_pasted_commands_send_the_key_and_the_token(key: str, tmp_path: Path) ->
         assert "3, 4, 5, 6, 7, 8, 9" in str(answer_of(launcher, {"ROOTSTOCK_API_KEY": KEY}))
         admin = next(line.removeprefix("  admin API ").strip() for line in text.splitlines() if line.startswith("  admin API "))
         assert "worker-0" in paste(admin)
-        assert KEY not in text and TOKEN not in text, "no secret is printed"
+        assert KEY not in text and TOKEN not in text, "the output has neither the API key nor the token"
 
 
 @pytest.mark.needs("openssl")
@@ -213,7 +215,7 @@ def test_pasted_command_completes_when_the_model_has_no_chat_template(tmp_path: 
         assert answer_of(launcher)["object"] == "text_completion"
 
 
-def test_make_run_converts_and_serves_a_llama_that_has_tokenizer_model_only(tmp_path: Path) -> None:
+def test_make_run_converts_and_serves_a_llama_with_only_tokenizer_model(tmp_path: Path) -> None:
     folder = sentencepiece_model(tmp_path / "tokenizer.model").rename(tmp_path.with_name(f"{tmp_path.name}-llama"))
     pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     sizes = {"vocab_size": pieces.vocab_size(), "bos_token_id": pieces.bos_id(), "eos_token_id": pieces.eos_id()}
@@ -236,7 +238,7 @@ def test_make_run_converts_and_serves_a_llama_that_has_tokenizer_model_only(tmp_
     assert [answer["output_ids"]] == greedy_answers(model, [prompt], 8)
 
 
-def test_start_is_one_sentence_when_the_model_does_not_fit_into_memory(tmp_path: Path) -> None:
+def test_start_fails_with_one_sentence_when_the_model_does_not_fit_into_memory(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(DEMO, tmp_path / "large"))
     size = 1 << 43  # bytes of a sparse file
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
@@ -268,7 +270,7 @@ def test_terminal_names_cost_and_package_without_a_compiler(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("setting", ["log-dir", "state-dir"])
-def test_start_is_one_sentence_when_a_folder_cannot_be_made(setting: str, tmp_path: Path) -> None:
+def test_start_fails_with_one_sentence_when_a_folder_cannot_be_made(setting: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with Launcher(tmp_path, after=(f"--{setting}", str(tmp_path / "file"))) as launcher:
         text = launcher.read_all()

@@ -135,7 +135,7 @@ def test_connections_are_refused_without_certificate_and_token(system: SecuredSy
     assert code == 200
     tls, health = served_over_tls(system), set(system.health_ports.values())
     answering = {port for name in PARTS for port in listening(system, name) if plain(port) is grpc.StatusCode.OK}
-    assert answering == health, "in the clear gRPC is spoken where probes ask alone"
+    assert answering == health, "only the ports of health probes serve gRPC without TLS"
     for port in health:
         with grpc.insecure_channel(f"{HOST}:{port}") as channel:
             generate = channel.stream_stream("/rootstock.v1.Worker/Generate", worker_pb2.GenerateRequest.SerializeToString, bytes)

@@ -153,7 +153,7 @@ def test_usage_equals_the_retokenized_count(system: System, question: str, token
     assert answer.choices[0].finish_reason == "stop"
     again = tokenizer(answer.choices[0].message.content, add_special_tokens=False).input_ids
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(again) + 1, "the text's tokens and the end-of-turn token"
+    assert answer.usage.completion_tokens == len(again) + 1, "usage counts the text's tokens and the end-of-turn token"
 
 
 def test_n_choices_models_and_errors(system: System) -> None:

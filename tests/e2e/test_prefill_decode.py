@@ -45,7 +45,7 @@ def workers(system: System) -> float:
 
 
 def test_mixed_requests_get_the_results_of_one_worker(tmp_path: Path, plain_answers: PlainAnswers) -> None:
-    assert WorkerSettings.model_fields["page_size"].default == PAGE, "pages are of one size there too"
+    assert WorkerSettings.model_fields["page_size"].default == PAGE, "PAGE is the default page size"
     expected = plain_answers.of(ASKS)
     with apart(tmp_path, worker_flags=CROWD) as system:
         wait_until(lambda: workers(system) == 2, 120, "both workers")
@@ -58,10 +58,10 @@ def test_mixed_requests_get_the_results_of_one_worker(tmp_path: Path, plain_answ
         generating = [ask for ask in ASKS if ask.kind not in ("score", "embedding", "echo")]
         assert pulled(system) > 0
         assert system.metric("gateway", "rootstock_gateway_handovers_total") >= len(generating) / 3
-        assert system.metric("prefill-0", "rootstock_worker_sessions") == 0, "sessions are where answers are decoded"
+        assert system.metric("prefill-0", "rootstock_worker_sessions") == 0, "sessions exist on decode workers only"
         assert system.metric("prefill-0", "rootstock_worker_rooms_expired_total") == 0
         for name in ("prefill-0", "decode-0"):
-            assert '"level":"error"' not in system.log(name), "no step failed and no invariant broke"
+            assert '"level":"error"' not in system.log(name), "the worker logs no failed step and no broken invariant"
 
 
 def bodies(count: int, seed: int) -> list[dict[str, Any]]:
@@ -108,8 +108,8 @@ def test_decode_worker_reads_whole_pages_once_over_tls(tmp_path: Path) -> None:
         assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") == 0
         read = system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tls")
         assert read == system.metric("prefill-0", "rootstock_worker_kv_served_bytes_total") > 0
-        assert read % pulled(system) == 0, "so many bytes a token, and no page twice"
-        wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 60, "the rooms to end")
+        assert read % pulled(system) == 0, "the read bytes are a whole number of bytes per token, so no page is read twice"
+        wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 60, "the KV reservations to end")
         prefill = system.metric("prefill-0", "sglang:prompt_tokens_total")
         assert prefill == sum(len(body["prompt"]) for body in asked)
 
@@ -155,7 +155,7 @@ def test_results_stay_equal_when_a_worker_is_lost(fleet: System, who: str, how: 
         else:
             fleet.start(who)
         wait_until(lambda: workers(fleet) == 3, 120, "all workers")
-        wait_until(lambda: rests(fleet), 60, "all pages to be nobody's")
+        wait_until(lambda: rests(fleet), 60, "all pages to be free")
 
 
 def test_workers_free_pages_and_other_clients_are_served_when_a_gateway_is_lost(fleet: System) -> None:
@@ -175,10 +175,10 @@ def test_workers_free_pages_and_other_clients_are_served_when_a_gateway_is_lost(
             return answers
 
         assert [ids_of(answer.json()) for answer in asyncio.run(under_loss())] == expected
-        wait_until(lambda: rests(fleet), 60, "all pages to be nobody's")
+        wait_until(lambda: rests(fleet), 60, "all pages to be free")
         fleet.start("gateway-1")
         url = fleet.parts["gateway-1"].url
-        wait_until(lambda: is_ready(url), 60, "the gateway again")  # noqa: B023
+        wait_until(lambda: is_ready(url), 60, "the restarted gateway")  # noqa: B023
 
 
 def is_ready(url: str) -> bool:
@@ -189,7 +189,7 @@ def is_ready(url: str) -> bool:
 
 
 def rests(system: System) -> bool:
-    """Whether no worker has a KV reservation, a read or a running request."""
+    """Whether no worker has a KV reservation, a running read or a running request."""
     try:
         for name in ("prefill-0", "decode-0", "decode-1"):
             if any(
@@ -214,18 +214,18 @@ def test_kv_reservation_expires_when_decode_workers_are_stopped(fleet: System) -
 
     asyncio.run(_answers(fleet, bodies(1, 8)))
     for number in range(9, 9 + TRIES):
-        wait_until(lambda: workers(fleet) == 3 and rests(fleet), 120, "all workers, and that they have turned")
+        wait_until(lambda: workers(fleet) == 3 and rests(fleet), 120, "all workers, with at least one turn of their loops")
         expired = rooms("_expired_total")
         for name in ("decode-0", "decode-1"):
             fleet.children[name].signal(signal.SIGSTOP)
         try:
             answers = asyncio.run(_answers(fleet, bodies(1, number)))
             assert answers[0].status_code == 200
-            wait_until(lambda: not rooms(""), 60, "the rooms to end")
+            wait_until(lambda: not rooms(""), 60, "the KV reservations to end")
         finally:
             for name in ("decode-0", "decode-1"):
                 fleet.children[name].signal(signal.SIGCONT)
-        wait_until(lambda: rests(fleet), 60, "all pages to be nobody's")
+        wait_until(lambda: rests(fleet), 60, "all pages to be free")
         if rooms("_expired_total") > expired:
             return
-    raise AssertionError("no room has expired")
+    raise AssertionError("no KV reservation has expired")

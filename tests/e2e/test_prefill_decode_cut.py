@@ -81,16 +81,16 @@ def test_decode_worker_computes_prompts_when_the_prefill_worker_is_unreachable(t
         assert asyncio.run(under_the_cut()) == expected
         read, handed_over = pulled(system), handovers(system)
         assert asyncio.run(answers(system, asked, "still cut")) == expected
-        assert pulled(system) == read, "nothing comes through"
-        assert handovers(system) > handed_over, "and the gateway, which reaches both, does not know"
+        assert pulled(system) == read, "no KV is read during the cut"
+        assert handovers(system) > handed_over, "the gateway, which reaches both workers, still hands requests over"
         refused = "rootstock_worker_refused_pulls_total"
-        wait_until(lambda: system.metric("decode-0", refused) > 0, 60, "the reader to give up")
+        wait_until(lambda: system.metric("decode-0", refused) > 0, 60, "the decode worker to count a refused read")
 
         namespace.find_other()
         for turn in range(AFTER // len(asked) + 1):
             assert asyncio.run(answers(system, asked, f"after {turn}")) == expected
             if pulled(system) > read:
                 break
-        assert pulled(system) > read, "pages are imported again"
+        assert pulled(system) > read, "KV is read again after the cut"
         for name in ("prefill-0", "decode-0"):
-            assert '"level":"error"' not in system.log(name), "no step failed and no invariant broke"
+            assert '"level":"error"' not in system.log(name), "the workers log no failed step and no broken invariant"

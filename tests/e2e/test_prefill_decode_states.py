@@ -1,7 +1,7 @@
 """Separate prefill and decode workers: each process is killed or stopped in each state of a request.
 
-A test reaches a state by slowing down workers (docs/reference/control.md) or by stopping a prefill worker during a read. Metrics
-show that the state is reached. No request fails except those of a killed gateway, every text is right and every page is freed.
+A test brings a request into a state by slowing down workers (docs/reference/control.md) or by stopping a prefill worker during a
+read. Metrics show that the state is reached. Only requests of a killed gateway fail, and all pages are freed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATES = ("queued", "computing", "held", "pulling", "published", "decoding")
 CELLS = [(state, who, how) for state in STATES for who in ("prefill", "decode", "gateway") for how in (KILL, STOP)]
 OF_THE_DAY = [("computing", "prefill", KILL), ("pulling", "decode", KILL)]
 SLOW_S = 2.0
-TRIES = 5  # attempts to stop a worker during a read
+TRIES = 5  # attempts to reach a state, for example to stop a worker during a read
 SHORT, LONG = 12, 250  # prompt tokens of the other requests and of the tested one
 
 pytestmark = pytest.mark.timeout(900)  # for a restart of a worker on a slow machine
@@ -55,7 +55,7 @@ class Fleet:
 
         for name in names:
             if name != but:
-                wait_until(lambda: is_slow(name), 60, f"{name} to hear of its pace")  # noqa: B023
+                wait_until(lambda: is_slow(name), 60, f"{name} to apply its pace")  # noqa: B023
 
     @property
     def admin(self) -> str:
@@ -89,7 +89,7 @@ class Fleet:
                 self.signal(name, signal.SIGCONT)
         wait_until(self.is_whole, 90, "all of them")
         self.slow((*PREFILL, *DECODE), 0.0)
-        wait_until(self.rests, 60, "all pages to be nobody's")
+        wait_until(self.rests, 60, "all pages to be free")
 
     def close(self) -> None:
         self._clients.shutdown(cancel_futures=True)
@@ -125,7 +125,7 @@ class Case:
         self.fleet = fleet
         self._asked, self._others = body(5, LONG, 24), [body(10, SHORT, 30), body(11, SHORT, 30), body(12, LONG, 8)]
         self._expected, *self._of_others = [self._alone(each) for each in (self._asked, *self._others)]
-        wait_until(fleet.rests, 60, "rest")
+        wait_until(fleet.rests, 60, "an idle fleet")
         self._before = {name: fleet.of(name, "rootstock_worker_pulled_tokens_total") for name in DECODE}
         self._handed = fleet.handovers()
         self._through = through
@@ -147,7 +147,7 @@ class Case:
             before = sum(map(self._runs, running))
             self._beside.append((self.fleet.ask(self._others[other]), self._of_others[other]))
             wait_until(lambda: sum(map(self._runs, running)) > before, 60, "another request")  # noqa: B023
-        assert max(map(self._runs, running)) == 1, "each on one of its own"
+        assert max(map(self._runs, running)) == 1, "each request runs on a different worker"
 
     def _runs(self, name: str) -> float:
         return self.fleet.of(name, "sglang:num_running_reqs")
@@ -170,7 +170,7 @@ class Case:
         """Brings the request into the state.
 
         Returns:
-            The decode worker that has the request, or will have it. Any decode worker if the request is queued.
+            The decode worker that has or will have the request; for a queued request, any decode worker.
         """
         fleet, of = self.fleet, self.fleet.of
         if state in ("queued", "computing"):
@@ -185,20 +185,20 @@ class Case:
                 return DECODE[0]
             self.begin()
             self._wait_for_its_first_chunk()
-            assert of("prefill-0", "sglang:num_running_reqs") >= 1, "it is computed still"
+            assert of("prefill-0", "sglang:num_running_reqs") >= 1, "the prompt is still being computed"
             return self.reader()
         fleet.slow(DECODE, SLOW_S if state != "decoding" else 0.2)
         self.begin_beside(0, 1)
         self.begin()
-        wait_until(self._is_handed_over, 60, "the hand-over")
+        wait_until(self._is_handed_over, 60, "the handover")
         if state == "held":
             return self.reader()
         if state == "pulling":
-            return self._standing_still_while_it_is_read()
+            return self._stop_prefill_worker_during_a_read()
         wait_until(self._is_pulled, 60, "the pages")
         reader = self.reader()
         if state == "decoding":
-            wait_until(lambda: self._runs(reader) >= 2, 60, "its turn")
+            wait_until(lambda: self._runs(reader) >= 2, 60, "the request to decode")
         return reader
 
     def _is_handed_over(self) -> bool:
@@ -217,7 +217,7 @@ class Case:
             if self._has_a_room():
                 return
             self._begin_again()
-        raise AssertionError(f"it was answered {TRIES} times without the prefill worker")
+        raise AssertionError(f"{TRIES} requests in a row did not use the prefill worker")
 
     def _has_a_room(self) -> bool:
         return self.fleet.of("prefill-0", "rootstock_worker_rooms") >= 1
@@ -234,7 +234,7 @@ class Case:
         self._before = {name: self.fleet.of(name, "rootstock_worker_pulled_tokens_total") for name in DECODE}
         self.begin()
 
-    def _standing_still_while_it_is_read(self) -> str:
+    def _stop_prefill_worker_during_a_read(self) -> str:
         """Stops the prefill worker during a read and returns the reader. Repeats the request if the read ended too early."""
         fleet = self.fleet
 
@@ -248,8 +248,8 @@ class Case:
                 return found[0]
             fleet.signal("prefill-0", signal.SIGCONT)
             self._begin_again()
-            wait_until(self._is_handed_over, 60, "the hand-over")
-        raise AssertionError(f"it was read {TRIES} times before the other one stood still")
+            wait_until(self._is_handed_over, 60, "the handover")
+        raise AssertionError(f"{TRIES} reads in a row ended before the prefill worker stopped")
 
     def end(self, lost_gateway: str = "") -> None:
         """Checks that all responses have the expected token ids."""
@@ -292,7 +292,7 @@ def assert_free(fleet: Fleet, lost: set[str], lost_at: float) -> None:
         kept = ("rootstock_worker_rooms", "rootstock_worker_quarantined_tokens", "rootstock_worker_importing_requests")
         return not any(fleet.of(name, metric) for name in survivors for metric in (*kept, "sglang:kv_used_tokens"))
 
-    wait_until(is_free, until - time.monotonic(), "what was kept to be free")
+    wait_until(is_free, until - time.monotonic(), "the KV reservation to end")
 
 
 def test_expired_kv_reservation_is_refused_once_and_the_prompt_is_computed(fleet: Fleet) -> None:
@@ -308,4 +308,4 @@ def test_expired_kv_reservation_is_refused_once_and_the_prompt_is_computed(fleet
     case.end()
     assert fleet.of(reader, "rootstock_worker_refused_pulls_total") == refused[reader] + 1
     assert case.pulled(reader) == 0
-    wait_until(fleet.rests, 60, "all pages to be nobody's")
+    wait_until(fleet.rests, 60, "all pages to be free")

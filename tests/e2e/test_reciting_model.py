@@ -53,7 +53,7 @@ def test_chat_recites_the_selected_text(client: openai.OpenAI, text: int) -> Non
 def test_stream_has_the_chosen_pieces(client: openai.OpenAI) -> None:
     chunks = [choice for chunk in client.chat.completions.create(stream=True, **chat(1)) for choice in chunk.choices]
     ends = list(itertools.accumulate(len(chunk.delta.content or "") for chunk in chunks))
-    assert set(ends) <= {0, *itertools.accumulate(map(len, TEXTS[1]))}, "a chunk holds one piece or more"
+    assert set(ends) <= {0, *itertools.accumulate(map(len, TEXTS[1]))}, "every chunk ends at the end of a piece"
 
 
 def test_completions_recite_every_text_with_special_tokens(client: openai.OpenAI) -> None:

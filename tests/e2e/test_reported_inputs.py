@@ -1,8 +1,8 @@
-"""Inputs that failed for users of servers of this kind, on every API that can carry them, whole and streamed.
+"""Inputs that users of inference servers reported as failing, on every API that accepts them, whole and streamed.
 
 Each row is a kind of input. The ids of the cases name the row.
 
-    A1  an assistant message without text         A2  empty containers in a message
+    A1  an assistant message without text         A2  empty lists and objects in a message
     A3  arguments that are not an object          A4  text parts in each role
     A5  two calls in one turn                     A6  system messages in any order
     A7  fields that switch thinking               B1  a call in open reasoning
@@ -10,12 +10,12 @@ Each row is a kind of input. The ids of the cases name the row.
     B4  a call with an empty body                 B5  a call with damaged arguments
     B6  a grammar that ends without a stop token  C1  a forced call of a function without parameters
     C2  schemas that zod and pydantic write       C3  schemas with keywords that are not supported
-    D1  ends of sequence in one file of several   D2  a folder without tokenizer.json
+    D1  end of sequence in only one config file   D2  a folder without tokenizer.json
     E1  HTTP/1.0                                  E2  top_p 0
     E3  hosted tools                              G1  a queue length of 0
     G5  a folder without a chat template          G9  a model that does not sample
 
-Other files have the rows that no request can carry:
+Other files test the rows that a request cannot show:
 
     A1 to A6  each form of template               tests/services/tokenizer/test_history.py
     B1 to B5  damaged outputs of every format     tests/services/gateway/parsers/test_damaged_outputs.py
@@ -89,7 +89,7 @@ T = TypeVar("T")
 
 
 def of(row: str, paths: Sequence[str] = EVERY) -> Any:
-    """Returns the cases of a row: one for each API, whole and streamed."""
+    """Returns the cases of a row: two for each API, whole and streamed."""
     cases = [(path, stream) for path in paths for stream in (False, True)]
     ids = [f"{row}-{path}-{'streamed' if stream else 'whole'}" for path, stream in cases]
     return pytest.mark.parametrize(("path", "stream"), cases, ids=ids)
@@ -130,7 +130,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedTokenizer]
 
 @pytest.fixture
 def closed(bare: ChangedTokenizer) -> Iterator[System]:
-    """The system, while its worker takes no request."""
+    """The system, whose worker accepts no request during the test (queue length 0)."""
     system = bare.set()
     settings = system.parts["gateway"].settings
     assert settings is not None
@@ -207,7 +207,7 @@ RECITING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     "{% if 'OPENED' in messages[-1].content %}<think>\n{% endif %}"
 )
-ENDED = ("Hello there.", "Hello there.<|return|> And more.")  # one for each end of sequence
+ENDED = ("Hello there.", "Hello there.<|return|> And more.")  # one text for each end-of-sequence token
 TEXTS = (*(output.text for output in OUTPUTS), *ENDED, *(call for _, call in IN_WORDS.values()))
 MOST = 400  # tokens, more than any output has
 

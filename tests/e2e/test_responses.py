@@ -1,5 +1,5 @@
-"""Chains of responses over two gateways, while one process after the other is killed. A stored response is never lost, and the
-other gateway can continue its chain."""
+"""Chains of stored responses over two gateways, while processes are killed in sequence. No stored response is lost, and each
+gateway can continue a chain of the other one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def clients(system: System) -> list[OpenAI]:
 
 
 def go_on(both: list[OpenAI], number: int, chain: Chain) -> None:
-    """Sends requests until all turns of the chain are stored, each to the other gateway than the one before."""
+    """Sends requests until all turns of the chain are stored. The two gateways get them alternately."""
     while len(chain.kept) < TURNS:
         chain.tries += 1
         client, streams = both[(number + chain.tries) % 2], chain.tries % 3 == 0

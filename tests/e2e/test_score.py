@@ -106,7 +106,7 @@ def test_items_share_the_pages_of_a_query(scorer: Scorer) -> None:
     assert answer["usage"]["completion_tokens"] == 0
     for number in (0, 31, 63):
         assert answer["scores"][number] == scorer.expected(query + items[number])
-    assert scorer.system.metric("worker-0", "sglang:generation_tokens_total") == before, "no token is sampled"
+    assert scorer.system.metric("worker-0", "sglang:generation_tokens_total") == before, "the worker samples no token"
 
 
 def test_prompt_of_a_score_fills_the_context(scorer: Scorer) -> None:
@@ -132,7 +132,7 @@ def test_abort_frees_the_pages_of_a_score(scorer: Scorer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_request_for_no_tokens_computes_none(scorer: Scorer, stream: bool) -> None:
+def test_request_with_max_tokens_0_samples_no_token(scorer: Scorer, stream: bool) -> None:
     """The log probabilities of the prompt are transformers', and the worker samples nothing."""
     prompt, labels = ids(40, 5), {"return_logprob": True, "logprob_start_len": 0, "stream": stream}
     before = scorer.system.metric("worker-0", "sglang:generation_tokens_total")

@@ -72,7 +72,7 @@ class TestGenerate:
         last: dict[int, dict[str, Any]] = {}
         for event in events(http, text=list(self.PROMPTS), sampling_params=sampling, return_logprob=True, top_logprobs_num=2):
             before = last.get(event["index"], {"output_ids": []})["output_ids"]
-            assert event["output_ids"][: len(before)] == before, "ids so far, not what is new"
+            assert event["output_ids"][: len(before)] == before, "an event has all ids so far, not only the new ones"
             last[event["index"]] = event
         assert [last[index]["text"] for index in range(6)] == [answer["text"] for answer in whole]
         assert [last[index]["output_ids"] for index in range(6)] == [answer["output_ids"] for answer in whole]
@@ -148,7 +148,7 @@ class TestSessions:
         talk = Talk(http, "growing")
         talk.turn("t1", FIRST, [])
         second = talk.turn("t2", SECOND, talk.contexts["t1"], rid="t1")
-        assert second["meta_info"]["cached_tokens"] >= 48, "the first turn's KV was kept"
+        assert second["meta_info"]["cached_tokens"] >= 48, "the first turn is cached"
         talk.turn("t3", THIRD, talk.contexts["t2"])
         talk.turn("branch", THIRD, talk.contexts["t1"], rid="t1")
         talk.turn("offset", THIRD, talk.contexts["t2"][:20], rid="t2", offset=20)
@@ -191,7 +191,7 @@ class TestSessions:
             wait_until(lambda: used(system) == 0, 60, "the turn's pages to be free")
         assert system.metric("worker-0", "rootstock_worker_session_tokens") == held
         answer = talk.ask("t2", SECOND, rid="half")
-        assert answer.status_code == 400, "what was cut off is no turn"
+        assert answer.status_code == 400, "an interrupted turn is not stored"
         talk.turn("t2", SECOND, talk.contexts["t1"])
 
     def test_closed_sessions_free_everything(self, http: httpx.Client, system: System) -> None:

@@ -42,4 +42,4 @@ def test_mixed_requests_get_bitwise_equal_results_with_drafting(
         accepted = system.metric("worker-0", "rootstock_worker_accepted_tokens_total")
         assert 0 < accepted < system.metric("worker-0", "rootstock_worker_drafted_tokens_total")
         assert system.metric("worker-0", "sglang:num_retracted_requests_total") > 0
-        assert '"level":"error"' not in system.log("worker-0"), "no step failed and no invariant broke"
+        assert '"level":"error"' not in system.log("worker-0"), "the worker logs no failed step and no broken invariant"

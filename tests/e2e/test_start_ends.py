@@ -1,4 +1,4 @@
-"""The launcher starts a process again that ends during the start, and names the cause if the process cannot run."""
+"""The launcher restarts a process that ends during the start. If the process cannot run, the launcher names the cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = "Ctrl-C stops everything."
 
 
 def wait_until_ready(launcher: Launcher, name: str) -> None:
-    """Waits for a process while a worker is held. The launcher names the other worker and the gateway after that one."""
+    """Waits for a process while a worker is stopped, after which the launcher prints the other worker and the gateway."""
     if name in ("worker-1", "gateway"):
         said = "a step may take" if name == "worker-1" else '"listening"'
         wait_until(lambda: said in launcher.log(name), 120, f"{name} to be up")

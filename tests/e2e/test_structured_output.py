@@ -70,7 +70,7 @@ def streamed(client: openai.OpenAI, **options: Any) -> str:
 
 
 class TestEveryKind:
-    """Each kind of constraint. Sampled choices and batches of prompts share the kinds between them: one half each."""
+    """Each kind of constraint. Half of the kinds are tested with sampled choices, the other half with batches of prompts."""
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_constraint_holds_for_whole_and_streamed_output(self, client: openai.OpenAI, kind: str) -> None:
@@ -87,7 +87,7 @@ class TestEveryKind:
         ended = [
             c for seed in (1, 2) for c in chat(client, n=2, seed=seed, temperature=0.7, **options) if c.finish_reason == "stop"
         ]
-        assert len(ended) == 4 or kind == "json_object", "only an object without a schema may come to no end"
+        assert len(ended) == 4 or kind == "json_object", "only json_object, which has no schema, may reach the token limit"
         assert all(satisfies(choice.message.content) for choice in ended)
 
     @pytest.mark.by_day(one_in=2, seed=4)
@@ -279,7 +279,7 @@ class TestRefusals:
         for extra, _ in REFUSED.values():
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(model="demo", prompt="hi", n=3, extra_body=extra)
-        wait_until(lambda: held(system) == 0, 60, "nothing to be held")
+        wait_until(lambda: held(system) == 0, 60, "an idle worker")
 
 
 def held(system: System) -> float:
@@ -370,7 +370,7 @@ class TestCompilerKilled:
             assert json.loads(answer) in slow["enum"]
         again = chat(client, temperature=0, extra_body={"regex": f"[ab]{{3}}{victim}"})
         assert re.fullmatch(f"[ab]{{3}}{victim}", again[0].message.content)
-        wait_until(lambda: held(system) == 0, 60, "nothing to be held")
+        wait_until(lambda: held(system) == 0, 60, "an idle worker")
 
     def test_compiler_processes_end_after_compilation(self, system: System, client: openai.OpenAI) -> None:
         assert chat(client, temperature=0, extra_body={"regex": "[cd]{2}"})

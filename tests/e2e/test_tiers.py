@@ -1,5 +1,5 @@
-"""KV tiers in whole systems. In a pool that is far too small, prefixes of mixed requests come back from host memory and, after a
-restart of the worker, from files. The system is deterministic and is compared bitwise with one that has a large pool."""
+"""KV tiers in whole systems. The pool is far too small, so mixed requests read their prefixes from host memory and, after a
+restart of the worker, from files. The system is deterministic and is compared bitwise with a system that has a large pool."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def test_mixed_requests_get_bitwise_equal_results_from_every_tier(tmp_path: Path
             wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
             assert wrong == [], f"in turn {turn}"
             host, files = read_from(system)
-            came = (1, host, files)[turn]  # the first turn has no requirement
-            assert came > 0, "prefixes came back from the host, and from files behind the killed worker"
-            assert '"level":"error"' not in system.log("worker-0"), "no step failed and no invariant broke"
+            read = (1, host, files)[
+                turn
+            ]  # tokens that the turn must have read from a tier; in the first turn, the tiers are empty
+            assert read > 0, "turn 1 reads KV from host memory; turn 2, after the restart of the worker, from files"
+            assert '"level":"error"' not in system.log("worker-0"), "the worker logs no failed step and no broken invariant"
             if turn == 1:
                 system.kill("worker-0")
                 system.start("worker-0")

@@ -1,4 +1,4 @@
-"""A request through all four services is a single trace, whose id is in all logs."""
+"""A request through all four services has one trace, and all their logs have its id."""
 
 from __future__ import annotations
 

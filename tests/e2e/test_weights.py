@@ -12,7 +12,7 @@ from services.local.ports import HOST, free_ports
 from tests.e2e.system import DEMO, System, wait_until
 from tests.e2e.test_faults import open_stream
 
-STEP_S = 0.1  # smallest pause between steps: a response then lasts longer than the other worker's change of weights
+STEP_S = 0.1  # pause between steps, so that a response lasts longer than the change of weights on the other worker
 
 
 def control_of(system: System, name: str) -> str:
@@ -47,7 +47,7 @@ def test_response_ends_with_an_error_when_the_model_version_is_gone(tmp_path: Pa
                 slow = control_pb2.SlowDownRequest(step_delay_s=STEP_S)
                 control_pb2_grpc.ControlStub(channel).SlowDown(
                     slow, timeout=60, wait_for_ready=True
-                )  # the worker may still start
+                )  # the worker may still be starting
         stream = open_stream(system, 400)
         stream.settimeout(60)
         assert stream.recv(4096)
