@@ -23,6 +23,9 @@ from services.gateway.api.document.operation import ApiOperation
 from services.gateway.api.openai import operations as openai
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer, EmbeddingRenderer
+from services.gateway.generation.errors import AnswerForm, ApiError, internal, model_not_allowed, unknown_model
+from services.gateway.generation.origin import Caller
+from services.gateway.generation.request import ModelInfo
 from services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
@@ -30,9 +33,6 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.playground import static_page
-from services.gateway.request.errors import AnswerForm, ApiError, internal, model_not_allowed, unknown_model
-from services.gateway.request.generation import ModelInfo
-from services.gateway.request.origin import Caller
 from services.gateway.service.sink import MakeOperation, Operation, stateless
 
 _INFO = {"title": "Rootstock", "version": __version__, "description": "An OpenAI-compatible API, and SGLang's own."}

@@ -41,6 +41,9 @@ from services.gateway.discovery.watch import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.fleet_collector import FleetCollector
 from services.gateway.dispatch.sessions import SessionCalls
+from services.gateway.generation.abort import Aborter
+from services.gateway.generation.bodies import BodyBudget
+from services.gateway.generation.errors import ApiError, unavailable
 from services.gateway.http import http_server
 from services.gateway.http.answer import HttpPort
 from services.gateway.http.body import BodyReader
@@ -51,18 +54,15 @@ from services.gateway.keys.key_ring import KeyOptions, KeyRing
 from services.gateway.keys.key_table import BadKeys
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import OTHER, GatewayMetrics, Scrapes
-from services.gateway.parsers.formats.families import output_parser
-from services.gateway.peers.connection import Patience
-from services.gateway.peers.detokenizer_link import SILENCE_S, DetokPool
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.abort import Aborter
-from services.gateway.request.bodies import BodyBudget
-from services.gateway.request.errors import ApiError, unavailable
+from services.gateway.output.formats.families import output_parser
+from services.gateway.remote.connection import Patience
+from services.gateway.remote.detokenizer_link import SILENCE_S, DetokPool
+from services.gateway.remote.token_texts import TokenTexts
+from services.gateway.remote.tokenizer_client import TokenizerClient
 from services.gateway.service.probe import GenerationProbe
 from services.gateway.service.service import GenerationService
 from services.gateway.service.sink import MakeOperation
-from services.gateway.state.redis_store import RedisStore
+from services.gateway.store.redis_store import RedisStore
 from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server

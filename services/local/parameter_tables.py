@@ -29,8 +29,8 @@ from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.sglang import operations as sglang_operations
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling, ScoreRequest
 from services.gateway.api.texts import operations as texts_operations
-from services.gateway.request.body_fields import AnswerBody
-from services.gateway.request.errors import BATCH_CODES, CODES
+from services.gateway.generation.body_fields import AnswerBody
+from services.gateway.generation.errors import BATCH_CODES, CODES
 from services.shared.sampling_parameters import OPENAI, PARAMETERS, UNSERVED, Api, Kind, SamplingParameter
 
 PAGES = ("docs/reference/api.md", "docs/how-to/batches.md", "docs/reference/sglang-api.md", "docs/reference/api-fields.md")

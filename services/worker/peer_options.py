@@ -12,11 +12,11 @@ from services.shared.tls.roles import Role
 from services.worker.core.contracts.reservations import ReservationReleased
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
-from services.worker.exec.peers.nixl_process import Carrier
-from services.worker.exec.peers.peer_reader import TcpPeerReader
-from services.worker.exec.peers.room_server import TcpRoomServer
-from services.worker.exec.peers.socket_folder import SocketFolder
-from services.worker.exec.peers.tls import PeerTls
+from services.worker.exec.remote_kv.nixl_process import Carrier
+from services.worker.exec.remote_kv.peer_reader import TcpPeerReader
+from services.worker.exec.remote_kv.room_server import TcpRoomServer
+from services.worker.exec.remote_kv.socket_folder import SocketFolder
+from services.worker.exec.remote_kv.tls import PeerTls
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)

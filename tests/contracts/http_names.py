@@ -23,8 +23,8 @@ from services.gateway.admin.operations import ROUTES, AdminOperation, AdminOpera
 from services.gateway.admin.workers import KnownWorker, WorkerResult
 from services.gateway.api.document.document import document
 from services.gateway.api.sglang.types import NativeSampling
-from services.gateway.request.abort import AbortReport, AbortScope, PeerAnswer
-from services.gateway.request.errors import BATCH_CODES, CODES
+from services.gateway.generation.abort import AbortReport, AbortScope, PeerAnswer
+from services.gateway.generation.errors import BATCH_CODES, CODES
 from services.local.parameter_tables import BODIES, OPERATIONS
 from services.worker.core.contracts.counters import StepStats
 from services.worker.core.control import RANGES

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from services.gateway.request.errors import BATCH_CODES, CODES, ApiError
+from services.gateway.generation.errors import BATCH_CODES, CODES, ApiError
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "services/gateway/request/errors.py"
+TABLE = ROOT / "services/gateway/generation/errors.py"
 # Functions that make an error → index of the argument `code`, and the status of the error.
 MAKERS: dict[str, tuple[int, int]] = {
     "ApiError": (-1, 0),

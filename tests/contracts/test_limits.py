@@ -26,7 +26,7 @@ ELSEWHERE = {
     "MAX_HEAD_BYTES": (GATEWAY + "http/test_connection.py", "MAX_HEAD_BYTES"),
     "MAX_HEAD_SECONDS": (GATEWAY + "http/test_connection.py", "head_s"),
     "MAX_BODY_BYTES": (GATEWAY + "api/test_bad_input.py", "max_body_bytes"),
-    "MAX_MESSAGE_BYTES": (GATEWAY + "peers/test_worker_link.py", "MAX_MESSAGE_BYTES"),
+    "MAX_MESSAGE_BYTES": (GATEWAY + "remote/test_worker_link.py", "MAX_MESSAGE_BYTES"),
     "MAX_RENDERED_CHARS": ("tests/services/tokenizer/test_render_child.py", "max_chars"),
     "MAX_TEMPLATE_SECONDS": ("tests/services/tokenizer/test_server.py", "test_hostile_template_does_not_stop_other_requests"),
     **dict.fromkeys((name for name in NAMES if "KEY" in name and "ROUTING" not in name), (KEYS, "limits.MAX_KEYS")),
@@ -44,7 +44,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("SHORT_ENCODING_BYTES", "MAX_OPEN_ENCODINGS", "HUGE_ENCODING_BYTES"),
-        (GATEWAY + "peers/test_encode_stream.py", "MAX_OPEN_ENCODINGS"),
+        (GATEWAY + "remote/test_encode_stream.py", "MAX_OPEN_ENCODINGS"),
     ),
     "MAX_KEPT_TOKENS": ("tests/services/detokenizer/test_session.py", "MAX_KEPT_TOKENS"),
     **dict.fromkeys(("MAX_TOOLS", "MAX_TOOL_NAME_CHARS", "MAX_CALLS"), (GATEWAY + "api/test_tools.py", "MAX_CALLS")),
@@ -60,7 +60,7 @@ ELSEWHERE = {
         ("MAX_BACKGROUND_BYTES", "MAX_BACKGROUND_STREAMS", "MAX_OWN_BACKGROUND_STREAMS"),
         (GATEWAY + "api/test_background.py", "MAX_OWN_BACKGROUND_STREAMS"),
     ),
-    "MAX_RECORD_BYTES": (GATEWAY + "state/test_redis_store.py", "MAX_RECORD_BYTES + 1"),
+    "MAX_RECORD_BYTES": (GATEWAY + "store/test_redis_store.py", "MAX_RECORD_BYTES + 1"),
     **dict.fromkeys(
         ("MAX_BATCH_LINES", "MAX_BATCH_LINE_BYTES", "MAX_BATCH_ERRORS", "MAX_CUSTOM_ID_CHARS"),
         (GATEWAY + "batches/test_input_lines.py", "MAX_BATCH_LINES + 1"),
@@ -71,7 +71,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         (name for name in NAMES if "STAGING" in name or "NIXL" in name),
-        ("tests/exec/peers/test_nixl.py", "MAX_STAGING_SLOTS + 1"),
+        ("tests/exec/remote_kv/test_nixl.py", "MAX_STAGING_SLOTS + 1"),
     ),
     "MAX_CORPUS_BYTES": ("tests/services/worker/test_draft_corpus.py", "MAX_CORPUS_BYTES"),
     "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "longer than the longest window"),
@@ -80,8 +80,8 @@ ELSEWHERE = {
         "tests/services/tokenizer/test_encoding_pieces.py",
         "test_piece_encoder_refuses_uncuttable_text_above_the_limit",
     ),
-    "MAX_CALL_DEPTH": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_CALL_DEPTH"),
-    "MAX_HELD_CALL_CHARS": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_HELD_CALL_CHARS"),
+    "MAX_CALL_DEPTH": (GATEWAY + "output/test_odd_outputs.py", "MAX_CALL_DEPTH"),
+    "MAX_HELD_CALL_CHARS": (GATEWAY + "output/test_odd_outputs.py", "MAX_HELD_CALL_CHARS"),
     **dict.fromkeys((name for name in NAMES if "SCHEMA" in name or "OPTIONAL" in name), (SIZES, "MAX_SCHEMA")),
 }
 

@@ -17,7 +17,7 @@ from services.worker.settings import WorkerSettings
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
 from tests.e2e.plain_answers import PlainAnswers
 from tests.e2e.system import System, wait_until
-from tests.exec.peers.certificates import Authority
+from tests.exec.remote_kv.certificates import Authority
 from tests.night import NIGHTLY
 
 ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 1)

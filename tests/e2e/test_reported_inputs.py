@@ -18,7 +18,7 @@ Each row is a kind of input. The ids of the cases name the row.
 Other files test the rows that a request cannot show:
 
     A1 to A6  each form of template               tests/services/tokenizer/test_history.py
-    B1 to B5  damaged outputs of every format     tests/services/gateway/parsers/test_damaged_outputs.py
+    B1 to B5  damaged outputs of every format     tests/services/gateway/output/test_damaged_outputs.py
     C2        every schema, and its outputs       tests/grammar/test_generated_schemas.py
     D3        layer types                         tests/exec/test_transformers_model.py
     F         chart values                        tests/chart

@@ -23,8 +23,8 @@ from services.worker.core.contracts.transfers import I32, Tier
 from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import ReadPages, RoomServer
-from services.worker.exec.peers.peer_reader import TcpPeerReader
-from services.worker.exec.peers.room_server import TcpRoomServer
+from services.worker.exec.remote_kv.peer_reader import TcpPeerReader
+from services.worker.exec.remote_kv.room_server import TcpRoomServer
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS
 from tests.exec.tiered import PAGE_SIZE, Answer, Served, build
 from tests.exec.tiny_models import TinyModel

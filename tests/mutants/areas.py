@@ -90,10 +90,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/gateway/dispatch/test_dispatch_ahead.py",
         "tests/services/gateway/routing/test_pick_prefill.py",
         "tests/exec/test_page_mover.py",
-        "tests/exec/peers/test_room_server.py",
-        "tests/exec/peers/test_peer_reader.py",
-        "tests/exec/peers/test_shared_memory.py",
-        "tests/exec/peers/test_nixl.py",
+        "tests/exec/remote_kv/test_room_server.py",
+        "tests/exec/remote_kv/test_peer_reader.py",
+        "tests/exec/remote_kv/test_shared_memory.py",
+        "tests/exec/remote_kv/test_nixl.py",
     ),
     "speculation": (
         "tests/core/test_draft_controller.py",
@@ -117,16 +117,16 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/gateway/dispatch/test_placement.py",
         "tests/services/gateway/http/test_disconnects.py",
         "tests/services/gateway/http/test_pipelining.py",
-        "tests/services/gateway/peers/test_encode_stream.py",
-        "tests/services/gateway/peers/test_replicas.py",
-        "tests/services/gateway/state/test_redis_store.py",
+        "tests/services/gateway/remote/test_encode_stream.py",
+        "tests/services/gateway/remote/test_replicas.py",
+        "tests/services/gateway/store/test_redis_store.py",
         "tests/services/gateway/admin/test_admin.py",
         *(f"tests/services/gateway/playground/test_{name}.py" for name in ("pages", "report")),
         "tests/services/worker/front/test_wire_submit.py",
         "tests/services/worker/front/test_limits_walked.py",
     ),
     "parsers": tuple(
-        f"tests/services/gateway/parsers/test_{name}.py"
+        f"tests/services/gateway/output/test_{name}.py"
         for name in ("broken_calls", "drawn_calls", "odd_outputs", "rendered_calls", "structural_tags")
     ),
     "worker": (

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rootstock.v1 import control_pb2 as pb
 from services.gateway.api.request_body import joined_salt
-from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.origin import Caller
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.generation.origin import Caller
 from services.shared.control_values import SELECTED, put_values
 from services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_NAME_CHARS, MAX_REQUEST_ID_CHARS
 

@@ -17,9 +17,9 @@ import grpc
 from rootstock.v1 import gateway_pb2 as pb
 from rootstock.v1 import gateway_pb2_grpc
 from services.gateway.discovery.watch import Discovery
+from services.gateway.generation.abort import AbortScope, PeerAnswer
 from services.gateway.keys.key_table import KeyTable
-from services.gateway.peers.connection import StreamBroken, answer_of
-from services.gateway.request.abort import AbortScope, PeerAnswer
+from services.gateway.remote.connection import StreamBroken, answer_of
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import authorization

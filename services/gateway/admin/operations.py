@@ -14,8 +14,8 @@ import grpc
 from services.gateway.admin import bodies
 from services.gateway.admin.bodies import Abort, AdminBody, ControlBody, Load, SelectedPages
 from services.gateway.admin.workers import ControlledWorkers, WorkerDirectory, WorkerResult
-from services.gateway.request.abort import Aborter, AbortScope
-from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.generation.abort import Aborter, AbortScope
+from services.gateway.generation.errors import ApiError, bad_request
 
 
 class AdminResult(NamedTuple):

@@ -25,13 +25,13 @@ from services.gateway.admin import bodies as bodies
 from services.gateway.admin.operations import ROUTES, AdminOperation, AdminOperations
 from services.gateway.admin.workers import ControlledWorkers, WorkerDirectory
 from services.gateway.config.settings import GatewaySettings
+from services.gateway.generation.abort import Aborter
+from services.gateway.generation.bodies import BodyBudget, ClientGone
+from services.gateway.generation.errors import CLIENT_CLOSED, ApiError, Headers, internal
 from services.gateway.http.body import held_body
 from services.gateway.http.http_server import CannotListen, served_beside
 from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.metrics import OTHER
-from services.gateway.request.abort import Aborter
-from services.gateway.request.bodies import BodyBudget, ClientGone
-from services.gateway.request.errors import CLIENT_CLOSED, ApiError, Headers, internal
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import accepts, require_token_beyond_loopback
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from rootstock.v1 import control_pb2_grpc
 from services.gateway.dispatch.model_pool import PREFILL, AnyLink, ModelPool
-from services.gateway.request.errors import ApiError, unavailable
+from services.gateway.generation.errors import ApiError, unavailable
 from services.shared.control_values import as_json
 from services.shared.rpc.control_token import authorization
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer

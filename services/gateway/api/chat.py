@@ -19,11 +19,10 @@ from services.gateway.api.generation_params import check_token_ids, generation_o
 from services.gateway.api.prompts import UNBOUNDED, for_an_answer
 from services.gateway.api.request_body import SamplingBody, ThinkingBody, ThinkingSwitch, check_turn, dump_json
 from services.gateway.api.tools import NO_TOOLS, ToolUse, constrained
-from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
-from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.body_fields import TEXT_ALONE, AnswerBody, FieldNames
-from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import (
+from services.gateway.generation.body_fields import TEXT_ALONE, AnswerBody, FieldNames
+from services.gateway.generation.errors import bad_request
+from services.gateway.generation.origin import Caller, Origin
+from services.gateway.generation.request import (
     GenerationParams,
     GenerationRequest,
     ModelInfo,
@@ -32,7 +31,8 @@ from services.gateway.request.generation import (
     check_chars,
     check_sets,
 )
-from services.gateway.request.origin import Caller, Origin
+from services.gateway.output.output_parser import MakeParser, MakeParsing, Parsing
+from services.gateway.remote.tokenizer_client import TokenizerClient
 from services.shared import limits
 from services.shared.output_formats import NONE, OutputFormats
 from services.shared.sampling_parameters import Api, SamplingDefaults

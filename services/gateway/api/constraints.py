@@ -13,7 +13,7 @@ import orjson
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.request_body import ConstraintBody, load_json
-from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.generation.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.json_schema import too_large
 

@@ -13,9 +13,9 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.api.constraints import Named
 from services.gateway.api.request_body import PlacedBody, SamplingBody
-from services.gateway.request.body_fields import SCORE, TEXT_ALONE, AnswerBody, FieldNames
-from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import GenerationParams, one_step
+from services.gateway.generation.body_fields import SCORE, TEXT_ALONE, AnswerBody, FieldNames
+from services.gateway.generation.errors import bad_request
+from services.gateway.generation.request import GenerationParams, one_step
 from services.shared.sampling_parameters import (
     ALLOWED_TOKEN_IDS,
     BANNED_TOKEN_IDS,

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.request.errors import ApiError
+from services.gateway.generation.errors import ApiError
 from services.shared import limits
 from services.shared.sampling_parameters import UNSERVED, Api, of_api
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.choice import Choice, Delta
-from services.gateway.request.generation import GenerationParams
-from services.gateway.request.logprobs import LogprobRow, values_per_token
+from services.gateway.generation.choice import Choice, Delta
+from services.gateway.generation.logprobs import LogprobRow, values_per_token
+from services.gateway.generation.request import GenerationParams
+from services.gateway.remote.token_texts import ModelTexts
 
 SLICE_VALUES = 4096  # values per slice; some milliseconds of rendering
 LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token

@@ -11,12 +11,12 @@ import numpy as np
 
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.api.generation_params import check_token_ids
-from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.body_fields import FieldNames
-from services.gateway.request.errors import ApiError, bad_request, context_length_exceeded, internal
-from services.gateway.request.generation import ModelInfo, PromptInput, check_chars
-from services.gateway.request.origin import Origin
-from services.gateway.request.trace import EncodeCall
+from services.gateway.generation.body_fields import FieldNames
+from services.gateway.generation.errors import ApiError, bad_request, context_length_exceeded, internal
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import ModelInfo, PromptInput, check_chars
+from services.gateway.generation.trace import EncodeCall
+from services.gateway.remote.tokenizer_client import TokenizerClient
 from services.shared import limits
 from services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES
 

@@ -15,8 +15,8 @@ from pydantic_core import ErrorDetails
 
 from rootstock.v1 import worker_pb2
 from services.gateway.api.known_fields import unserved
-from services.gateway.request.body_fields import Body
-from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.generation.body_fields import Body
+from services.gateway.generation.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.index.prefix_index import cache_namespace
 from services.shared.sampling_parameters import Api, Kind, of_api

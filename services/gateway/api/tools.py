@@ -16,12 +16,12 @@ import orjson
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.constraints import structural_tag
 from services.gateway.api.known_fields import hosted_type, own_name
-from services.gateway.parsers.output_parser import MakeParsing, ParserSetup, Parsing
-from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
-from services.gateway.parsers.tags.layouts import ORIGIN, Layout, LayoutOrigin, regex, schema
-from services.gateway.parsers.tags.structural_tags import Tag, after_reasoning, call_tag, calls_or_answer
-from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import GenerationParams
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.generation.request import GenerationParams
+from services.gateway.output.output_parser import MakeParsing, ParserSetup, Parsing
+from services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
+from services.gateway.output.tags.layouts import ORIGIN, Layout, LayoutOrigin, regex, schema
+from services.gateway.output.tags.structural_tags import Tag, after_reasoning, call_tag, calls_or_answer
 from services.shared import limits
 from services.shared.json_schema import too_large
 from services.shared.output_formats import NONE, OutputFormats

@@ -23,20 +23,20 @@ from typing import Any
 
 from services.gateway.background.journal import STORE_AWAY, Journal, JournalSink, held
 from services.gateway.background.ports import Answers
+from services.gateway.generation.choice import Choice, EarlierOutput
+from services.gateway.generation.errors import ApiError, internal, timed_out
+from services.gateway.generation.origin import Caller, Origin
+from services.gateway.generation.request import GenerationRequest, ModelVersion
+from services.gateway.generation.running import KeyAdmission
+from services.gateway.generation.usage import access_state
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.choice import Choice, EarlierOutput
-from services.gateway.request.errors import ApiError, internal, timed_out
-from services.gateway.request.generation import GenerationRequest, ModelVersion
-from services.gateway.request.origin import Caller, Origin
-from services.gateway.request.request import KeyAdmission
-from services.gateway.request.usage import access_state
 from services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
-from services.gateway.state.background_past import pages
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Stored
-from services.gateway.state.background_store import BackgroundStore
-from services.gateway.state.lease import Lease, LeaseLost
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store.background_past import pages
+from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, Stored
+from services.gateway.store.background_store import BackgroundStore
+from services.gateway.store.lease import Lease, LeaseLost
+from services.gateway.store.state_store import StoreAway
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
+from services.gateway.generation.errors import ApiError, internal, unavailable
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError, internal, unavailable
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus
-from services.gateway.state.background_store import BackgroundStore
-from services.gateway.state.lease import Lease, LeaseLost
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus
+from services.gateway.store.background_store import BackgroundStore
+from services.gateway.store.lease import Lease, LeaseLost
+from services.gateway.store.state_store import StoreAway
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)

@@ -14,20 +14,20 @@ from services.gateway.background.follow import Follow, Streams
 from services.gateway.background.journal import Journal
 from services.gateway.background.ports import Answers
 from services.gateway.config.settings import GatewaySettings
+from services.gateway.generation.choice import Choice
+from services.gateway.generation.errors import ApiError, unavailable
+from services.gateway.generation.origin import Caller
+from services.gateway.generation.request import GenerationRequest, ModelVersion
+from services.gateway.generation.running import KeyAdmission
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.choice import Choice
-from services.gateway.request.errors import ApiError, unavailable
-from services.gateway.request.generation import GenerationRequest, ModelVersion
-from services.gateway.request.origin import Caller
-from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import RunGeneration
-from services.gateway.state.background_record import OPEN, BackgroundOrder, BackgroundStatus, Stored
-from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
-from services.gateway.state.lease import Lease, LeaseLost
-from services.gateway.state.owner import owner_of
-from services.gateway.state.state_redis import StateRedis
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store.background_record import OPEN, BackgroundOrder, BackgroundStatus, Stored
+from services.gateway.store.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
+from services.gateway.store.lease import Lease, LeaseLost
+from services.gateway.store.owner import owner_of
+from services.gateway.store.state_redis import StateRedis
+from services.gateway.store.state_store import StoreAway
 from services.shared.limits import MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
 
 CANCEL_S = 5.0  # seconds that a cancellation by another caller may take

@@ -18,18 +18,18 @@ from functools import partial
 from typing import TypeVar
 
 from services.gateway.background.ports import Json, Story
+from services.gateway.generation.choice import Choice, Delta, EarlierOutput
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.request import GenerationRequest, ModelVersion
+from services.gateway.generation.running import Phase, RunningRequest
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.choice import Choice, Delta, EarlierOutput
-from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import GenerationRequest, ModelVersion
-from services.gateway.request.request import Phase, RunningRequest
+from services.gateway.remote.token_texts import TokenTexts
 from services.gateway.service.sink import Silence, Sink
-from services.gateway.state.background_past import BackgroundPast, pages
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Stored
-from services.gateway.state.background_store import BackgroundStore, WriteResult
-from services.gateway.state.lease import Lease, LeaseLost
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store.background_past import BackgroundPast, pages
+from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Stored
+from services.gateway.store.background_store import BackgroundStore, WriteResult
+from services.gateway.store.lease import Lease, LeaseLost
+from services.gateway.store.state_store import StoreAway
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)

@@ -27,15 +27,15 @@ from services.gateway.batches.input_lines import BadLine, Line, check, numbered,
 from services.gateway.batches.lanes import Lanes
 from services.gateway.batches.line_call import LineCalls, Told
 from services.gateway.batches.line_results import CANCELLED, EXPIRED, answered, not_executed
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.generation.origin import Caller
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.origin import Caller
-from services.gateway.state.batch_record import BatchOrder, BatchRecord, BatchStatus
-from services.gateway.state.batch_store import BatchStore, LineResult
-from services.gateway.state.file_store import FileStore
-from services.gateway.state.lease import Lease
-from services.gateway.state.state_store import StoreAway
-from services.gateway.state.stored_files import ERRORS, OUTPUT, FileGone, StoredFile
+from services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus
+from services.gateway.store.batch_store import BatchStore, LineResult
+from services.gateway.store.file_store import FileStore
+from services.gateway.store.lease import Lease
+from services.gateway.store.state_store import StoreAway
+from services.gateway.store.stored_files import ERRORS, OUTPUT, FileGone, StoredFile
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)

@@ -13,14 +13,14 @@ from services.gateway.batches.batch_run import BatchRun
 from services.gateway.batches.lanes import Lanes
 from services.gateway.batches.line_call import LineCalls
 from services.gateway.batches.line_results import CANCELLED, EXPIRED
+from services.gateway.generation.errors import KEY_NOT_HERE, ApiError
+from services.gateway.generation.origin import Caller
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import KEY_NOT_HERE, ApiError
-from services.gateway.request.origin import Caller
-from services.gateway.state.batch_record import BatchOrder, BatchStatus, Unreadable
-from services.gateway.state.batch_store import BatchStore, WaitingBatch, batch_lease
-from services.gateway.state.file_store import FileStore
-from services.gateway.state.lease import Lease, LeaseLost, Leases
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store.batch_record import BatchOrder, BatchStatus, Unreadable
+from services.gateway.store.batch_store import BatchStore, WaitingBatch, batch_lease
+from services.gateway.store.file_store import FileStore
+from services.gateway.store.lease import Lease, LeaseLost, Leases
+from services.gateway.store.state_store import StoreAway
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)

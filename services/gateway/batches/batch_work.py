@@ -9,16 +9,16 @@ from services.gateway.batches.batch_runner import BatchRunner, RunnerStores
 from services.gateway.batches.lanes import Lanes
 from services.gateway.batches.line_call import LineCalls
 from services.gateway.config.settings import GatewaySettings
+from services.gateway.generation.origin import Caller
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics, StoreSigns
-from services.gateway.request.origin import Caller
 from services.gateway.service.service import Attendance
 from services.gateway.service.sink import MakeOperation, RunGeneration
-from services.gateway.state.batch_store import BatchStore
-from services.gateway.state.file_store import FileStore
-from services.gateway.state.lease import Leases
-from services.gateway.state.state_redis import StateRedis
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store.batch_store import BatchStore
+from services.gateway.store.file_store import FileStore
+from services.gateway.store.lease import Leases
+from services.gateway.store.state_redis import StateRedis
+from services.gateway.store.state_store import StoreAway
 
 MEMORY_LOOK_S = 5.0  # seconds between two looks at the store's memory
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.gateway.batches.line_results import LineResponse
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.generation.errors import OPENAI
+from services.gateway.generation.origin import Caller, Origin
+from services.gateway.generation.usage import access_state
 from services.gateway.observe.access_log import AccessLog
-from services.gateway.request.bodies import RequestBody
-from services.gateway.request.errors import OPENAI
-from services.gateway.request.origin import Caller, Origin
-from services.gateway.request.usage import access_state
 from services.gateway.service.sink import CollectedAnswer, GenerationCall, MakeOperation, RunGeneration
 from services.shared.limits import MAX_BATCH_RESULT_BYTES
 

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from services.gateway.batches.input_lines import Line
-from services.gateway.state.batch_store import LineResult
-from services.gateway.state.stored_files import ERRORS, OUTPUT
+from services.gateway.store.batch_store import LineResult
+from services.gateway.store.stored_files import ERRORS, OUTPUT
 from services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"

@@ -27,13 +27,13 @@ from services.gateway.dispatch.fleet import Fleet
 from services.gateway.dispatch.placement import Home, Link, Placement, Pool, PrefetchedPages, reservation_of
 from services.gateway.dispatch.refusals import Refusals, error_of_finish
 from services.gateway.dispatch.waiting import ModelCatalog, Pace, Waiting
+from services.gateway.generation.choice import Choice
+from services.gateway.generation.errors import ApiError, internal, unavailable
+from services.gateway.generation.request import ModelVersion
+from services.gateway.generation.running import RunningRequest
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers.connection import StreamBroken
-from services.gateway.peers.detokenizer_link import DetokPool
-from services.gateway.request.choice import Choice
-from services.gateway.request.errors import ApiError, internal, unavailable
-from services.gateway.request.generation import ModelVersion
-from services.gateway.request.request import RunningRequest
+from services.gateway.remote.connection import StreamBroken
+from services.gateway.remote.detokenizer_link import DetokPool
 from services.gateway.routing import session_home
 from services.gateway.routing.policies import Pick
 from services.shared.observe.log_fields import fields

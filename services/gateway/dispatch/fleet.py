@@ -13,11 +13,11 @@ from rootstock.v1 import worker_pb2
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch.model_pool import AnyLink, ModelPool
 from services.gateway.dispatch.placement import Link, Placement, Pool
+from services.gateway.generation.request import ModelInfo, ModelVersion
 from services.gateway.index.mirror import IndexMirror
-from services.gateway.peers.connection import Patience
-from services.gateway.peers.replicas import Replicas
-from services.gateway.peers.worker_link import LinkEvents, WorkerLink
-from services.gateway.request.generation import ModelInfo, ModelVersion
+from services.gateway.remote.connection import Patience
+from services.gateway.remote.replicas import Replicas
+from services.gateway.remote.worker_link import LinkEvents, WorkerLink
 from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.gateway.routing.fair_queue import FairQueue

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.v1 import worker_pb2
-from services.gateway.peers.worker_link import OpenChoice, WorkerLink
-from services.gateway.request.generation import ModelInfo, ModelVersion
+from services.gateway.generation.request import ModelInfo, ModelVersion
+from services.gateway.remote.worker_link import OpenChoice, WorkerLink
 from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import (
     HOST_SAVES,

@@ -14,10 +14,10 @@ from typing import TypeAlias
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.dispatch.model_pool import ModelPool, reads
-from services.gateway.peers.worker_link import WorkerLink
-from services.gateway.request.choice import Choice, EarlierOutput
-from services.gateway.request.generation import ModelVersion
-from services.gateway.request.request import RunningRequest
+from services.gateway.generation.choice import Choice, EarlierOutput
+from services.gateway.generation.request import ModelVersion
+from services.gateway.generation.running import RunningRequest
+from services.gateway.remote.worker_link import WorkerLink
 from services.shared.index.prefix_index import block_hashes, split_hashes
 from services.shared.sampling_parameters import DEFAULT_NAMES
 

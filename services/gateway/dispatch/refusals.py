@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
+from services.gateway.generation.choice import Choice
+from services.gateway.generation.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.generation.request import GenerationParams
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.choice import Choice
-from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.request.generation import GenerationParams
 from services.shared.field_refusal import why_of
 
 SESSION_ID = "session.session_id"  # the field that a worker names if it has no such session

@@ -18,10 +18,10 @@ from services.gateway.dispatch import sessions
 from services.gateway.dispatch.placement import Placement, Pool
 from services.gateway.dispatch.refusals import Refusals
 from services.gateway.dispatch.sessions import SessionWorker
+from services.gateway.generation.errors import ApiError, model_not_allowed, unknown_model
+from services.gateway.generation.origin import Caller
+from services.gateway.generation.request import ModelInfo, ModelVersion
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError, model_not_allowed, unknown_model
-from services.gateway.request.generation import ModelInfo, ModelVersion
-from services.gateway.request.origin import Caller
 from services.gateway.routing.fair_queue import Placed, QueueFull
 from services.shared.limits import PRIORITY_RANGE
 

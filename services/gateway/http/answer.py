@@ -18,16 +18,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config.settings import GatewaySettings
+from services.gateway.generation.bodies import ClientGone, RequestBody
+from services.gateway.generation.choice import Delta
+from services.gateway.generation.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
+from services.gateway.generation.origin import NOBODY, OMITTED_TOOLS, Origin
+from services.gateway.generation.request import GenerationRequest
+from services.gateway.generation.running import RunningRequest
+from services.gateway.generation.usage import generation_state
 from services.gateway.http.body import BodyReader, ClientWatch, cut, gone_of, read_body
 from services.gateway.observe.access_log import CUT, ERROR_CODE
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.bodies import ClientGone, RequestBody
-from services.gateway.request.choice import Delta
-from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
-from services.gateway.request.generation import GenerationRequest
-from services.gateway.request.origin import NOBODY, OMITTED_TOOLS, Origin
-from services.gateway.request.request import RunningRequest
-from services.gateway.request.usage import generation_state
+from services.gateway.remote.token_texts import TokenTexts
 from services.gateway.service.sink import (
     CollectedAnswer,
     Detached,

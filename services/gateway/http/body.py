@@ -13,8 +13,8 @@ from typing import Any
 from starlette.types import Receive, Scope
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.request.bodies import BodyBudget, ClientGone, Gone, RequestBody, body_too_large
-from services.gateway.request.errors import CLIENT_CLOSED, ApiError, unavailable
+from services.gateway.generation.bodies import BodyBudget, ClientGone, Gone, RequestBody, body_too_large
+from services.gateway.generation.errors import CLIENT_CLOSED, ApiError, unavailable
 from services.shared import limits
 from services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
 

@@ -27,9 +27,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from services.gateway.generation.errors import ApiError, unavailable
 from services.gateway.http.body import CUT, GONE, WATCH
 from services.gateway.http.connection_table import ConnectionTable
-from services.gateway.request.errors import ApiError, unavailable
 from services.shared.limits import MAX_HEAD_BYTES
 
 CHUNKED_BYTES = 4096  # parsed at once of a chunked body, because pipelined requests may follow its end

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.generation.errors import OPENAI, AnswerForm, ApiError, Headers, internal
+from services.gateway.generation.origin import NOBODY, OMITTED_TOOLS, Caller
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.metrics import OTHER, GatewayMetrics
-from services.gateway.request.errors import OPENAI, AnswerForm, ApiError, Headers, internal
-from services.gateway.request.origin import NOBODY, OMITTED_TOOLS, Caller
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log_fields import fields
 

@@ -15,9 +15,9 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.gateway.generation.errors import ApiError
 from services.gateway.http.connection import Connection, ConnectionLimits
 from services.gateway.http.connection_table import ConnectionTable, connections_allowed, open_files_allowed
-from services.gateway.request.errors import ApiError
 from services.shared.limits import MAX_HEAD_SECONDS
 
 BACKLOG = 2048

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.placement import Link, Pool
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.bodies import RequestBody
-from services.gateway.request.choice import Delta
-from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, PromptInput, one_step
-from services.gateway.request.origin import Origin
-from services.gateway.request.request import RunningRequest
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.generation.choice import Delta
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import GenerationParams, GenerationRequest, ModelInfo, PromptInput, one_step
+from services.gateway.generation.running import RunningRequest
+from services.gateway.remote.token_texts import TokenTexts
 from services.gateway.service.sink import GenerationCall, RunGeneration, Sink
 from services.shared.limits import PRIORITY_RANGE
 

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from services.gateway.config.settings import GatewaySettings
+from services.gateway.generation.abort import AbortScope
+from services.gateway.generation.bodies import BodyBudget, ClientGone
+from services.gateway.generation.choice import Choice, Series
+from services.gateway.generation.errors import ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.generation.request import GenerationRequest, check_logprobs, most_tokens
+from services.gateway.generation.running import Phase, Releaser, RunningRequest
+from services.gateway.generation.usage import usage_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.abort import AbortScope
-from services.gateway.request.bodies import BodyBudget, ClientGone
-from services.gateway.request.choice import Choice, Series
-from services.gateway.request.errors import ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.request.generation import GenerationRequest, check_logprobs, most_tokens
-from services.gateway.request.request import Phase, Releaser, RunningRequest
-from services.gateway.request.usage import usage_of
+from services.gateway.remote.token_texts import TokenTexts
 from services.gateway.service.sink import GenerationCall, Sink
 from services.shared.observe.log_fields import fields
 

@@ -216,14 +216,14 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/peers/tokenizer_replica.py",
+        "services/gateway/remote/tokenizer_replica.py",
         ("        if self._greeted and not self._unanswered:", "        if not self._unanswered:"),
         ("            if self._retiring:\n                self.retire()\n            await", "            await"),
         only="test_encode_stream",
     ),
     *of(
         "gateway",
-        "services/gateway/peers/connection.py",
+        "services/gateway/remote/connection.py",
         (
             "if task is None or task.cancelling():\n            raise\n        raise StreamBroken",
             "if task is not None:\n            raise\n        raise StreamBroken",
@@ -249,13 +249,13 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/state/redis_store.py",
+        "services/gateway/store/redis_store.py",
         ("  if version == expected + 1 and", "  if version == expected + 2 and"),
         only="test_redis_store",
     ),
     *of(
         "gateway",
-        "services/gateway/state/state_redis.py",
+        "services/gateway/store/state_redis.py",
         ("return bool(there) or is_repeated", "return bool(there)"),
         only="test_redis_store",
     ),
@@ -290,13 +290,13 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/request/request.py",
+        "services/gateway/generation/running.py",
         ("if worker_id not in self.workers:", "if not self.workers:"),
         only="test_report",
     ),
     *of(
         "gateway",
-        "services/gateway/request/usage.py",
+        "services/gateway/generation/usage.py",
         ("(ending.retractions for ending in endings)", "(ending.retractions for ending in endings[:1])"),
         only="test_report",
     ),

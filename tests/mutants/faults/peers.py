@@ -232,13 +232,13 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/gateway/request/choice.py",
+        "services/gateway/generation/choice.py",
         ("finish if self._prefilled is None else self._prefilled", "finish"),
         only="test_dispatch_prefill",
     ),
     *of(
         "peers",
-        "services/worker/exec/peers/open_rooms.py",
+        "services/worker/exec/remote_kv/open_rooms.py",
         ("        return stands\n", "        return True\n"),
         ("            self._changed.wait_for(lambda: not self._copying)\n", ""),
         ("or not hmac.compare_digest(standing.key, key)", ""),
@@ -248,7 +248,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/exec/peers/shared_ring.py",
+        "services/worker/exec/remote_kv/shared_ring.py",
         ("if piece >= shape.slots:", "if piece > shape.slots:"),
         ("range(min(piece, pieces - shape.slots)", "range(max(piece, pieces - shape.slots)"),
         ("shape.slots) - max(0, piece - shape.slots + 1)):", "shape.slots)):"),
@@ -259,13 +259,13 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/exec/peers/room_server.py",
+        "services/worker/exec/remote_kv/room_server.py",
         ("            if not connection.is_of_same_user:\n", "            if False:\n"),
         only="shared_memory",
     ),
     *of(
         "peers",
-        "services/worker/exec/peers/room_server.py",
+        "services/worker/exec/remote_kv/room_server.py",
         ("return Status.OK if is_same else Status.OTHER_PROMPT", "return Status.OK"),
         ("if not request.count or end > len(room.pages):", "if not request.count:"),
         ("        self._tell_left(self._rooms.reader_gone(connection))\n", ""),
@@ -274,7 +274,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/exec/peers/nixl_staging.py",
+        "services/worker/exec/remote_kv/nixl_staging.py",
         (
             "            if not copy(part, own):\n",
             "            own = self._slots[filled % shape.slots, : len(own)].data\n            if not copy(part, own):\n",
@@ -286,7 +286,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/exec/peers/nixl_process.py",
+        "services/worker/exec/remote_kv/nixl_process.py",
         ("        self.data[:] = 0\n", "        pass\n"),
         ("            self._take_back(self._memory)\n", "            pass\n"),
         ("                self._take_back(memory)\n", ""),

@@ -19,7 +19,7 @@ from openai import DefaultHttpxClient, OpenAI
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.http import http_server
-from services.gateway.peers.worker_link import WorkerLink
+from services.gateway.remote.worker_link import WorkerLink
 from services.local.ports import free_ports
 from tests.services.gateway.fakes import MODEL, FakeDetokenizer, FakeTokenizer, FakeWorker, Host
 

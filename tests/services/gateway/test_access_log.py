@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from services.gateway.observe.access_log import AccessLog
-from services.gateway.state.owner import owner_of
+from services.gateway.store.owner import owner_of
 from services.shared.limits import MAX_HEAD_BYTES
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.http.test_slow_readers import LARGE, Deaf

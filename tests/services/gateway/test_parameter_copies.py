@@ -18,7 +18,7 @@ import services.gateway
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.dispatch.placement import Placement
-from services.gateway.request.generation import GenerationParams, ModelInfo, PromptInput
+from services.gateway.generation.request import GenerationParams, ModelInfo, PromptInput
 from services.shared.sampling_parameters import SamplingDefaults
 from tests.services.gateway.dispatch.test_dispatch_hedging import hedged
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway.api.constraints import json_schema, structural_tag
-from services.gateway.request.errors import ApiError
+from services.gateway.generation.errors import ApiError
 from services.shared import limits
 from services.shared.json_schema import too_large
 from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec

@@ -9,8 +9,8 @@ import pytest
 
 from services.worker.peer_options import peer_options
 from services.worker.settings import WorkerSettings
-from tests.exec.peers.carriers import FAKE
-from tests.exec.peers.certificates import Authority
+from tests.exec.remote_kv.carriers import FAKE
+from tests.exec.remote_kv.certificates import Authority
 
 TLS = ("disaggregation_tls_cert_file", "disaggregation_tls_key_file", "disaggregation_tls_ca_file")
 

@@ -7,11 +7,11 @@ from services.gateway.api.anthropic.translation import chat_request, parse, prom
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.chat import ChatPreparer
 from services.gateway.api.request_body import parse_json
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.bodies import RequestBody
-from services.gateway.request.generation import GenerationRequest
-from services.gateway.request.origin import Origin
-from services.gateway.request.request import RunningRequest
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import GenerationRequest
+from services.gateway.generation.running import RunningRequest
+from services.gateway.remote.token_texts import TokenTexts
 
 
 class MessagesCall:

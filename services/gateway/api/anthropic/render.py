@@ -12,11 +12,11 @@ import orjson
 from pydantic_core import from_json
 
 from services.gateway.api.anthropic.errors import ANTHROPIC
-from services.gateway.parsers.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
-from services.gateway.request.choice import ChoiceReader, Delta, Ending
-from services.gateway.request.errors import ApiError
-from services.gateway.request.request import RunningRequest
-from services.gateway.request.usage import usage_of
+from services.gateway.generation.choice import ChoiceReader, Delta, Ending
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.running import RunningRequest
+from services.gateway.generation.usage import usage_of
+from services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 
 Json = dict[str, Any]
 _EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}

@@ -12,9 +12,9 @@ from services.gateway.api.anthropic.call import MessagesCall
 from services.gateway.api.anthropic.errors import ANTHROPIC
 from services.gateway.api.anthropic.operations import COUNT_TOKENS, MESSAGES, OPERATIONS
 from services.gateway.api.chat import ChatPreparer
+from services.gateway.generation.errors import AnswerForm
+from services.gateway.generation.origin import origin_of
 from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.request.errors import AnswerForm
-from services.gateway.request.origin import origin_of
 from services.gateway.service.sink import MakeOperation, Operation
 
 

@@ -17,8 +17,8 @@ from services.gateway.api.generation_params import stop_strings
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
 from services.gateway.api.request_body import SamplingBody, arguments_text, joined_salt, of_validation
 from services.gateway.api.tools import ToolChoice, ToolUse, check_num_tools, tool_specs
-from services.gateway.request.body_fields import MESSAGES
-from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.generation.body_fields import MESSAGES
+from services.gateway.generation.errors import ApiError, bad_request
 from services.shared import limits
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from services.gateway.api.request_body import Effort, PlacedBody, parameter
-from services.gateway.request.body_fields import Body
+from services.gateway.generation.body_fields import Body
 from services.shared import limits
 from services.shared.sampling_parameters import UINT32_MAX
 

@@ -16,12 +16,12 @@ from services.gateway.api.batches.types import BatchRequest
 from services.gateway.api.batches.upload import UploadLimits, receive_file
 from services.gateway.api.document.operation import BINARY
 from services.gateway.api.request_body import of_validation, parse_json
+from services.gateway.generation.errors import AnswerForm, bad_request
 from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.request.errors import AnswerForm, bad_request
 from services.gateway.service.sink import MakeOperation
-from services.gateway.state.metadata import check_metadata
-from services.gateway.state.owner import owner_of
-from services.gateway.state.stored_files import StoredFile
+from services.gateway.store.metadata import check_metadata
+from services.gateway.store.owner import owner_of
+from services.gateway.store.stored_files import StoredFile
 from services.shared import limits
 
 _FILES_A_PAGE, _BATCHES_A_PAGE = (10_000, 10_000), (20, 100)  # default and highest 'limit' of a list

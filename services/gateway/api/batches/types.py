@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.request.body_fields import Body
+from services.gateway.generation.body_fields import Body
 from services.shared import limits
 
 EXPIRY_S = (3600, 30 * 86_400)

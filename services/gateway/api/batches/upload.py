@@ -20,12 +20,12 @@ from starlette.types import Receive, Scope
 from services.gateway.api.batches.form_reader import BadForm, Event, FormReader, PartBegins, PartContent, boundary_of
 from services.gateway.api.batches.types import FileForm
 from services.gateway.api.request_body import of_validation
+from services.gateway.generation.bodies import BodyBudget, ClientGone
+from services.gateway.generation.errors import CLIENT_CLOSED, ApiError, bad_request
 from services.gateway.http.body import gone_of
-from services.gateway.request.bodies import BodyBudget, ClientGone
-from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request
-from services.gateway.state.file_store import FileStore
-from services.gateway.state.state_store import StoreAway
-from services.gateway.state.stored_files import StoredFile
+from services.gateway.store.file_store import FileStore
+from services.gateway.store.state_store import StoreAway
+from services.gateway.store.stored_files import StoredFile
 from services.shared import limits
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.api.document.operation import JSON, ErrorFamily
-from services.gateway.request.errors import CODES
+from services.gateway.generation.errors import CODES
 
 HEADERS: dict[str, dict[str, Any]] = {
     "x-request-id": {

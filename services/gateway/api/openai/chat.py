@@ -12,10 +12,10 @@ from services.gateway.api.known_fields import WEB_SEARCH, hosted_type, omitted_n
 from services.gateway.api.openai.types import ChatCompletionRequest, check_stream_options, include_stop, parse
 from services.gateway.api.request_body import joined_salt, session_turn
 from services.gateway.api.tools import NO_TOOLS, Functions, ToolChoice, ToolUse, check_num_tools, tool_specs
-from services.gateway.request import body_fields
-from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import check_chars
-from services.gateway.request.origin import Origin
+from services.gateway.generation import body_fields
+from services.gateway.generation.errors import bad_request
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import check_chars
 from services.shared import limits
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))

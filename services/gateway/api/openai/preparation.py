@@ -27,15 +27,15 @@ from services.gateway.api.openai.types import (
 )
 from services.gateway.api.prompts import UNBOUNDED, for_a_vector, for_an_answer
 from services.gateway.api.request_body import begins, check_turn, joined_salt, parse_json, session_turn
-from services.gateway.parsers.output_parser import MakeParser
-from services.gateway.peers.detokenizer_link import DetokPool
-from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request import body_fields
-from services.gateway.request.bodies import RequestBody
-from services.gateway.request.decoding import Decoding
-from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import GenerationParams, GenerationRequest, ModelInfo, Models, PromptInput, check_sets
-from services.gateway.request.origin import Origin
+from services.gateway.generation import body_fields
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.generation.decoding import Decoding
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import GenerationParams, GenerationRequest, ModelInfo, Models, PromptInput, check_sets
+from services.gateway.output.output_parser import MakeParser
+from services.gateway.remote.detokenizer_link import DetokPool
+from services.gateway.remote.tokenizer_client import TokenizerClient
 from services.shared import limits
 from services.shared.sampling_parameters import COMPLETION_TOKENS, Api
 

@@ -15,12 +15,12 @@ from typing import Any
 import orjson
 
 from services.gateway.api.logprob_forms import ChatLogprobWriter, CompletionLogprobWriter
-from services.gateway.parsers.output_parser import CallArguments, CallStart, Event, Reasoning, Text
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.choice import Choice, ChoiceReader, Delta
-from services.gateway.request.errors import DONE, OPENAI, ApiError
-from services.gateway.request.request import RunningRequest
-from services.gateway.request.usage import report_of, usage_of
+from services.gateway.generation.choice import Choice, ChoiceReader, Delta
+from services.gateway.generation.errors import DONE, OPENAI, ApiError
+from services.gateway.generation.running import RunningRequest
+from services.gateway.generation.usage import report_of, usage_of
+from services.gateway.output.output_parser import CallArguments, CallStart, Event, Reasoning, Text
+from services.gateway.remote.token_texts import TokenTexts
 
 
 class _ChoicesRenderer:

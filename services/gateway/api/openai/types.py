@@ -23,9 +23,9 @@ from services.gateway.api.request_body import (
     of_validation,
     parameter,
 )
-from services.gateway.request.body_fields import AnswerBody, Body
-from services.gateway.request.errors import bad_request
-from services.gateway.request.origin import Origin
+from services.gateway.generation.body_fields import AnswerBody, Body
+from services.gateway.generation.errors import bad_request
+from services.gateway.generation.origin import Origin
 from services.shared import limits
 from services.shared.observe.log_fields import fields
 from services.shared.sampling_parameters import UINT32_MAX, Api

@@ -12,13 +12,13 @@ from services.gateway.api.responses.output import numbered
 from services.gateway.api.responses.stream import FollowedStream
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.background.follow import Follow
-from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import GenerationRequest
-from services.gateway.request.origin import Caller, Origin
-from services.gateway.request.request import KeyAdmission
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.origin import Caller, Origin
+from services.gateway.generation.request import GenerationRequest
+from services.gateway.generation.running import KeyAdmission
 from services.gateway.service.sink import Detached, Respond
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus
-from services.gateway.state.owner import owner_of
+from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus
+from services.gateway.store.owner import owner_of
 from services.shared.limits import MAX_RECORD_BYTES
 from services.shared.output_formats import OutputFormats
 

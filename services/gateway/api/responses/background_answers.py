@@ -17,16 +17,16 @@ from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
 from services.gateway.api.responses.translation import chat_request
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.bodies import RequestBody
-from services.gateway.request.choice import Delta
-from services.gateway.request.errors import ApiError, internal
-from services.gateway.request.generation import GenerationRequest, PromptInput
-from services.gateway.request.origin import Origin
-from services.gateway.request.request import RunningRequest
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.generation.choice import Delta
+from services.gateway.generation.errors import ApiError, internal
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import GenerationRequest, PromptInput
+from services.gateway.generation.running import RunningRequest
+from services.gateway.remote.token_texts import TokenTexts
 from services.gateway.service.sink import Prepare
-from services.gateway.state.background_past import pages
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Stored
+from services.gateway.store.background_past import pages
+from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Stored
 from services.shared.limits import MAX_RECORD_BYTES
 from services.shared.observe.log_fields import fields
 from services.shared.output_formats import OutputFormats

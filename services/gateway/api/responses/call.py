@@ -19,14 +19,14 @@ from services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX
 from services.gateway.api.responses.render import ResponseRenderer, begun
 from services.gateway.api.responses.translation import as_served, chat_request, parse, prompt_request
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.bodies import Hold, RequestBody
-from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import GenerationRequest
-from services.gateway.request.origin import Origin
-from services.gateway.request.request import RunningRequest
-from services.gateway.state.background_record import BackgroundStatus
-from services.gateway.state.owner import owner_of
+from services.gateway.generation.bodies import Hold, RequestBody
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import GenerationRequest
+from services.gateway.generation.running import RunningRequest
+from services.gateway.remote.token_texts import TokenTexts
+from services.gateway.store.background_record import BackgroundStatus
+from services.gateway.store.owner import owner_of
 
 logger = logging.getLogger(__name__)
 

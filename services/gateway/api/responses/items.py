@@ -13,7 +13,7 @@ from typing import Any
 
 from services.gateway.api.known_fields import hosted_type
 from services.gateway.api.request_body import arguments_text
-from services.gateway.request.errors import bad_request
+from services.gateway.generation.errors import bad_request
 from services.shared import limits
 
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from services.gateway.api.responses.items import new_id, sealed
-from services.gateway.parsers.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 
 Json = dict[str, Any]
 

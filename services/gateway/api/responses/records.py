@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 
 from services.gateway.api.responses.items import REFERENCE, response_of
-from services.gateway.request.bodies import Hold
-from services.gateway.request.errors import ApiError, bad_request, unavailable
-from services.gateway.state.background_record import OPEN, FinalRecords, Talk
-from services.gateway.state.state_store import Changed, StateStore, StoreAway, StoredRecord
+from services.gateway.generation.bodies import Hold
+from services.gateway.generation.errors import ApiError, bad_request, unavailable
+from services.gateway.store.background_record import OPEN, FinalRecords, Talk
+from services.gateway.store.state_store import Changed, StateStore, StoreAway, StoredRecord
 from services.shared import limits
 
 logger = logging.getLogger(__name__)

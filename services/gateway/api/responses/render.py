@@ -13,11 +13,11 @@ import orjson
 from services.gateway.api.logprob_forms import ChatLogprobWriter
 from services.gateway.api.responses.output import OutputItems
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.request.choice import ChoiceReader, Delta
-from services.gateway.request.errors import ApiError
-from services.gateway.request.request import RunningRequest
-from services.gateway.request.usage import usage_of
+from services.gateway.generation.choice import ChoiceReader, Delta
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.running import RunningRequest
+from services.gateway.generation.usage import usage_of
+from services.gateway.remote.token_texts import TokenTexts
 from services.gateway.service.sink import HeaderRenderer
 
 Json = dict[str, Any]

@@ -32,14 +32,14 @@ from services.gateway.api.responses.records import RESPONSE_PREFIX, Records, gon
 from services.gateway.api.responses.render import failure
 from services.gateway.api.responses.stream import FollowedStream
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
+from services.gateway.generation.body_fields import Body
+from services.gateway.generation.errors import AnswerForm, ApiError, bad_request, timed_out
+from services.gateway.generation.origin import origin_of
 from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.request.body_fields import Body
-from services.gateway.request.errors import AnswerForm, ApiError, bad_request, timed_out
-from services.gateway.request.origin import origin_of
 from services.gateway.service.sink import MakeOperation, Operation
-from services.gateway.state.background_record import OPEN
-from services.gateway.state.metadata import check_metadata
-from services.gateway.state.owner import owner_of
+from services.gateway.store.background_record import OPEN
+from services.gateway.store.metadata import check_metadata
+from services.gateway.store.owner import owner_of
 from services.shared import limits
 
 Json = dict[str, Any]

@@ -8,11 +8,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.background.follow import Follow
+from services.gateway.generation.bodies import ClientGone
+from services.gateway.generation.errors import OPENAI, ApiError
 from services.gateway.http.answer import SSE_HEADERS
 from services.gateway.http.body import attended, cut
-from services.gateway.request.bodies import ClientGone
-from services.gateway.request.errors import OPENAI, ApiError
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store.state_store import StoreAway
 
 UNREAD_S = 60.0  # for which a client may leave events unread; it can resume its stream
 

@@ -19,9 +19,9 @@ from services.gateway.api.request_body import joined_salt, of_validation
 from services.gateway.api.responses.items import check_tool_types, messages_of
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.tools import ToolChoice, ToolUse, tool_specs
-from services.gateway.request.body_fields import RESPONSES
-from services.gateway.request.errors import bad_request
-from services.gateway.state.metadata import check_metadata
+from services.gateway.generation.body_fields import RESPONSES
+from services.gateway.generation.errors import bad_request
+from services.gateway.store.metadata import check_metadata
 
 Json = dict[str, Any]
 

@@ -11,8 +11,8 @@ from services.gateway.api.known_fields import NATIVE_SAMPLING
 from services.gateway.api.request_body import INT32, RID_CHARS, check_turn, session_turn
 from services.gateway.api.sglang.sampling import LogprobWish, native_generation, parse
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeInput, NativeSampling
-from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import GenerationParams, check_sets
+from services.gateway.generation.errors import bad_request
+from services.gateway.generation.request import GenerationParams, check_sets
 from services.shared import limits
 
 

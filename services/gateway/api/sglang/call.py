@@ -16,14 +16,14 @@ from services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of,
 from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request import body_fields
-from services.gateway.request.bodies import RequestBody
-from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import GenerationRequest, ModelInfo, Models, PromptInput
-from services.gateway.request.origin import Origin
-from services.gateway.request.request import RunningRequest
+from services.gateway.generation import body_fields
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.generation.errors import bad_request
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import GenerationRequest, ModelInfo, Models, PromptInput
+from services.gateway.generation.running import RunningRequest
+from services.gateway.remote.token_texts import TokenTexts
+from services.gateway.remote.tokenizer_client import TokenizerClient
 
 
 class PromptSource:

@@ -15,10 +15,10 @@ import orjson
 from services.gateway.api.logprob_forms import LOWEST, Entry, LogprobSlices, Texts, extend
 from services.gateway.api.sglang.batch import Form
 from services.gateway.api.sglang.sampling import LogprobWish
-from services.gateway.peers.token_texts import ModelTexts, TokenTexts
-from services.gateway.request.choice import Choice, Delta, Ending
-from services.gateway.request.errors import DONE, OPENAI, ApiError
-from services.gateway.request.request import RunningRequest
+from services.gateway.generation.choice import Choice, Delta, Ending
+from services.gateway.generation.errors import DONE, OPENAI, ApiError
+from services.gateway.generation.running import RunningRequest
+from services.gateway.remote.token_texts import ModelTexts, TokenTexts
 
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."

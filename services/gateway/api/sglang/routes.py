@@ -30,11 +30,11 @@ from services.gateway.api.sglang.types import (
     OpenSessionRequest,
 )
 from services.gateway.dispatch.sessions import SessionCalls
+from services.gateway.generation.abort import Aborter, AbortScope
+from services.gateway.generation.errors import AnswerForm, ApiError, bad_request, unavailable
+from services.gateway.generation.request import Models
 from services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
-from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.abort import Aborter, AbortScope
-from services.gateway.request.errors import AnswerForm, ApiError, bad_request, unavailable
-from services.gateway.request.generation import Models
+from services.gateway.remote.tokenizer_client import TokenizerClient
 from services.gateway.service.sink import MakeOperation, Operation
 from services.shared.limits import SMALL_BODY_BYTES
 

@@ -17,9 +17,9 @@ from services.gateway.api.generation_params import generation_of
 from services.gateway.api.known_fields import NATIVE, KnownFields, without_neutral
 from services.gateway.api.request_body import of_validation, session_turn
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
-from services.gateway.request.body_fields import GENERATE, AnswerBody
-from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import GenerationParams
+from services.gateway.generation.body_fields import GENERATE, AnswerBody
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.generation.request import GenerationParams
 from services.shared.sampling_parameters import Api
 
 ANY_JSON = "$$ANY$$"  # as a json_schema: any JSON object

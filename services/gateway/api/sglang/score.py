@@ -21,15 +21,15 @@ from services.gateway.api.prompts import ContextBudget, named, of_many_ids, of_t
 from services.gateway.api.request_body import RID_CHARS, parse_json
 from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import ScoreRequest
-from services.gateway.peers.token_texts import TokenTexts
-from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.bodies import RequestBody
-from services.gateway.request.choice import Delta
-from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import GenerationRequest, ModelInfo, Models, PromptInput, check_chars
-from services.gateway.request.origin import Origin
-from services.gateway.request.request import RunningRequest
-from services.gateway.request.usage import usage_of
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.generation.choice import Delta
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import GenerationRequest, ModelInfo, Models, PromptInput, check_chars
+from services.gateway.generation.running import RunningRequest
+from services.gateway.generation.usage import usage_of
+from services.gateway.remote.token_texts import TokenTexts
+from services.gateway.remote.tokenizer_client import TokenizerClient
 from services.shared import limits
 
 

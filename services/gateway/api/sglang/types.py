@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from services.gateway.api.request_body import RID_CHARS, PlacedBody, SamplingBody, SessionParams, Source, parameter
-from services.gateway.request.body_fields import Body
+from services.gateway.generation.body_fields import Body
 from services.shared import limits
 from services.shared.sampling_parameters import GENERATE_TOKENS, UINT32_MAX, Api
 

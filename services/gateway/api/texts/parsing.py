@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.parsers.output_parser import (
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.output.output_parser import (
     CallArguments,
     CallStart,
     Event,
@@ -16,7 +17,6 @@ from services.gateway.parsers.output_parser import (
     Schema,
     Text,
 )
-from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats
 

@@ -30,13 +30,13 @@ from services.gateway.api.texts.operations import (
 )
 from services.gateway.api.texts.parsing import calls_in, reasoning_in
 from services.gateway.api.texts.types import DetokenizeRequest, ParseCallRequest, SeparateRequest, TokenizeRequest
+from services.gateway.generation.body_fields import Body
+from services.gateway.generation.errors import AnswerForm, ApiError, bad_request
+from services.gateway.generation.origin import Caller, Origin, origin_of
+from services.gateway.generation.request import ModelInfo, PromptInput
 from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.parsers.output_parser import MakeParser, Schema
-from services.gateway.peers.tokenizer_client import TokenizerClient
-from services.gateway.request.body_fields import Body
-from services.gateway.request.errors import AnswerForm, ApiError, bad_request
-from services.gateway.request.generation import ModelInfo, PromptInput
-from services.gateway.request.origin import Caller, Origin, origin_of
+from services.gateway.output.output_parser import MakeParser, Schema
+from services.gateway.remote.tokenizer_client import TokenizerClient
 from services.gateway.service.sink import MakeOperation
 from services.shared import limits
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from services.gateway.api.document.answer import Count, ResponseModel
-from services.gateway.request.body_fields import Body
+from services.gateway.generation.body_fields import Body
 from services.shared import limits
 
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}

@@ -17,7 +17,7 @@ from services.worker.core.contracts.reservations import (
 from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 
-READ_TIMEOUT_S = 10.0  # timeout of a read in production (services/worker/exec/peers/peer_reader.py)
+READ_TIMEOUT_S = 10.0  # timeout of a read in production (services/worker/exec/remote_kv/peer_reader.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,14 @@ from services.gateway.admin.workers import WorkerDirectory
 from services.gateway.api.request_body import joined_salt
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
+from services.gateway.generation.abort import Aborter, AbortScope, PeerAnswer
+from services.gateway.generation.bodies import BodyBudget
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.origin import Caller
 from services.gateway.http import http_server
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers.worker_link import WorkerLink
-from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
-from services.gateway.request.bodies import BodyBudget
-from services.gateway.request.errors import ApiError
-from services.gateway.request.origin import Caller
+from services.gateway.remote.worker_link import WorkerLink
 from services.local.ports import free_ports
 from services.shared.control_values import put_values
 from services.shared.rpc.control_token import read_token

@@ -16,9 +16,9 @@ from openai.types.responses import Response
 
 from services.gateway.background import background_run, background_runner, background_work, journal
 from services.gateway.keys import key_table
-from services.gateway.state import background_store
-from services.gateway.state.owner import owner_of
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store import background_store
+from services.gateway.store.owner import owner_of
+from services.gateway.store.state_store import StoreAway
 from services.shared.limits import MAX_JSON_DEPTH, MAX_RECORD_BYTES
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until

@@ -19,7 +19,7 @@ from services.gateway.api.known_fields import KnownFields
 from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
-from services.gateway.request.errors import ApiError
+from services.gateway.generation.errors import ApiError
 from services.shared.sampling_parameters import SCALARS, Api
 from tests.services.gateway.api.test_sglang import Waiting
 from tests.services.gateway.fakes import MODEL

@@ -15,8 +15,9 @@ from services.gateway.api import constraints
 from services.gateway.api.logprob_forms import SLICE_VALUES, LogprobSlices
 from services.gateway.api.openai.preparation import completion_generation
 from services.gateway.api.openai.types import CompletionRequest
-from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import (
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.logprobs import LogprobRow, LogprobTable
+from services.gateway.generation.request import (
     GenerationParams,
     GenerationRequest,
     ModelInfo,
@@ -24,7 +25,6 @@ from services.gateway.request.generation import (
     check_logprobs,
     logprob_values,
 )
-from services.gateway.request.logprobs import LogprobRow, LogprobTable
 from services.shared import limits
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, VOCAB_SIZE, logprob_rows
 from tests.services.gateway.system import System

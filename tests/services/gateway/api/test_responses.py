@@ -11,8 +11,8 @@ import pytest
 from openai import OpenAI
 
 from services.gateway.api.responses.output import OutputItems
-from services.gateway.parsers.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
-from services.gateway.request.bodies import RequestBody
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.shared import limits
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until

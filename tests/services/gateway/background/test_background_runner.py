@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry
 from services.gateway.background import background_runner
 from services.gateway.background.background_run import BackgroundRun, First, RunPorts
 from services.gateway.background.background_runner import BackgroundRunner
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.origin import NOBODY
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError
-from services.gateway.request.origin import NOBODY
-from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, FinalRecords
-from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
-from services.gateway.state.lease import Lease
-from services.gateway.state.owner import owner_of
-from services.gateway.state.state_redis import StateRedis
-from services.gateway.state.state_store import StoreAway
+from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords
+from services.gateway.store.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
+from services.gateway.store.lease import Lease
+from services.gateway.store.owner import owner_of
+from services.gateway.store.state_redis import StateRedis
+from services.gateway.store.state_store import StoreAway
 from tests.services.redis_server import RedisServer
 
 ALICE = owner_of("alice")

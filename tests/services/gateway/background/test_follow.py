@@ -8,7 +8,7 @@ from typing import Any
 
 from services.gateway.background import follow
 from services.gateway.background.follow import Streams
-from services.gateway.state.background_record import BackgroundStatus, Page
+from services.gateway.store.background_record import BackgroundStatus, Page
 
 
 class Store:

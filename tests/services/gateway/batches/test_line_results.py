@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.batches.input_lines import Line
 from services.gateway.batches.line_results import LineResponse, answered
-from services.gateway.state.stored_files import ERRORS, OUTPUT
+from services.gateway.store.stored_files import ERRORS, OUTPUT
 from services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 LINE = Line(7, "a", b"{}", "m", False)

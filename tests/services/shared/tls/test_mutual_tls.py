@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
-from services.gateway.peers.connection import keep_connected
+from services.gateway.remote.connection import keep_connected
 from services.shared.rpc import grpc_server
 from services.shared.rpc.dialer import Dialer, KeptChannel
 from services.shared.rpc.grpc_server import PortGuard

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rootstock.v1 import common_pb2, worker_pb2
-from services.gateway.request.logprobs import LogprobRow, LogprobTable
+from services.gateway.generation.logprobs import LogprobRow, LogprobTable
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, PeerOutput, Verified
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
 from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation

@@ -1,0 +1,90 @@
+"""Aborts requests by the client's name for them, at all gateways.
+
+Only the gateway of a request's client has the request. So an abort runs here and is sent to all other gateways at once. The
+report names gateways that do not respond in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.gateway.generation.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class AbortScope:
+    """Selects requests."""
+
+    rid: str | None  # the client's name or the id, or None for all requests
+    key: str | None  # name of their API key, "" without keys, or None for all keys
+    worker: str = ""  # id of a worker that computes them; "": every request
+
+    def owns(self, key: str) -> bool:
+        return self.key is None or self.key == key
+
+    def names(self, *names: str) -> bool:
+        return self.rid is None or self.rid in names
+
+    def on(self, workers: Collection[str]) -> bool:
+        """Whether the scope includes a request on these workers, given by their ids."""
+        return not self.worker or self.worker in workers
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAnswer:
+    """The result of an abort at another gateway."""
+
+    address: str
+    gateway: bytes = b""  # the gateway's own id; b"" if it was not reached
+    aborted: int = 0  # choices and requests that ended there
+    message: str = ""  # the reason if it was not reached
+
+
+class OpenRequests(Protocol):
+    def abort(self, scope: AbortScope, error: ApiError) -> int:
+        """Ends the selected requests. Returns the number of ended choices and requests."""
+
+
+class Peers(Protocol):
+    async def abort(self, scope: AbortScope) -> Sequence[PeerAnswer]:
+        """Asks every other gateway, for a bounded time. Raises nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortReport:
+    """The result of an abort at all gateways."""
+
+    aborted: int  # choices and requests that ended
+    peers: Sequence[PeerAnswer]  # one for each address of another gateway
+
+    @property
+    def unreached(self) -> list[PeerAnswer]:
+        return [peer for peer in self.peers if not peer.gateway]
+
+    def body(self) -> dict[str, Any]:
+        """Returns the JSON body. `gateways` counts the reached gateways and this one, each once, also with several addresses."""
+        others = {peer.gateway for peer in self.peers} - {b""}
+        return {"aborted": self.aborted, "gateways": 1 + len(others), "unreached": len(self.unreached)}
+
+
+class Aborter:
+    """Aborts requests at this gateway and at all others. The process has one."""
+
+    def __init__(self, requests: OpenRequests, peers: Peers) -> None:
+        self._requests = requests
+        self._peers = peers
+
+    def abort_here(self, scope: AbortScope) -> int:
+        """Ends the selected requests of this gateway. Their responses have the output so far."""
+        return self._requests.abort(scope, aborted())
+
+    async def abort(self, scope: AbortScope) -> AbortReport:
+        here = self.abort_here(scope)
+        answers = await self._peers.abort(scope)
+        return AbortReport(here + sum(answer.aborted for answer in answers), answers)
+
+
+def aborted() -> ApiError:
+    return ApiError(400, "The request was aborted.", code="aborted")

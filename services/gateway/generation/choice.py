@@ -1,0 +1,444 @@
+"""Choices: the worker's output for one prompt, its text, and the part of it that the client has not received.
+
+A choice may move from worker to worker with the same parameters. It has everything that another worker needs to continue it.
+The dispatcher passes the worker's output to it, and a Decoding passes the detokenizer's text. New output waits in the choice,
+merged, until the request's task takes it as one Delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.generation.decoding import Decoding
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.logprobs import EMPTY_TABLE, NO_LOGPROBS, LogprobSpan, LogprobTable
+from services.gateway.generation.origin import Caller, Origin
+from services.gateway.generation.request import GenerationParams, ModelVersion, PromptInput
+from services.gateway.generation.trace import RequestTrace
+from services.gateway.output.output_parser import CallDropped, CallStart, Event, OutputParser, Parsing, PlainText
+from services.gateway.routing import session_home
+
+TIERS = ("device", "host", "storage")  # SGLang's names for tiers of cached KV
+_FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
+
+
+class Series(Protocol):
+    """Counts requests of one model and API key. Times are in seconds."""
+
+    def first_token(self, since_arrival: float) -> None: ...
+
+    def further_tokens(self, between_two: float, count: int) -> None: ...
+
+    def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
+        """Counts a complete response: tokens of the prompts, cached tokens among them, output tokens, and seconds."""
+
+
+class ChoiceOwner(Protocol):
+    """The request of a choice, which is a RunningRequest. A Protocol, because the file of RunningRequest imports this one."""
+
+    request_id: str
+    caller: Caller
+    origin: Origin
+    trace: RequestTrace | None
+    model_source: str
+    series: Series
+    clock: Callable[[], float]  # the event loop's time in seconds
+    arrived: float  # time of the request's arrival, by `clock`
+    error: ApiError | None
+
+    def streaming(self) -> None:
+        """Notes that a choice has output."""
+
+    def has_news(self, choice: Choice) -> None:
+        """Notes that take() of this choice returns a delta."""
+
+    def choice_ended(self, choice: Choice) -> None:
+        """Frees the choice. Called once, after `ending` of the choice is set."""
+
+    def fail(self, error: ApiError) -> None:
+        """Ends every choice of the request with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a complete choice. All counts are the worker's."""
+
+    finish_reason: str  # "stop", "length" or "abort"
+    stop_reason: str | int | None  # matched stop string, pattern or token id, or None at the end of sequence or of a grammar
+    matched: str | int | None  # as stop_reason, but with the token id of the end of sequence
+    prompt_tokens: int  # in a session, of the whole context
+    cached_tokens: int
+    completion_tokens: int
+    queue_ms: int
+    retractions: int  # times that the worker took the choice's KV for other requests
+    verified_rows: int = 0  # this and the next two: worker.proto
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_prediction_tokens: int = 0  # at all workers of the choice, up to the tokens that this gateway has
+    rejected_prediction_tokens: int = 0
+    # cached_tokens by tier, or None without cached tokens, or if the worker has one tier
+    cached_by_tier: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierOutput:
+    """Output of a choice that another gateway or an earlier try has stored, and that is continued here."""
+
+    ids: Sequence[int] = ()  # output ids so far
+    decoded: int = 0  # ids whose text a detokenizer has returned
+    chars: int = 0  # characters of that text
+    shown: int = 0  # ids whose text the client has
+    logprobs: Sequence[worker_pb2.LogprobRows] = ()  # log probabilities of all ids, if the client wants them
+    version: ModelVersion | None = None  # model version of the workers, or None if it is unknown
+    numerics: str = ""  # WorkerInfo.numerics of the workers; "" if it is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one choice, for its client."""
+
+    choice: Choice
+    first: bool  # the choice has had no delta before
+    text: str
+    # If the client wants them: ids whose text this is, and their log probabilities. An id without text so far (held back for a
+    # stop string, part of a character) waits for the next delta.
+    token_ids: Sequence[int]
+    logprobs: LogprobSpan
+    ending: Ending | None  # set in the last delta
+
+
+class Choice:
+    """An output for one prompt. Lives as long as its request. All methods run on the event loop."""
+
+    __slots__ = (
+        "_delivered",
+        "_embedding",
+        "_label_logprobs",
+        "_last_at",
+        "_pieces",
+        "_predicted",
+        "_predicted_before",
+        "_prefilled",
+        "_shown_ids",
+        "_taken_ids",
+        "decoding",
+        "ending",
+        "index",
+        "logprobs",
+        "number",
+        "output_ids",
+        "params",
+        "prompt",
+        "prompt_logprobs",
+        "request",
+        "resumed",
+        "seed",
+        "trace",
+        "worker_ending",
+    )
+
+    def __init__(
+        self,
+        request: ChoiceOwner,
+        index: int,
+        number: int,
+        prompt: PromptInput,
+        params: GenerationParams,
+        seed: int | None,
+    ) -> None:
+        self.request = request
+        self.index = index  # among all choices of the request
+        self.number = number  # among the choices of its prompt
+        self.prompt = prompt
+        self.params = params
+        self.seed = seed  # for draws on every worker, or None without draws
+        self.trace = None if request.trace is None else request.trace.choice(self.request_id)
+        self.resumed: EarlierOutput | None = None  # without its log probabilities, which `logprobs` has
+        # Output of the worker.
+        self.output_ids: list[int] = []  # `decoding` reads the same list
+        self.logprobs = LogprobTable() if params.wants_logprobs else EMPTY_TABLE  # rows of output_ids, if the client wants them
+        self.prompt_logprobs = EMPTY_TABLE  # from position max(1, prompt_from) on
+        self.worker_ending: Ending | None = None  # set when the worker has ended the choice
+        self._embedding: Sequence[float] | None = None
+        self._label_logprobs: Sequence[float] | None = None
+        self._predicted = 0, 0  # accepted and rejected prediction tokens at its worker
+        self._predicted_before = 0, 0  # the same at the workers that it has left
+        self._prefilled: worker_pb2.Finish | None = None  # last message of the worker that computed the prompt for another one
+        # Text of the detokenizer.
+        self.ending: Ending | None = None  # set with the last text
+        self._pieces = [prompt.prefix] if prompt.prefix else []  # text that the client has not received
+        self._shown_ids = 0  # ids whose text was received
+        self._taken_ids = 0  # ids whose text has been taken
+        self._delivered = False  # a delta has been taken
+        self._last_at = 0.0  # loop time of the last token; 0.0 before the first
+        self.decoding = Decoding(
+            self,
+            request.request_id,
+            self.output_ids,
+            prompt.ids,
+            params.sampling.stop,
+            params.skip_special_tokens,
+            params.include_stop,
+            model=request.model_source,
+            traceparent=request.origin.traceparent,
+            patient=not params.stream,
+            kept_tokens=params.parsing.kept_tokens if params.parsing is not None else (),
+        )
+
+    def resume(self, earlier: EarlierOutput) -> None:
+        """Continues earlier output. Called before the choice is dispatched. Raises ValueError if log probabilities do not fit."""
+        self.resumed = replace(earlier, logprobs=())
+        self.output_ids += earlier.ids
+        for rows in earlier.logprobs:
+            self.add_logprobs(rows)
+        self.decoding.resume(earlier.decoded, earlier.chars)
+        self._shown_ids = self._taken_ids = earlier.shown
+        self._delivered = earlier.chars > 0
+        if earlier.decoded:
+            self._last_at = self.request.clock()  # the next token is not its first
+
+    @property
+    def request_id(self) -> str:
+        """Request id on the worker."""
+        own = self.prompt.request_id
+        if not own:
+            return f"{self.request.request_id}-{self.index}"
+        return f"{own}-{self.number}" if self.params.n > 1 else own
+
+    @property
+    def cache_salt(self) -> str:
+        """Cache salt on the worker, which may have the API key's own part."""
+        return self.request.caller.cache_salt_of(self.params.cache_salt)
+
+    @property
+    def session_id(self) -> str:
+        """Session id on the worker; "" outside of sessions."""
+        session = self.params.session
+        return "" if session is None else session_home.owned_id(session.session_id, self.request.caller.key)
+
+    @property
+    def priority(self) -> int:
+        """Priority within the limit of its API key."""
+        return self.request.caller.priority_of(self.params.priority)
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another worker can continue it from its prompt and output. A session's turn needs the KV of its own worker."""
+        return self.worker_ending is None and self.params.session is None and self.request.error is None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the output is tokens, not a vector or a score."""
+        return not self.params.ends_with_prompt
+
+    @property
+    def lacks_logprobs(self) -> bool:
+        """Whether log probabilities of output ids are missing that the client wants."""
+        return self.params.wants_logprobs and len(self.logprobs) != len(self.output_ids)
+
+    @property
+    def _predictions(self) -> tuple[int, int]:
+        """Accepted and rejected prediction tokens at all workers."""
+        before, here = self._predicted_before, self._predicted
+        return before[0] + here[0], before[1] + here[1]
+
+    def vector(self) -> NDArray[np.float32]:
+        """Returns float32[dimensions], little-endian, of a complete embedding."""
+        assert self._embedding is not None, "the worker ends a request for a vector with one"
+        return np.array(self._embedding, dtype="<f4")
+
+    def label_logprobs(self) -> NDArray[np.float64]:
+        """Returns float64[labels] of a complete score."""
+        assert self._label_logprobs is not None, "the worker ends a request for a score with one"
+        return np.array(self._label_logprobs, dtype=np.float64)
+
+    # Output of the worker
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Adds output ids. Unless the response is a stream, they are timed now, else when their text comes."""
+        self.output_ids += ids
+        if ids and self.decoding.patient:
+            self._time(len(ids))
+            self.request.streaming()
+
+    def add_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
+        """Adds the log probabilities of the next output tokens. Raises ValueError for rows that do not fit."""
+        if self.logprobs is EMPTY_TABLE:
+            self.logprobs = LogprobTable()
+        self.logprobs.extend(rows)
+
+    def add_prompt_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
+        """Adds the log probabilities of the next prompt tokens. Raises ValueError for rows that do not fit."""
+        if self.prompt_logprobs is EMPTY_TABLE:
+            self.prompt_logprobs = LogprobTable()
+        self.prompt_logprobs.extend(rows)
+
+    def set_predicted(self, accepted: int, rejected: int) -> None:
+        """Sets the accepted and rejected prediction tokens at the worker, up to the last output id of extend()."""
+        self._predicted = accepted, rejected
+
+    def leave_worker(self) -> None:
+        """Prepares for another worker. Prompt log probabilities of an unfinished prompt are dropped."""
+        self._predicted_before, self._predicted = self._predictions, (0, 0)
+        if not self.output_ids:
+            self.prompt_logprobs = EMPTY_TABLE
+
+    def handed_over(self, finish: worker_pb2.Finish) -> None:
+        """Notes the counts of the worker that has computed the prompt for another one. The first such worker's counts stay."""
+        if self._prefilled is None:
+            self._prefilled = finish
+
+    def fits(self, finish: worker_pb2.Finish) -> bool:
+        """Whether the end of a score has a log probability for each label. True for other requests."""
+        sampling = self.params.sampling
+        return not sampling.HasField("score") or len(finish.label_logprobs) == len(sampling.score.label_token_ids)
+
+    def finish(self, finish: worker_pb2.Finish) -> None:
+        """Receives the worker's terminal output of a complete choice. Its last text follows, unless it is a vector or a score."""
+        prefilled = finish if self._prefilled is None else self._prefilled
+        self.worker_ending = _ending_of(finish, prefilled, self.params, self._predictions)
+        # The text that a stop pattern has matched stays; a stop string is cut off.
+        self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
+        if finish.reason == pb.FINISH_REASON_EMBEDDED:
+            self._embedding = finish.embedding
+            self._end()
+        elif finish.reason == pb.FINISH_REASON_SCORED:
+            self._label_logprobs = finish.label_logprobs
+            self._end()
+
+    # Text of the detokenizer
+
+    def on_text(self, text: str, count: int) -> None:
+        """Receives text of the next `count` ids (DecodeSink)."""
+        if text and not self.params.hidden:
+            self._pieces.append(text)
+        if count and not self.decoding.patient:
+            self._time(count)
+        if text or self.decoding.done:
+            self._shown_ids = self.decoding.decoded
+        if self.decoding.done:
+            self._end()
+        else:
+            self.request.has_news(self)
+
+    def on_decode_failed(self, error: ApiError) -> None:
+        """Fails the request (DecodeSink)."""
+        self.request.fail(error)
+
+    def take(self) -> Delta | None:
+        """Returns the output since the last take; None without new output. Never None after the ending."""
+        if not self._pieces and self.ending is None:
+            return None
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        params = self.params
+        begin, end = self._taken_ids, 0 if params.hidden else self._shown_ids
+        self._taken_ids = self._shown_ids
+        wants_logprobs = params.wants_logprobs
+        ids = self.output_ids[begin:end] if params.answer.return_token_ids or wants_logprobs else ()
+        logprobs = self.logprobs.span(begin, end) if wants_logprobs else NO_LOGPROBS
+        first, self._delivered = not self._delivered, True
+        return Delta(self, first, text, ids, logprobs, self.ending)
+
+    @property
+    def taken(self) -> tuple[int, int, int]:
+        """Decoded ids, characters of their text, and shown ids behind the last take(): the counts of an EarlierOutput."""
+        return self.decoding.decoded, self.decoding.emitted_chars, self._taken_ids
+
+    def _end(self) -> None:
+        assert self.ending is None and self.worker_ending is not None, "one terminal event per choice"
+        self.ending = self.worker_ending
+        self.request.choice_ended(self)
+        self.request.has_news(self)
+
+    def _time(self, count: int) -> None:
+        request = self.request
+        now = request.clock()
+        if self._last_at == 0.0:
+            request.series.first_token(now - request.arrived)
+        else:
+            request.series.further_tokens((now - self._last_at) / count, count)
+        self._last_at = now
+
+
+class ChoiceReader:
+    """Parses the text of one choice into events: text, reasoning, calls."""
+
+    __slots__ = ("_parser", "_parsing", "called")
+
+    def __init__(self, parsing: Parsing | None) -> None:
+        """Makes the parser. If `parsing` is None, all output is text."""
+        self._parsing = parsing
+        self._parser: OutputParser = PlainText() if parsing is None else parsing.parser()
+        self.called = False  # the output has a call
+
+    def read(self, delta: Delta) -> list[Event]:
+        """Returns the events of the next delta, perhaps none."""
+        events = list(self._parser.feed(delta.text))
+        if delta.ending is not None:
+            events += self._parser.finish(cut=delta.ending.finish_reason == "length")
+        if self._parsing is not None:
+            for event in events:
+                if isinstance(event, CallStart):
+                    self.called = True
+                elif isinstance(event, CallDropped):
+                    self._parsing.dropped()
+        return events
+
+    def replay(self, texts: Iterable[str]) -> None:
+        """Parses texts whose events the client has already and which have been counted."""
+        for text in texts:
+            for _ in self._parser.feed(text):
+                continue
+
+
+def _ending_of(
+    finish: worker_pb2.Finish, prefilled: worker_pb2.Finish, params: GenerationParams, predicted: tuple[int, int]
+) -> Ending:
+    """Returns the ending of a complete choice.
+
+    Args:
+        prefilled: Terminal output of the worker that computed the prompt, whose cached tokens and time in the queue count.
+        predicted: Accepted and rejected prediction tokens.
+    """
+    matched: str | int | None = None
+    if finish.reason in (pb.FINISH_REASON_MATCHED_STRING, pb.FINISH_REASON_MATCHED_REGEX):
+        matched = finish.matched_stop
+    elif finish.reason == pb.FINISH_REASON_MATCHED_TOKEN and finish.HasField("matched_token"):
+        matched = finish.matched_token
+    reason = _FINISH_REASONS.get(finish.reason, "stop")
+    num_tokens = finish.completion_tokens
+    if params.hidden:  # the client wants no token, so none counts
+        matched, num_tokens, reason = None, 0, "abort" if reason == "abort" else "length"
+    is_end_of_sequence = isinstance(matched, int) and matched not in params.stop_token_ids
+    return Ending(
+        finish_reason=reason,
+        stop_reason=None if is_end_of_sequence else matched,
+        matched=matched,
+        prompt_tokens=finish.prompt_tokens,
+        cached_tokens=prefilled.cached_tokens,
+        completion_tokens=num_tokens,
+        queue_ms=prefilled.queue_ms,
+        retractions=finish.retractions,
+        verified_rows=finish.verified_rows,
+        drafted_tokens=finish.drafted_tokens,
+        accepted_tokens=finish.accepted_tokens,
+        accepted_prediction_tokens=predicted[0],
+        rejected_prediction_tokens=predicted[1],
+        cached_by_tier=_by_tier(prefilled),
+    )
+
+
+def _by_tier(finish: worker_pb2.Finish) -> dict[str, int] | None:
+    """Returns cached tokens by SGLang's tiers, and those of another worker as "peer" if there are any. None if all are 0."""
+    found = dict(zip(TIERS, (finish.cached_device_tokens, finish.cached_host_tokens, finish.cached_storage_tokens), strict=True))
+    if finish.cached_peer_tokens:
+        found["peer"] = finish.cached_peer_tokens
+    return found if any(found.values()) else None

@@ -1,0 +1,261 @@
+"""Prepared generation requests: the model, the prompts as token ids and the parameters. Frozen data; the APIs check and make it.
+
+The functions at the end check the memory that all choices of a request may need. They raise ApiError that names the field.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.generation.body_fields import TEXT_ALONE, AnswerBody, FieldNames
+from services.gateway.generation.errors import ApiError, bad_request
+from services.gateway.generation.logprobs import values_per_token
+from services.gateway.generation.origin import Caller
+from services.gateway.output.output_parser import Parsing
+from services.shared import limits
+from services.shared.index.prefix_index import cache_namespace, root_hash
+from services.shared.sampling_parameters import API_DEFAULTS, SamplingDefaults
+
+_UINT64_MASK = (1 << 64) - 1
+
+UNLIMITED_ANSWER_TOKENS = 16384  # output tokens for budgets of a request without max_tokens
+
+
+class ModelVersion(NamedTuple):
+    """A version of a model. Workers of equal versions can continue each other's output and read each other's KV."""
+
+    model: str  # this and the next two as in WorkerInfo
+    revision: str
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model as its workers report it."""
+
+    name: str  # for clients
+    context_len: int  # tokens; 0 if no worker has connected
+    vocab_size: int
+    generates: bool = True  # False: it only makes embeddings
+    embedding_size: int = 0  # numbers in an embedding; 0 if the model makes none
+    source: str = ""  # model id at workers, tokenizers and detokenizers
+    revision: str = ""  # part of the block hashes, as `tokenizer` is
+    tokenizer: str = ""
+    auto_truncates: bool = False  # a prompt that exceeds the context is cut
+    defaults: SamplingDefaults = API_DEFAULTS  # for parameters that a request does not set
+    deterministic: bool = False  # a request has the same result on every worker
+
+    def hash_root(self, cache_salt: str) -> bytes:
+        """Returns the hash that the first block of a prompt is chained to in the prefix index."""
+        return root_hash(self.source, self.revision, self.tokenizer, cache_namespace("", cache_salt))
+
+
+class Models(Protocol):
+    """The models that clients may name."""
+
+    def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
+        """Returns the hash that the first block of a prompt is chained to; empty if routing uses no block hashes."""
+
+    def names(self) -> Sequence[str]:
+        """Returns the names of all models, with or without a worker."""
+
+    def reads_predictions(self, model: ModelInfo) -> bool:
+        """Whether a worker of the model drafts tokens from predicted outputs."""
+
+    async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name, for None the default one. Waits for its first worker.
+
+        Raises:
+            ApiError: There is no such model, the caller may not use it, or no worker of it came in time.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """A prompt of a request as token ids."""
+
+    ids: Sequence[int]  # the packed array of the tokenizer's message
+    text: str | None  # for `echo`, or None if only decoding the ids would give it
+    block_hashes: bytes = b""  # joined hashes of the full blocks; empty until they are computed
+    num_cut: int = 0  # tokens behind `ids` that exceeded the context
+    # If the tokenizer stopped early, a lower bound of the prompt's tokens, of which `ids` has the first; else 0.
+    at_least: int = 0
+    rendered_end: str = ""  # last characters of a rendered chat template
+    prefix: str = ""  # text with which the output begins (`echo`)
+    request_id: str = ""  # the client's name for this prompt, as workers receive it; "" for one made of the request's id
+    prediction: Sequence[int] | None = None  # token ids of the predicted output, or None if the client has sent none
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """The parameters of one prompt. All prompts of a request may share one object.
+
+    `sampling` and `grammar` are wire messages that no code writes after construction; a test checks that.
+    """
+
+    stream: bool  # output is sent to the client as it comes
+    include_usage: bool  # the last event of a stream has the usage
+    n: int  # choices
+    seed: int | None  # seed of the first choice, or None if it is drawn
+    max_tokens: int | None  # output tokens, or None for the rest of the context
+    # Parameters of all choices. The dispatcher adds the grammar, the seed, the output limit and the model's defaults to a copy.
+    sampling: pb.SamplingParams
+    stop_token_ids: frozenset[int]
+    skip_special_tokens: bool
+    include_stop: bool  # the text ends with the stop string
+    cache_salt: str
+    priority: int | None
+    routing_key: str = ""
+    session: worker_pb2.SessionTurn | None = None  # the turn of a session, whose prompt extends the worker's context
+    fields: FieldNames = field(default_factory=FieldNames)  # the client's names of fields that a worker may refuse
+    grammar: pb.Grammar | None = None  # grammar of the output, or None for any text
+    grammar_field: str | None = None  # the client's field that `grammar` was made of
+    grammar_fields: Sequence[str] = ()  # the client's fields that the grammar's parts were made of, by index
+    vector_as_base64: bool = False  # an embedding is returned as its little-endian float32
+    hidden: bool = False  # the client wants no token; an older worker makes one, which is not shown
+    answer: AnswerBody = TEXT_ALONE  # optional fields of the response
+    stream_repeats: bool = False  # each event of a stream repeats the output before it
+    parsing: Parsing | None = None  # finds calls and reasoning in the text, or None if all of it is text
+    best: int = 0  # choices of the n that are shown, those with the likeliest tokens; 0: all
+    shows_logprobs: bool = True  # False: log probabilities only rank the choices
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the client wants log probabilities of output tokens. Choice.logprobs then has one row per output id."""
+        return bool(self.sampling.HasField("logprobs"))
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.wants_logprobs and bool(self.sampling.logprobs.HasField("prompt_from"))
+
+    @property
+    def ends_with_prompt(self) -> bool:
+        """Whether the client wants a vector or a score in place of text."""
+        return bool(self.sampling.HasField("embedding") or self.sampling.HasField("score"))
+
+    def most_tokens(self, prompt_tokens: int, context_len: int) -> int:
+        """Returns the output limit of one choice. In a session only the worker knows the free context, so all of it counts."""
+        room = context_len if self.session is not None else context_len - prompt_tokens
+        return room if self.max_tokens is None else min(self.max_tokens, room)
+
+    def likely_tokens(self, prompt_tokens: int, context_len: int) -> int:
+        """Returns the output tokens of one choice for budgets, at most UNLIMITED_ANSWER_TOKENS without max_tokens."""
+        most = self.most_tokens(prompt_tokens, context_len)
+        return most if self.max_tokens is not None else min(most, UNLIMITED_ANSWER_TOKENS)
+
+    def seed_of(self, number: int, model: ModelInfo) -> int | None:
+        """Returns the seed of one choice for all workers. None if the choice draws no tokens.
+
+        Args:
+            number: Counts the choices of a prompt from 0.
+        """
+        if self.ends_with_prompt:
+            return None
+        if self.seed is not None:
+            return (self.seed + number) & _UINT64_MASK
+        asks = self.sampling.HasField("temperature")
+        temperature = self.sampling.temperature if asks else model.defaults.temperature
+        return secrets.randbits(64) if temperature > 0 else None
+
+
+def one_step(
+    sampling: pb.SamplingParams,
+    priority: int | None,
+    cache_salt: str = "",
+    routing_key: str = "",
+    fields: FieldNames | None = None,
+) -> GenerationParams:
+    """Returns the parameters for one token, one vector or one score."""
+    return GenerationParams(
+        stream=False,
+        include_usage=False,
+        n=1,
+        seed=None,
+        max_tokens=1,
+        sampling=sampling,
+        stop_token_ids=frozenset(),
+        skip_special_tokens=True,
+        include_stop=False,
+        cache_salt=cache_salt,
+        priority=priority,
+        routing_key=routing_key,
+        fields=fields or FieldNames(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A valid request whose prompts are token ids."""
+
+    model: ModelInfo
+    prompts: tuple[PromptInput, ...]
+    params: tuple[GenerationParams, ...]  # one for each prompt; the same object if the client has sent one set
+
+    @classmethod
+    def of(cls, model: ModelInfo, prompts: Sequence[PromptInput], params: GenerationParams) -> GenerationRequest:
+        """Returns a request whose prompts have the same parameters."""
+        return cls(model, tuple(prompts), (params,) * len(prompts))
+
+    def with_params(self, change: Callable[[GenerationParams], GenerationParams]) -> GenerationRequest:
+        """Returns the request with changed parameters."""
+        return replace(self, params=tuple(map(change, self.params)))
+
+    def routed(self, key: str) -> GenerationRequest:
+        """Returns the request with this routing key for prompts whose body has none."""
+        return self.with_params(lambda params: replace(params, routing_key=params.routing_key or key))
+
+
+def check_logprobs(request: GenerationRequest) -> None:
+    """Checks the number of log probability values of all choices, by likely_tokens()."""
+    total = 0
+    for prompt, params in zip(request.prompts, request.params, strict=True):
+        if not params.wants_logprobs:
+            continue
+        total += params.n * logprob_values(params, len(prompt.ids), request.model.context_len)
+        limit = limits.MAX_REPEATED_LOGPROB_VALUES if params.stream_repeats else limits.MAX_LOGPROB_VALUES
+        if total > limit:
+            name = params.fields.of("logprobs")
+            message = (
+                f"'{name}' may have at most {limit} values: tokens of prompts and answers, times choices, "
+                "times 1 + top ones + chosen ids. Ask for fewer, or for fewer tokens."
+            )
+            raise bad_request(name, message)
+
+
+def logprob_values(params: GenerationParams, prompt_tokens: int, context_len: int) -> int:
+    """Returns the number of log probability values of one choice."""
+    wanted = params.sampling.logprobs
+    tokens = params.likely_tokens(prompt_tokens, context_len)
+    if params.wants_prompt_logprobs:
+        tokens += max(0, prompt_tokens - max(1, wanted.prompt_from))
+    return tokens * values_per_token(wanted.top, len(wanted.token_ids))
+
+
+def most_tokens(request: GenerationRequest) -> int:
+    """Returns the tokens of all prompts and of the outputs of all choices, by likely_tokens()."""
+    total = 0
+    for prompt, params in zip(request.prompts, request.params, strict=True):
+        prompt_tokens = len(prompt.ids)
+        output = 0 if params.ends_with_prompt else params.n * params.likely_tokens(prompt_tokens, request.model.context_len)
+        total += prompt_tokens + output
+    return total
+
+
+def check_chars(chars: int, param: str) -> None:
+    """Checks the characters of all texts of a request. Tokenizers accept no more."""
+    if chars > limits.MAX_RENDERED_CHARS:
+        message = f"The texts of '{param}' may have at most {limits.MAX_RENDERED_CHARS} characters."
+        raise ApiError(413, message, param=param, code="request_too_large")
+
+
+def check_sets(allowed: Sequence[int] | None, banned: Sequence[int] | None, choices: int, where: str = "") -> None:
+    """Checks the sets of token ids, which each choice carries. `where` is the path of the fields, with a dot at the end."""
+    ids = len(allowed or ()) + len(banned or ())
+    if ids * choices > limits.MAX_REQUEST_SET_IDS:
+        name = where + ("banned_token_ids" if len(banned or ()) > len(allowed or ()) else "allowed_token_ids")
+        raise bad_request(name, f"'{name}' times prompts times 'n' may have at most {limits.MAX_REQUEST_SET_IDS} ids.")

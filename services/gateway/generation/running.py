@@ -1,0 +1,236 @@
+"""A client's request and its choices: one owner per request, exactly one terminal event per choice.
+
+    ACCEPTED ──► TOKENIZED ──► SUBMITTED ──► STREAMING ──► ENDED
+    reading,     prompts are   a choice is   a token has   every choice has its ending, or
+    validating,  known; waits  on a worker   come back     the request has its error, or the
+    tokenizing   for a worker                              client is gone
+
+All methods run on the event loop. A Choice (choice.py) receives the outputs of the worker and the text of the detokenizer. The
+dispatcher's Placement has its worker and its time in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from services.gateway.generation.bodies import RequestBody
+from services.gateway.generation.choice import Choice, Series
+from services.gateway.generation.errors import ApiError
+from services.gateway.generation.origin import Origin
+from services.gateway.generation.request import GenerationParams, GenerationRequest, ModelInfo, PromptInput
+
+
+class Phase(Enum):
+    ACCEPTED = "accepted"
+    TOKENIZED = "tokenized"
+    SUBMITTED = "submitted"
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+class Measures(Protocol):
+    def series(self, model: str, key: str) -> Series:
+        """Returns the series of a model and the name of an API key, "" without keys."""
+
+
+class Releaser(Protocol):
+    """Frees the slot of a choice on its worker, its position in a queue, and its stream to a detokenizer. Idempotent."""
+
+    def release(self, choice: Choice) -> None: ...
+
+
+class KeyAdmission(Protocol):
+    """A request's slot within the limits of its API key. end() is called once, by its owner."""
+
+    def reserve(self, tokens: int) -> None:
+        """Reserves the largest number of prompt and output tokens that the request may use. Called once; raises ApiError 429."""
+
+    def end(self, used_tokens: int) -> None:
+        """Frees the slot and settles the reservation with the tokens that the request has used."""
+
+
+class RunningRequest:
+    """A generation request from its arrival to release(). Owns its choices, body bytes, admission and trace."""
+
+    params: GenerationParams  # parameters of the first prompt; `stream` and `include_usage` are the same for all prompts
+    model: ModelInfo  # from begin() on
+    series: Series  # from begin() on
+
+    def __init__(
+        self,
+        origin: Origin,
+        releaser: Releaser,
+        measures: Measures,
+        body: RequestBody,
+        closed: Callable[[RunningRequest], None],
+        wants_report: bool = False,
+    ) -> None:
+        """Starts the request's clock.
+
+        Args:
+            body: The request closes it.
+            closed: Takes the request out of the open ones. Idempotent.
+            wants_report: The client asks for a report (report_of).
+        """
+        self.origin = origin
+        self.request_id = origin.request_id
+        self.caller = origin.caller
+        self.trace = origin.trace
+        self.wants_report = wants_report
+        self.workers: list[str] = []  # ids of the workers to which a choice was submitted, each once
+        self.body = body
+        self.admission: KeyAdmission | None = None
+        self.usage: dict[str, Any] | None = None  # set when the response is complete
+        self.task: asyncio.Task[Any] | None = None  # serves the request
+        self.model_source = ""  # model id at workers and detokenizers
+        self._measures = measures
+        self.clock = asyncio.get_running_loop().time
+        self.arrived = self.clock()
+        self.phase = Phase.ACCEPTED
+        self.prompts: Sequence[PromptInput] = ()
+        self.choices: list[Choice] = []
+        self.error: ApiError | None = None
+        self.reached_worker = False
+        self.first_output_s: float | None = None  # seconds from arrival to the first output of a choice
+        self._waits: dict[int, float] = {}  # seconds that each choice waited for a worker, by its index
+        self._releaser = releaser
+        self._closed = closed
+        self._open = 0  # choices without their terminal event
+        self._news: dict[int, Choice] = {}  # by index
+        self._waker: asyncio.Future[None] | None = None
+        self._nudged = False
+
+    @property
+    def key(self) -> str:
+        """Name of the API key of the caller; "" without keys."""
+        return self.caller.key
+
+    def begin(self, prepared: GenerationRequest) -> None:
+        """Makes the choices of each prompt in order."""
+        model = prepared.model
+        self.params, self.prompts = prepared.params[0], prepared.prompts
+        self.model, self.model_source = model, model.source
+        self.series = self._measures.series(model.name, self.key)
+        for prompt, params in zip(prepared.prompts, prepared.params, strict=True):
+            for number in range(params.n):
+                self.choices.append(Choice(self, len(self.choices), number, prompt, params, params.seed_of(number, model)))
+        self._open = len(self.choices)
+        self.phase = Phase.TOKENIZED
+
+    @property
+    def begun(self) -> bool:
+        """Whether a choice has output."""
+        return any(choice.output_ids for choice in self.choices)
+
+    @property
+    def complete(self) -> bool:
+        return self._open == 0 and self.error is None
+
+    @property
+    def tokens_used(self) -> int:
+        """Tokens of all prompts, if a worker has received one of them, and of the output that came to this gateway."""
+        prompts = sum(len(prompt.ids) for prompt in self.prompts) if self.reached_worker else 0
+        earlier = sum(len(choice.resumed.ids) for choice in self.choices if choice.resumed is not None)
+        return prompts + sum(len(choice.output_ids) for choice in self.choices) - earlier
+
+    def placed(self, worker_id: str) -> None:
+        """Notes that a choice has been submitted to this worker."""
+        if worker_id not in self.workers:
+            self.workers.append(worker_id)
+
+    def submitted(self) -> None:
+        self.reached_worker = True
+        if self.phase is Phase.TOKENIZED:
+            self.phase = Phase.SUBMITTED
+
+    def choice_ended(self, choice: Choice) -> None:
+        self._open -= 1
+        self._releaser.release(choice)
+
+    def streaming(self) -> None:
+        if self.first_output_s is None:
+            self.first_output_s = self.clock() - self.arrived
+        if self.phase is not Phase.ENDED:
+            self.phase = Phase.STREAMING
+
+    def choice_waited(self, choice: Choice, seconds: float) -> None:
+        """Adds a wait of this choice for a worker; a choice waits again after its worker was lost."""
+        self._waits[choice.index] = self._waits.get(choice.index, 0.0) + seconds
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds that the choice which waited longest spent waiting for a worker."""
+        return max(self._waits.values(), default=0.0)
+
+    def has_news(self, choice: Choice) -> None:
+        self.streaming()
+        self._news[choice.index] = choice
+        if self.params.stream or self._open == 0:
+            self._wake()
+
+    def nudge(self) -> None:
+        """Ends the current news(), which may then return no choice."""
+        self._nudged = True
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends every choice with an error. No effect after another error, or if the request is complete."""
+        if self.error is not None or (self.choices and self._open == 0):
+            return
+        self.error = error
+        self._release_choices()
+        self._wake()
+
+    def interrupt(self, error: ApiError) -> None:
+        """Ends the request with an error, also while it is prepared. No effect after another error."""
+        if self.error is not None:
+            return
+        self.fail(error)
+        if self.task is not None and self.phase is Phase.ACCEPTED:
+            self.task.cancel()
+
+    def release(self) -> None:
+        """Frees everything that the request holds: its choices on workers, in queues and on detokenizers, its body bytes, its
+        admission and its trace. Ends every path of a request; a second call has no effect."""
+        if self.phase is Phase.ENDED:
+            return
+        self.phase = Phase.ENDED
+        self._release_choices()
+        self.body.close()
+        if (admission := self.hand_over()) is not None:
+            admission.end(self.tokens_used)
+        if self.trace is not None:
+            self.trace.end()
+
+    def hand_over(self) -> KeyAdmission | None:
+        """Gives up the request's place among the open requests, and its admission, which the caller of this method now owns."""
+        self._closed(self)
+        admission, self.admission = self.admission, None
+        return admission
+
+    def _release_choices(self) -> None:
+        for choice in self.choices:
+            self._releaser.release(choice)
+
+    async def news(self) -> list[Choice]:
+        """Waits for output, and returns the choices that have some in the order of its arrival; none after nudge(). Raises the
+        request's ApiError."""
+        while self.error is None and not self._ready() and not self._nudged:
+            self._waker = asyncio.get_running_loop().create_future()
+            await self._waker
+        if self.error is not None:
+            raise self.error
+        self._nudged = False
+        choices = list(self._news.values())
+        self._news.clear()
+        return choices
+
+    def _ready(self) -> bool:
+        return bool(self._news) if self.params.stream else self._open == 0
+
+    def _wake(self) -> None:
+        if self._waker is not None and not self._waker.done():
+            self._waker.set_result(None)

@@ -1,0 +1,198 @@
+"""Writes the events of one output: joins pieces, drops blanks around calls, numbers calls and drops calls beyond the limits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from services.gateway.output.output_parser import (
+    CallArguments,
+    CallDropped,
+    CallEnd,
+    CallStart,
+    Event,
+    ParserSetup,
+    Reasoning,
+    Text,
+)
+from services.gateway.output.source import Marks
+
+BLANKS = " \t\r\n"
+_TAIL_CHARS = 31  # longer than any incomplete mark
+
+
+class EventLog:
+    """The events since the last take(). Joins neighbouring events of a kind, in linear time."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._kind: object = None
+        self._make: Callable[[str], Event] = Text
+        self._pieces: list[str] = []
+
+    def grow(self, kind: object, make: Callable[[str], Event], text: str) -> None:
+        """Adds a piece of text.
+
+        Args:
+            kind: Consecutive pieces with an equal kind become one event.
+            make: Makes the event of the joined text.
+        """
+        if kind != self._kind:
+            self._settle()
+            self._kind, self._make = kind, make
+        if text:
+            self._pieces.append(text)
+
+    def add(self, event: Event) -> None:
+        self._settle()
+        self._events.append(event)
+
+    def extend(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.add(event)
+
+    def take(self) -> list[Event]:
+        self._settle()
+        found, self._events = self._events, []
+        return found
+
+    def _settle(self) -> None:
+        if self._pieces:
+            self._events.append(self._make("".join(self._pieces)))
+        self._kind, self._pieces = None, []
+
+
+class HeldBlanks:
+    """Passes text on, but holds trailing blanks until other text follows."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+
+    def add(self, text: str) -> str:
+        """Returns the text to pass on: held blanks and the new text without trailing blanks."""
+        body = text.rstrip(BLANKS)
+        if not body:
+            self._held.append(text)
+            return ""
+        shown = "".join([*self._held, body])
+        self._held = [text[len(body) :]]
+        return shown
+
+    @property
+    def held(self) -> str:
+        return "".join(self._held)
+
+    def take(self) -> str:
+        """Returns the held blanks and drops them."""
+        found, self._held = "".join(self._held), []
+        return found
+
+
+class EventWriter:
+    """The writer of one output's events. A call is open from start() to end() or abandon(); no text is written within it."""
+
+    def __init__(self, setup: ParserSetup, marks: Marks) -> None:
+        """Starts without events. `marks` are the marks of the format, which text must not show."""
+        self.log = EventLog()
+        self._setup = setup
+        self._marks = marks
+        self._blanks = HeldBlanks()
+        self._thought = HeldBlanks()
+        self._thinking = False  # the current reasoning has written text
+        self._text_since_call = False
+        self._tail = deque[str](maxlen=_TAIL_CHARS)  # the last pieces of the text
+        self._at_seam = False  # a removed mark or call follows the tail
+        self._seam = ""  # held text after the removed text; with the tail, it may form a mark
+        self.begun = 0  # calls, including dropped ones
+        self.given = 0  # calls with an index
+        self._open: int | None = None  # index of the open call; None if no call with an index is open
+
+    @property
+    def wrote_text(self) -> bool:
+        """Whether text other than blanks follows the last call, or the beginning of the output."""
+        return self._text_since_call
+
+    def knows(self, name: str) -> bool:
+        return name in self._setup.tools
+
+    def text(self, text: str) -> None:
+        if self._at_seam:
+            text = self._joined(text)
+        shown = self._blanks.add(text)
+        if shown:
+            self._text_since_call = True
+            self._tail.append(shown)
+            self.log.grow(Text, Text, shown)
+
+    def stray(self, text: str) -> None:
+        """Writes text of a failed attempt, or a stray mark. Marks are removed."""
+        rest = self._marks.without(text)
+        self._at_seam = self._at_seam or len(rest) < len(text)
+        if rest:
+            self.text(rest)
+
+    def _joined(self, text: str) -> str:
+        """Joins text to the tail in front of a removed mark or call.
+
+        Returns:
+            The text to write: with a blank in front if tail and text would form a mark together; "" if more text decides this.
+        """
+        text, before = self._seam + text, "".join(self._tail)[-_TAIL_CHARS:] + self._blanks.held
+        joint, size = before + text, len(before)
+        found = self._marks.find(joint, 0, len(joint))
+        if not found and self._marks.begun(joint, 0, len(joint)) < size:
+            self._seam = text
+            return ""
+        self._at_seam, self._seam = False, ""
+        return f" {text}" if found and found.start() < size else text
+
+    def _end_seam(self) -> None:
+        """Writes the held text, because no more text can complete a mark."""
+        text, self._at_seam, self._seam = self._seam, False, ""
+        if text:
+            self.text(text)
+
+    def reasoning(self, text: str) -> None:
+        shown = self._thought.add(text if self._thinking else text.lstrip(BLANKS))
+        if shown:
+            self._thinking = True
+            self.log.grow(Reasoning, Reasoning, shown)
+
+    def end_reasoning(self) -> None:
+        """Ends the reasoning. Drops its trailing blanks, because the chat template writes them."""
+        self._thought.take()
+        self._thinking = False
+
+    def start(self, name: str) -> None:
+        self._end_seam()
+        self._blanks.take()
+        self._text_since_call, self._at_seam = False, True
+        self.begun += 1
+        if not self.knows(name) or self.given >= self._setup.max_calls:
+            self.log.add(CallDropped(name))
+            return
+        self._open, self.given = self.given, self.given + 1
+        self.log.add(CallStart(self._open, name))
+
+    def arguments(self, fragment: str) -> None:
+        if self._open is not None:
+            self.log.grow(self._open, partial(CallArguments, self._open), fragment)
+
+    def end(self) -> None:
+        if self._open is not None:
+            self.log.add(CallEnd(self._open))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the open call without a CallEnd. Its written arguments stay."""
+        self._open = None
+
+    def finish(self) -> None:
+        """Writes held text at the end of the output. Blanks at the end of text are kept; blanks after a call are dropped."""
+        self._end_seam()
+        thought, blanks = self._thought.take(), self._blanks.take()
+        if thought and self._thinking:
+            self.log.grow(Reasoning, Reasoning, thought)
+        if blanks and (self._text_since_call or not self.begun):
+            self.log.grow(Text, Text, blanks)

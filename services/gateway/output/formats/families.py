@@ -1,0 +1,115 @@
+"""The parser of each format name, and the reader of outputs that may begin with reasoning between two marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.gateway.output.formats import harmony
+from services.gateway.output.formats.deepseek import DEEPSEEK
+from services.gateway.output.formats.json_calls import HERMES, LLAMA3_JSON, MISTRAL
+from services.gateway.output.formats.pythonic import PYTHONIC
+from services.gateway.output.formats.qwen3_coder import QWEN3_CODER
+from services.gateway.output.output_parser import OutputParser, ParserSetup, PlainText
+from services.gateway.output.reading import NO_CALLS, CallFormat, OutputReading, ReadingParser
+from services.gateway.output.source import SPACE, Malformed, Marks, Steps
+from services.shared.output_formats import NONE, REASONING_FORMATS, OutputFormats
+
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "hermes": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "llama3_json": LLAMA3_JSON,
+    "pythonic": PYTHONIC,
+    "mistral": MISTRAL,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK,
+    NONE: NO_CALLS,
+}
+
+
+class OutputReader:
+    """The reader of one output: reasoning between two marks, if there is any, followed by text and calls.
+
+    If an output ends in its reasoning with a complete call, the model has made the call. So the text after a call's opening mark
+    is held and also read as a call. The held text becomes reasoning if the closing mark or other text follows.
+    """
+
+    def __init__(self, calls: CallFormat, marks: Sequence[str], opened: bool) -> None:
+        """Combines two formats.
+
+        Args:
+            calls: The format of calls.
+            marks: The opening and the closing mark of reasoning. Empty for a model without reasoning.
+            opened: Whether the prompt ends with the opening mark.
+        """
+        self._calls = calls
+        self._marks = marks
+        self._opened = opened
+        self._options = tuple(dict.fromkeys((*calls.opens, *calls.marks)))
+
+    def read(self, reading: OutputReading) -> Steps[None]:
+        if self._marks:
+            yield from self._begin(reading)
+        opens, text = self._calls.opens, reading.writer.text
+        longer = tuple(mark for mark in self._marks if mark.startswith(opens))  # marks that begin like a call
+        marks = Marks(*dict.fromkeys((*self._options, *(mark for mark in self._marks if mark not in longer))))
+        while mark := (yield from reading.source.until(marks, text)):
+            rest = yield from reading.source.choose([each[len(mark) :] for each in longer if each.startswith(mark)])
+            if mark in opens and not rest:
+                yield from self._calls.read(reading, mark)
+            else:
+                reading.writer.stray(mark + rest)
+
+    def _begin(self, reading: OutputReading) -> Steps[None]:
+        blanks: list[str] = []
+        yield from reading.source.run(SPACE, blanks.append)
+        begun = yield from reading.source.choose(self._marks[:1])
+        if begun or self._opened:
+            yield from self._reasoning(reading)
+        else:
+            reading.writer.text("".join(blanks))
+
+    def _reasoning(self, reading: OutputReading) -> Steps[None]:
+        """Reads the reasoning up to and with the closing mark, or to the end of the output."""
+        source, writer, end = reading.source, reading.writer, self._marks[1]
+        marks, closing = Marks(end, *(each for each in self._calls.opens if not end.startswith(each))), Marks(end)
+        while mark := (yield from source.until(marks, writer.reasoning)):
+            if mark == end:
+                writer.end_reasoning()
+                yield from source.space()
+                return
+            source.hold(mark)
+            source.bind(closing)
+            trial = reading.trial()
+            try:
+                ends_in_calls = yield from self._only_calls(trial, mark)
+            except Malformed:  # the text is longer than the limit of held text
+                ends_in_calls = False
+            source.bind(None)
+            held = source.release()
+            if ends_in_calls and not (yield from source.peek()) and not source.was_cut:
+                writer.end_reasoning()
+                writer.log.extend(trial.writer.log.take())
+            else:
+                writer.reasoning(held)
+
+    def _only_calls(self, trial: OutputReading, mark: str) -> Steps[bool]:
+        """Returns whether only calls of known tools come before the source's bound, and at least one."""
+        while mark:
+            if mark in self._calls.opens:
+                yield from self._calls.read(trial, mark)
+            if trial.failed or trial.writer.wrote_text:
+                return False
+            yield from trial.source.space()
+            mark = yield from trial.source.choose(self._options)
+        return trial.writer.given > 0 and not (yield from trial.source.peek())
+
+
+def output_parser(formats: OutputFormats, setup: ParserSetup) -> OutputParser:
+    """Returns a parser for one output. Harmony's parser always reads reasoning and calls, because both are in its channels."""
+    if "harmony" in (formats.tools, formats.reasoning):
+        return ReadingParser(harmony.read, harmony.MARKS, setup)
+    if formats.tools == formats.reasoning == NONE:
+        return PlainText()
+    calls, reasoning = CALL_FORMATS[formats.tools], REASONING_FORMATS[formats.reasoning]
+    reader = OutputReader(calls, reasoning, formats.reasoning == "think_open")
+    return ReadingParser(reader.read, (*calls.marks, *reasoning), setup)

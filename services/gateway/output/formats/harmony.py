@@ -1,0 +1,132 @@
+"""Reads harmony (gpt-oss): messages whose headers name a channel and a recipient.
+
+A message in the channel `analysis` is reasoning. A message to `functions.NAME` is a call. Any other message is text. The header
+`<|start|>assistant` of the first message is in the prompt. Source: https://github.com/openai/harmony/blob/main/docs/format.md
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from services.gateway.output.json_text import Breaks
+from services.gateway.output.reading import Outcome, OutputReading
+from services.gateway.output.source import Malformed, Marks, Sink, Steps, discard
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
+_MESSAGE_ENDS = (END, RETURN, CALL, START, CHANNEL)
+_ENDS = Marks(*_MESSAGE_ENDS)
+_BREAKS = Breaks((END, RETURN, CALL), (START, CHANNEL))
+_ALL = Marks(*MARKS)
+_HEADER_ENDS = Marks(MESSAGE, END, RETURN, CALL)
+_HEADER_BEGINS = (START, CHANNEL, MESSAGE, " to=", "to=")
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]+)|(?<=>)to=([^\s<]+)")
+MAX_HEADER_CHARS = 1024  # longer text is no header
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The header of a message."""
+
+    channel: str  # "" if the header names none
+    recipient: str  # "" if the header names none
+
+    @property
+    def calls(self) -> bool:
+        """Whether the message calls a function."""
+        return self.recipient.startswith("functions.")
+
+
+def read(reading: OutputReading) -> Steps[None]:
+    begun = yield from reading.source.choose(_HEADER_BEGINS)
+    yield from _Messages(reading).read(begun)
+
+
+class _Messages:
+    """The messages of one output. Separates messages of the same kind by a line end."""
+
+    def __init__(self, reading: OutputReading) -> None:
+        self._reading = reading
+        self._said: set[str] = set()
+
+    def read(self, begun: str) -> Steps[None]:
+        """Reads all messages. `begun` is the text that has been read of the first header; "" if the output begins without one."""
+        source, writer = self._reading.source, self._reading.writer
+        while True:
+            if not begun:
+                mark = yield from source.until(_ALL, writer.text)
+                if not mark:
+                    return
+                writer.stray(mark)
+                begun = mark if mark in (START, CHANNEL, MESSAGE) else ""
+                continue
+            header = yield from self._header(begun)
+            mark = (yield from self._message(header)) if header else ""
+            writer.stray(mark)
+            begun = mark if mark in (START, CHANNEL) else ""
+
+    def _header(self, begun: str) -> Steps[_Header | None]:
+        """Reads a header, of which `begun` has been read.
+
+        Returns:
+            None if no message follows the header and it names no function, or if it has more than MAX_HEADER_CHARS.
+        """
+        source = self._reading.source
+        if begun == MESSAGE:
+            return _Header("", "")
+        source.record(MAX_HEADER_CHARS)
+        try:
+            mark = yield from source.until(_HEADER_ENDS, discard)
+        except Malformed:
+            mark = ""
+        read = source.forget()
+        found = _parsed(begun + read)
+        if mark == MESSAGE:
+            return found
+        body = read.find("{") if found.calls else -1
+        if body >= 0 or (mark and found.calls):
+            source.give_back(read[body:] if body >= 0 else mark)
+            return found
+        if begun not in MARKS:
+            self._reading.writer.stray(begun + read)
+        return None
+
+    def _message(self, header: _Header) -> Steps[str]:
+        """Reads a message's content and returns the next mark."""
+        writer = self._reading.writer
+        if header.recipient:
+            return (yield from self._call(header.recipient.removeprefix("functions.")))
+        if header.channel == "analysis":
+            return (yield from self._content("thoughts", writer.reasoning))
+        return (yield from self._content("texts", writer.text))
+
+    def _content(self, kind: str, sink: Sink) -> Steps[str]:
+        if kind in self._said:
+            sink("\n")
+        self._said.add(kind)
+        while (mark := (yield from self._reading.source.until(_ALL, sink))) in (MESSAGE, CONSTRAIN):
+            self._reading.writer.stray(mark)
+        return mark
+
+    def _call(self, name: str) -> Steps[str]:
+        """Reads a call's arguments and returns the next mark. Content that is no JSON object becomes text."""
+        outcome = yield from self._reading.attempt("", self._arguments(name))
+        if outcome is Outcome.NONE:
+            return (yield from self._content("texts", self._reading.writer.text))
+        return (yield from self._reading.source.until(_ENDS, discard))
+
+    def _arguments(self, name: str) -> Steps[None]:
+        """Reads an object, which may be missing before the end of the message. Raises Malformed for other text."""
+        yield from self._reading.source.space()
+        if not (yield from self._reading.body_comes(_MESSAGE_ENDS)):
+            raise Malformed
+        self._reading.begin(name)
+        yield from self._reading.arguments(_BREAKS, _MESSAGE_ENDS)
+
+
+def _parsed(header: str) -> _Header:
+    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    return _Header(channel[1] if channel else "", (recipient[1] or recipient[2]) if recipient else "")

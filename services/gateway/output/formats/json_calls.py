@@ -1,0 +1,301 @@
+"""Reads the call formats that write a call's arguments as a JSON object. JsonCall reads the object of one call.
+
+| format | calls |
+| --- | --- |
+| Hermes, Qwen | `<tool_call>{"name": …, "arguments": {…}}</tool_call>` for each call |
+| Llama 3 | `{"name": …, "parameters": {…}}`, optionally after `<|python_tag|>`, separated by semicolons or in a list |
+| Mistral | `[TOOL_CALLS]` before a list of `{"name": …, "arguments": {…}}`, or before each `NAME[ARGS]{…}` |
+"""
+
+from __future__ import annotations
+
+import re
+
+from services.gateway.output import json_text
+from services.gateway.output.json_text import Breaks
+from services.gateway.output.reading import CallFormat, Outcome, OutputReading
+from services.gateway.output.source import Malformed, Marks, Source, Steps, discard
+
+_ARGUMENTS = ("arguments", "parameters")
+HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
+_HERMES_BREAKS = Breaks((HERMES_END,), (HERMES_BEGIN,))
+PYTHON_TAG = "<|python_tag|>"
+_LLAMA3_BREAKS = Breaks((), (PYTHON_TAG,))
+MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_MISTRAL_MARKS = (MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID)
+_MISTRAL_ENDS = (MISTRAL_BEGIN,)  # texts that may follow a call without arguments
+_AFTER_ID = Marks(MISTRAL_ARGUMENTS, MISTRAL_BEGIN, "{")
+_MISTRAL_BREAKS = Breaks((), (MISTRAL_BEGIN,))
+_NAME = re.compile(r"[^\s\[\]{}\"]*")
+
+
+class JsonCall:
+    """The reader of one object: `{"name": …, "arguments": {…}}`, in either order, with other members that are ignored.
+
+    It ends the call in the writer, also if the object is malformed.
+
+    A marked object follows a mark that announces a call. If its arguments are not an object, it is a call without arguments.
+    An unmarked object is a call only if it has arguments and no member outside MEMBERS.
+    """
+
+    MEMBERS = ("name", *_ARGUMENTS, "type", "id")
+
+    def __init__(self, reading: OutputReading, marked: bool, breaks: Breaks) -> None:
+        self._reading = reading
+        self._marked = marked
+        self._breaks = breaks
+        self._name: str | None = None
+        self._before: list[str] = []  # arguments that came before the name
+        self._began = False  # whether the start of the arguments was read
+        self._whole = False  # whether the arguments are complete
+
+    def read(self) -> Steps[None]:
+        """Reads the object from its opening brace. Raises Malformed."""
+        yield from self._reading.source.expect("{")
+        yield from self.members(None)
+
+    def members(self, key: str | None) -> Steps[None]:
+        """Reads the object after its brace, or after its first key if `key` is not None. Raises Malformed."""
+        try:
+            yield from self._members(key)
+        except Malformed:
+            self._break_off()
+            raise
+        if self._name is None or not (self._whole or self._marked):
+            raise Malformed
+        if not self._began:
+            self._give("{}")
+        self._reading.writer.end()
+
+    def _members(self, key: str | None) -> Steps[None]:
+        """Reads up to and with the closing brace. The brace may be missing after the name and complete arguments."""
+        source = self._reading.source
+        while True:
+            yield from source.space()
+            if key is None:
+                if (yield from source.choose(("}",))):
+                    return
+                key = yield from json_text.string(source, self._breaks)
+                yield from source.space()
+            yield from source.expect(":")
+            yield from source.space()
+            yield from self._member(key)
+            yield from source.space()
+            key = None
+            if not (yield from source.choose((",",))):
+                break
+        if not (yield from source.choose(("}",))) and not (self._whole and self._name):
+            raise Malformed
+
+    def _member(self, key: str) -> Steps[None]:
+        if key == "name" and self._name is None:
+            self._name = yield from json_text.string(self._reading.source, self._breaks)
+            self._catch_up()
+        elif key in _ARGUMENTS and not self._began:
+            yield from self._arguments()
+            self._whole = True
+            self._catch_up()
+        elif not self._marked and key not in self.MEMBERS:
+            raise Malformed
+        else:
+            yield from json_text.skip(self._reading.source, self._breaks)
+
+    def _arguments(self) -> Steps[None]:
+        """Reads the arguments: an object, a string with an object's text, or null. Accepts any value in a marked object."""
+        source = self._reading.source
+        first = yield from source.peek()
+        if first == "{":
+            if not (yield from json_text.mended(source, self._give, self._breaks)):
+                raise Malformed
+        elif first == '"':
+            yield from source.take()
+            yield from self._text_of_arguments()
+        elif self._marked:
+            if first not in (",", "}"):
+                yield from json_text.skip(source, self._breaks)
+        elif (yield from json_text.scalar(source)) != "null":
+            raise Malformed
+        if not self._began:
+            self._give("{}")
+
+    def _text_of_arguments(self) -> Steps[None]:
+        """Reads arguments in a string after its opening quote, and passes the decoded text to an inner reader."""
+        source, inner = self._reading.source, Source()
+        reading = self._object_in(inner)
+        next(reading)
+
+        def sink(text: str) -> None:
+            inner.add(text)
+            next(reading, None)
+
+        try:
+            yield from json_text.decoded(source, sink, self._breaks)
+        finally:
+            inner.close(source.was_cut)
+            next(reading, None)
+
+    def _object_in(self, source: Source) -> Steps[None]:
+        """Reads an object. Other text raises Malformed, unless a mark announced the call."""
+        yield from source.space()
+        first = yield from source.peek()
+        if first == "{":
+            yield from json_text.mended(source, self._give)
+        elif first and not self._marked:
+            raise Malformed
+
+    def _give(self, text: str) -> None:
+        if not self._began:
+            self._began = True
+            if self._name is not None:
+                self._reading.begin(self._name)
+        if self._name is None:
+            self._before.append(text)
+        else:
+            self._reading.writer.arguments(text)
+
+    def _catch_up(self) -> None:
+        """Starts the call with the arguments that came before the name."""
+        if self._before and self._name is not None:
+            self._reading.begin(self._name)
+            self._reading.writer.arguments("".join(self._before))
+            self._before = []
+
+    def _break_off(self) -> None:
+        """Ends a malformed call if its name is known. Its arguments are an object, unless a token limit cut them off."""
+        if self._name is None:
+            return
+        if self._whole:
+            self._reading.writer.end()
+        elif self._began:
+            self._reading.end()
+        elif self._marked and self._reading.writer.knows(self._name):
+            self._reading.begin(self._name)
+            self._reading.end("{}")
+
+
+def _read_hermes(reading: OutputReading, mark: str) -> Steps[None]:
+    outcome = yield from reading.attempt(mark, _hermes_call(reading))
+    if outcome is Outcome.WHOLE:
+        yield from reading.closed_by(HERMES_END)
+    elif outcome is Outcome.BROKEN:
+        yield from reading.skip_rest((HERMES_END,), (HERMES_BEGIN,))
+
+
+def _hermes_call(reading: OutputReading) -> Steps[None]:
+    yield from reading.source.space()
+    yield from JsonCall(reading, True, _HERMES_BREAKS).read()
+
+
+HERMES = CallFormat((HERMES_BEGIN,), (HERMES_BEGIN, HERMES_END), _read_hermes)
+
+
+_LLAMA3_KEYS = tuple(f'"{key}"' for key in JsonCall.MEMBERS)
+
+
+def _read_llama3(reading: OutputReading, mark: str) -> Steps[None]:
+    """Reads a call, or a list of calls. Without the mark, any `{` may begin a call.
+
+    The object is text if it has a member that calls do not have.
+    """
+    outcome = yield from reading.attempt(mark, _llama3_call(reading) if mark == "{" else _call_behind_mark(reading, mark))
+    if outcome is not Outcome.WHOLE:
+        return
+    if mark != "[":
+        yield from reading.closed_by(";")
+        return
+    while (yield from _has_another(reading)):
+        if (yield from reading.attempt("{", _llama3_call(reading))) is not Outcome.WHOLE:
+            return
+
+
+def _has_another(reading: OutputReading) -> Steps[bool]:
+    """Reads the text between two objects of a list, with the brace of the second. Returns False if no object follows."""
+    source = reading.source
+    yield from source.space()
+    yield from source.choose((",",))
+    yield from source.space()
+    return (yield from source.choose(("{", "]"))) == "{"
+
+
+def _call_behind_mark(reading: OutputReading, mark: str) -> Steps[None]:
+    yield from reading.source.space()
+    yield from reading.source.expect("{")
+    yield from _llama3_call(reading, mark == PYTHON_TAG)
+
+
+def _llama3_call(reading: OutputReading, marked: bool = False) -> Steps[None]:
+    """Reads a call after its brace. A call after a mark may have no parameters."""
+    yield from reading.source.space()
+    key = yield from reading.source.choose(_LLAMA3_KEYS)
+    if not key:
+        raise Malformed
+    yield from JsonCall(reading, marked, _LLAMA3_BREAKS).members(key.strip('"'))
+
+
+LLAMA3_JSON = CallFormat((PYTHON_TAG, "{", "["), (PYTHON_TAG,), _read_llama3)
+
+
+def _read_mistral(reading: OutputReading, mark: str) -> Steps[None]:
+    yield from _MistralCalls(reading).read(mark)
+
+
+class _MistralCalls:
+    """The calls after one mark."""
+
+    def __init__(self, reading: OutputReading) -> None:
+        self._reading = reading
+        self._in_list = False
+
+    def read(self, mark: str) -> Steps[None]:
+        outcome = yield from self._reading.attempt(mark, self._first())
+        while self._in_list and outcome is Outcome.WHOLE and (yield from self._another()):
+            outcome = yield from self._reading.attempt("", self._object())
+        if outcome is Outcome.BROKEN:
+            yield from self._reading.skip_rest(("]",) if self._in_list else (), (MISTRAL_BEGIN,))
+
+    def _first(self) -> Steps[None]:
+        source = self._reading.source
+        yield from source.space()
+        if (yield from source.choose(_MISTRAL_MARKS)):
+            raise Malformed
+        self._in_list = bool((yield from source.choose(("[",))))
+        yield from source.space()
+        is_object = self._in_list or (yield from source.peek()) == "{"
+        yield from (self._object() if is_object else _named_call(self._reading))
+
+    def _another(self) -> Steps[bool]:
+        """Reads the text between two objects of a list. Returns False if no object follows."""
+        source = self._reading.source
+        yield from source.space()
+        yield from source.choose((",",))
+        yield from source.space()
+        return not (yield from source.choose(("]",))) and (yield from source.peek()) == "{"
+
+    def _object(self) -> Steps[None]:
+        yield from JsonCall(self._reading, True, _MISTRAL_BREAKS).read()
+
+
+def _named_call(reading: OutputReading) -> Steps[None]:
+    """Reads a name and arguments. Raises Malformed if they are no call.
+
+    Some models write `[CALL_ID]` and an id between name and arguments. The id is skipped.
+
+    The name must be a tool's if no object follows, or if neither a mark nor an object follows directly.
+    """
+    source, pieces = reading.source, list[str]()
+    yield from source.run(_NAME, pieces.append)
+    yield from source.space()
+    name, mark = "".join(pieces), (yield from source.choose((MISTRAL_ID, MISTRAL_ARGUMENTS)))
+    if mark == MISTRAL_ID:
+        mark = yield from source.until(_AFTER_ID, discard)
+        if mark != MISTRAL_ARGUMENTS:
+            source.give_back(mark)
+    yield from source.space()
+    has_body, is_known = (yield from reading.body_comes(_MISTRAL_ENDS)), reading.writer.knows(name)
+    if not name or not (has_body or (mark and is_known)) or not (mark or is_known or (yield from source.peek()) == "{"):
+        raise Malformed
+    reading.begin(name)
+    yield from reading.arguments(_MISTRAL_BREAKS, _MISTRAL_ENDS)
+
+
+MISTRAL = CallFormat((MISTRAL_BEGIN,), _MISTRAL_MARKS, _read_mistral)

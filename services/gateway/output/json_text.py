@@ -1,0 +1,385 @@
+"""Reads JSON as models write it, once and forwards, and writes valid JSON.
+
+Valid JSON passes unchanged. Other text is repaired:
+
+- Control characters in a string are escaped. A backslash that begins no escape is doubled.
+- A comma without a value is dropped. `True`, `False` and `None` become `true`, `false` and `null`.
+- Strings and brackets are closed if the output ends in them, or if an outer bracket closes.
+- At an invalid value the JSON ends: open brackets are closed, and the rest of the object is skipped.
+
+A comma and a key wait until their value begins. So the written text can be closed at any time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from services.gateway.output.parameter_types import quoted
+from services.gateway.output.source import SPACE, Malformed, Sink, Source, Steps, discard
+from services.shared.limits import MAX_CALL_DEPTH
+
+_SCALAR = re.compile(r"[-+.0-9A-Za-z_]*")
+_SCALAR_CHARS = 400  # longest number that is accepted; every finite float is shorter
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_WORDS = {word: word for word in ("true", "false", "null")} | {"True": "true", "False": "false", "None": "null"}
+_CLOSERS = {"{": "}", "[": "]"}
+_UNQUOTED = re.compile(r'[^"\\]*')
+_BLANKS = frozenset(" \t\r\n")
+_BEHIND_STRING = frozenset(" \t\r\n,:}]")  # characters that may follow a closing quote
+_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_UNPAIRED = "\ufffd"
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class Breaks:
+    """Marks of a format that end a call, also inside a string whose closing quote the model left out.
+
+    A string holds such marks too, where the model writes about them. So text is held from a mark on, up to the next quote. The
+    string has ended at the mark if the output ends first, or if no string can end at that quote.
+    """
+
+    def __init__(self, ends: Sequence[str] = (), begins: Sequence[str] = ()) -> None:
+        """
+        Args:
+            ends: marks after a call.
+            begins: marks before the next call.
+        """
+        self.marks = (*ends, *begins)
+        self._in_strings = (*self.marks, *(f"\n{mark}" for mark in self.marks))
+        self.firsts = frozenset(mark[0] for mark in self.marks)
+        firsts = re.escape("".join(sorted(self.firsts)))
+        self.plain = re.compile(rf'[^"\\\x00-\x1f{firsts}]*')  # characters of a string
+        self.quoted = re.compile(rf'[^"\\{firsts}]*')  # characters of a skipped string
+        self.outside = re.compile(rf'[^"\[\]{{}}{firsts}]*')  # skipped characters besides strings
+
+    def mark_inside(self, source: Source) -> Steps[str]:
+        """Returns the mark that comes next in a string, or "". Raises Malformed in front of a mark that ends an open string."""
+        mark = yield from source.choose(self._in_strings)
+        if mark and (yield from self._ends_string(source)):
+            source.give_back(mark)
+            raise Malformed
+        return mark
+
+    def _ends_string(self, source: Source) -> Steps[bool]:
+        """Returns whether no closing quote comes. Reads nothing."""
+        read: list[str] = []
+        while True:
+            yield from source.run(_UNQUOTED, read.append)
+            char = yield from source.peek()
+            if char != "\\":
+                break
+            read.append((yield from source.take()))
+            read.append((yield from source.choose(("\\", '"'))))
+        read.append((yield from source.choose(('"',))))
+        behind = yield from source.peek()
+        source.give_back("".join(read))
+        return not char or bool(behind and behind not in _BEHIND_STRING)
+
+
+NO_BREAKS = Breaks()
+
+
+class OpenText:
+    """JSON text on its way to a sink. The shown text can be closed at any time."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.closers: list[str] = []  # one per open bracket
+        self._held: list[str] = []
+        self._in_string = False
+
+    def hold(self, text: str) -> None:
+        """Keeps text until the next value is shown, or drops it if none is."""
+        self._held.append(text)
+
+    def show(self, text: str) -> None:
+        if self._held:
+            text = "".join([*self._held, text])
+            self._held = []
+        self.sink(text)
+
+    def open(self, bracket: str, closer: str) -> None:
+        self.show(bracket)
+        self.closers.append(closer)
+
+    def shut(self, closer: str) -> None:
+        """Closes open brackets up to and with the innermost bracket of this closer. Drops a held comma."""
+        self._held = [text for text in self._held if text not in (",", ", ")]
+        while self.closers[-1] != closer:
+            self.show(self.closers.pop())
+        self.show(self.closers.pop())
+
+    def begin_string(self) -> None:
+        self.show('"')
+        self._in_string = True
+
+    def end_string(self) -> None:
+        self.sink('"')
+        self._in_string = False
+
+    def close(self) -> None:
+        """Closes the open string and all open brackets. Drops held text."""
+        closing = "".join(['"' * self._in_string, *reversed(self.closers)])
+        self._held, self.closers, self._in_string = [], [], False
+        if closing:
+            self.sink(closing)
+
+
+def mended(source: Source, sink: Sink, breaks: Breaks = NO_BREAKS) -> Steps[bool]:
+    """Reads the object or array that comes next, and passes valid JSON to the sink.
+
+    Returns:
+        True if its last bracket was read. False if the text ends first, or a mark of `breaks` comes.
+    """
+    return (yield from _Mender(source, sink, breaks).read())
+
+
+def mended_text(text: str) -> str | None:
+    """Returns valid JSON of a whole object or array. None if a value of it is lost, or if there is more text."""
+    source, pieces = Source(), list[str]()
+    source.add(text.strip())
+    source.close()
+    mender = _Mender(source, pieces.append, NO_BREAKS)
+    assert next(mender.read(), True) is True, "a closed source has all its text"
+    return None if mender.lost or source.unread else "".join(pieces)
+
+
+class _Mender:
+    """Repairs one object or array."""
+
+    def __init__(self, source: Source, sink: Sink, breaks: Breaks) -> None:
+        self._source = source
+        self._breaks = breaks
+        self._out = OpenText(sink)
+        self._after_value = False
+        self.lost = False  # a value could not be repaired
+
+    def read(self) -> Steps[bool]:
+        try:
+            yield from self._bracket()
+            while self._out.closers:
+                yield from self._next()
+            return True
+        except Malformed:
+            if self._source.was_cut:
+                return False
+        closers = list(self._out.closers)
+        self._out.close()
+        if not (yield from self._source.peek()):
+            return False
+        self.lost = True
+        return (yield from self._skip(closers))
+
+    def _next(self) -> Steps[None]:
+        """Reads a closing bracket, a comma, or a value with its key."""
+        source, out = self._source, self._out
+        char = yield from source.peek()
+        if char in _BLANKS:
+            yield from source.run(SPACE, out.hold)
+            char = yield from source.peek()
+        if char and char in "]}":
+            yield from source.take()
+            if char not in out.closers:
+                raise Malformed
+            out.shut(char)
+            self._after_value = True
+        elif char == ",":
+            yield from source.take()
+            if self._after_value:
+                out.hold(",")
+                self._after_value = False
+        elif self._after_value:
+            raise Malformed
+        else:
+            if out.closers[-1] == "}":
+                yield from self._key()
+            yield from self._value()
+
+    def _key(self) -> Steps[None]:
+        source, out = self._source, self._out
+        yield from source.expect('"')
+        out.hold('"')
+        yield from self._chars(out.hold)
+        out.hold('"')
+        if not (yield from source.choose((":",))):
+            yield from source.run(SPACE, out.hold)
+            yield from source.expect(":")
+        out.hold(":")
+        yield from source.run(SPACE, out.hold)
+
+    def _value(self) -> Steps[None]:
+        source, out = self._source, self._out
+        char = yield from source.peek()
+        if char == '"':
+            yield from source.take()
+            out.begin_string()
+            yield from self._chars(out.sink)
+            out.end_string()
+            self._after_value = True
+        elif char and char in _CLOSERS:
+            yield from self._bracket()
+        else:
+            out.show((yield from self._scalar()))
+            self._after_value = True
+
+    def _bracket(self) -> Steps[None]:
+        if len(self._out.closers) >= MAX_CALL_DEPTH:
+            raise Malformed
+        bracket = yield from self._source.take()
+        self._out.open(bracket, _CLOSERS[bracket])
+        self._after_value = False
+
+    def _scalar(self) -> Steps[str]:
+        """Reads a number or a word. Raises Malformed if it is invalid, or if the output was cut off in it."""
+        word = yield from scalar(self._source, _SCALAR)
+        if word in _WORDS and not self._source.was_cut:
+            return _WORDS[word]
+        if self._source.was_cut or len(word) > _SCALAR_CHARS or not _NUMBER.fullmatch(word) or not math.isfinite(float(word)):
+            self.lost = True
+            raise Malformed
+        return word
+
+    def _chars(self, sink: Sink) -> Steps[None]:
+        yield from _chars(self._source, sink, self._breaks, _as_written, _escaped)
+
+    def _skip(self, closers: list[str]) -> Steps[bool]:
+        """Reads on to the last of these closers, or to a mark, which stays. Closers of nothing are skipped."""
+        source, breaks, in_string = self._source, self._breaks, False
+        while closers:
+            yield from source.run(breaks.quoted if in_string else breaks.outside, discard)
+            char = yield from source.peek()
+            if not char:
+                return False
+            if char in breaks.firsts and (mark := (yield from source.choose(breaks.marks))):
+                source.give_back(mark)
+                return False
+            yield from source.take()
+            if char == '"':
+                in_string = not in_string
+            elif in_string:
+                if char == "\\":
+                    yield from source.choose(('"', "\\"))
+            elif char in _CLOSERS:
+                closers.append(_CLOSERS[char])
+            elif char in closers:
+                while closers.pop() != char:
+                    continue
+        return True
+
+
+def skip(source: Source, breaks: Breaks = NO_BREAKS) -> Steps[None]:
+    """Reads any value and drops it. Raises Malformed."""
+    first = yield from source.peek()
+    if first and first in _CLOSERS:
+        if not (yield from mended(source, discard, breaks)):
+            raise Malformed
+    elif first == '"':
+        yield from string(source, breaks)
+    else:
+        yield from scalar(source)
+
+
+_ANY_SCALAR = re.compile(r'[^\s,:"\[\]{}]*')
+
+
+def scalar(source: Source, chars: re.Pattern[str] = _ANY_SCALAR) -> Steps[str]:
+    """Reads a number or a word. Raises Malformed if another character comes."""
+    pieces: list[str] = []
+    yield from source.run(chars, pieces.append)
+    if not pieces:
+        raise Malformed
+    return "".join(pieces)
+
+
+def string(source: Source, breaks: Breaks = NO_BREAKS) -> Steps[str]:
+    """Reads a string and returns its decoded text. Raises Malformed."""
+    pieces: list[str] = []
+    yield from source.expect('"')
+    yield from decoded(source, pieces.append, breaks)
+    return "".join(pieces)
+
+
+def decoded(source: Source, sink: Sink, breaks: Breaks = NO_BREAKS) -> Steps[None]:
+    """Decodes a string whose opening quote was read, up to the closing quote. Raises Malformed."""
+    yield from _chars(source, sink, breaks, _as_meant, str)
+
+
+def _chars(
+    source: Source, sink: Sink, breaks: Breaks, escape: Callable[[Source], Steps[str]], raw: Callable[[str], str]
+) -> Steps[None]:
+    """Reads the characters of a string up to its closing quote. Raises Malformed.
+
+    Args:
+        escape: Reads the text after a backslash and returns the text to pass on.
+        raw: Converts a control character or a mark before it is passed on.
+    """
+    while True:
+        yield from source.run(breaks.plain, sink)
+        char = yield from source.peek()
+        if (char in breaks.firsts or char == "\n") and (mark := (yield from breaks.mark_inside(source))):
+            sink(raw(mark))
+            breaks = NO_BREAKS  # the closing quote has been seen
+            continue
+        yield from source.take()
+        if char == '"':
+            return
+        sink((yield from escape(source)) if char == "\\" else raw(char))
+
+
+def _escaped(text: str) -> str:
+    return quoted(text)[1:-1]
+
+
+def _as_written(source: Source) -> Steps[str]:
+    """Returns a valid escape for the text after a backslash. An unknown escape is doubled; an unpaired surrogate is U+FFFD."""
+    char = yield from source.take()
+    if char != "u":
+        return f"\\{char}" if char in _ESCAPES else f"\\\\{_escaped(char)}"
+    out, code = "", (yield from _code(source))
+    while _is_high(code) and (yield from source.choose(("\\u",))):
+        low = yield from _code(source)
+        if _is_low(low):
+            return f"{out}\\u{code}\\u{low}"
+        out, code = out + r"\ufffd", low
+    if len(code) < 4:
+        return f"{out}\\\\u{code}"
+    return out + (r"\ufffd" if _is_high(code) or _is_low(code) else f"\\u{code}")
+
+
+def _as_meant(source: Source) -> Steps[str]:
+    """Returns the character of the escape after a backslash. An unpaired surrogate is U+FFFD."""
+    char = yield from source.take()
+    if char != "u":
+        return _ESCAPES.get(char, f"\\{char}")
+    out, code = "", (yield from _code(source))
+    while _is_high(code) and (yield from source.choose(("\\u",))):
+        low = yield from _code(source)
+        if _is_low(low):
+            return out + chr(0x10000 + ((int(code, 16) - 0xD800) << 10) + (int(low, 16) - 0xDC00))
+        out, code = out + _UNPAIRED, low
+    if len(code) < 4:
+        return f"{out}\\u{code}"
+    return out + (_UNPAIRED if _is_high(code) or _is_low(code) else chr(int(code, 16)))
+
+
+def _is_high(code: str) -> bool:
+    return len(code) == 4 and 0xD800 <= int(code, 16) < 0xDC00
+
+
+def _is_low(code: str) -> bool:
+    return len(code) == 4 and 0xDC00 <= int(code, 16) < 0xE000
+
+
+def _code(source: Source) -> Steps[str]:
+    """Reads up to four hexadecimal digits. Raises Malformed if the text ends before the fourth."""
+    digits = ""
+    while len(digits) < 4:
+        char = yield from source.peek()
+        if not char:
+            raise Malformed
+        if char not in _HEX:
+            break
+        digits += yield from source.take()
+    return digits

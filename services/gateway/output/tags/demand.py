@@ -1,0 +1,74 @@
+"""Describes the calls that an output may or must have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.output.tags.layouts import Layout, LayoutOrigin, schema
+from services.shared.json_schema import is_annotation
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_NO_MEMBERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_SAYS_TYPE = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "properties")
+_OF_NO_MEMBERS = {"type", "properties", "required"}
+
+
+class TagRefused(ValueError):
+    """A strict tool has parameters that a grammar of this format cannot enforce. The client must change the tool.
+
+    The message is for the client and contains no value of the request.
+    """
+
+    def __init__(self, field: str, why: str) -> None:
+        """Names the request's field that has the tool's parameters, and the reason."""
+        super().__init__(why)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool of a request."""
+
+    name: str
+    parameters: Mapping[str, Any] | None  # a JSON schema; None if the request has no schema
+    strict: bool = False  # the whole schema is enforced, even if no call is forced
+    field: str = "tools"  # field of the request with `parameters`
+
+
+@dataclass(frozen=True, slots=True)
+class CallDemand:
+    """The calls that a request allows or forces."""
+
+    tools: tuple[ToolSpec, ...]  # tools that may be called; only the named tool if the request names one
+    forced: bool  # the output is at least one call, and nothing else
+    parallel: bool  # the output may have more than one call
+
+    def parameters(self, tool: ToolSpec) -> Mapping[str, Any]:
+        """Returns the schema that the tool's arguments must follow."""
+        if not (tool.strict or self.forced):
+            return ANY_OBJECT
+        found = tool.parameters
+        if found is None or _has_no_members(found):
+            return _NO_MEMBERS
+        if tool.strict:
+            return found if any(key in found for key in _SAYS_TYPE) else {**found, **ANY_OBJECT}
+        return found if "type" in found or "$ref" in found else {**found, **ANY_OBJECT}
+
+    def arguments(self, tool: ToolSpec) -> Layout:
+        return schema(self.parameters(tool), self.origin(tool))
+
+    def origin(self, tool: ToolSpec, parameter: str | None = None) -> LayoutOrigin:
+        """Returns the origin of the schema of a parameter, or of the whole arguments if `parameter` is None."""
+        name = None if parameter is None else parameter.replace("~", "~0").replace("/", "~1")
+        return LayoutOrigin(tool.field, "" if name is None else f"/properties/{name}", partial=not tool.strict)
+
+
+def _has_no_members(schema: Mapping[str, Any]) -> bool:
+    """Whether the schema is an empty list of parameters. `{"type": "object"}` has no list, so it allows all parameters."""
+    keywords = {key for key in schema if not is_annotation(key)}
+    if not keywords:
+        return True
+    is_list = keywords <= _OF_NO_MEMBERS and schema.get("type", "object") == "object"
+    return is_list and schema.get("properties") == {} and not schema.get("required")

@@ -1,0 +1,133 @@
+"""Immutable records of a background response, apart from the response that clients see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from services.gateway.generation.request import ModelVersion
+from services.gateway.store.background_past import BackgroundPast
+
+
+class BackgroundStatus(StrEnum):
+    """The status of a response in OpenAI's API."""
+
+    QUEUED = "queued"
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+OPEN = frozenset((BackgroundStatus.QUEUED, BackgroundStatus.IN_PROGRESS))
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundOrder:
+    """A client's request for a background response. It never changes.
+
+    The fields from `tokenizer` on describe the model at the time of the request, because the workers and tokenizers of the
+    gateway that continues may describe it differently. Orders of older gateways lack these fields, and `formats` is None. The
+    gateway that continues then takes them from its own model, and the format of reasoning also from `rendered_end`.
+    """
+
+    id: str
+    owner: str  # owner_of(key)
+    key: str  # name of the API key; "" if the gateway has no API keys
+    request_id: str
+    routing_key: str  # routing key of the request
+    created_at: int  # Unix seconds
+    ends_at: int  # Unix seconds; deadline of the response
+    model: str  # served name
+    asked: Mapping[str, Any]  # request body without its input
+    rendered_end: str  # last characters of the rendered chat, see Prompt
+    context_bytes: int  # size of the earlier responses that this one builds on
+    tokenizer: str = ""  # tokenizer that made the ids of the prompt
+    formats: Sequence[str] | None = None  # names of the tool and reasoning formats, see Parsing
+    reasoning_marks: Sequence[int] = ()  # ids of the opening and the closing mark, see Parsing
+    context_len: int = 0  # tokens
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters by name
+
+    def dumped(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @property
+    def member(self) -> str:
+        return f"{self.owner}:{self.id}"
+
+
+def order_of(content: bytes) -> BackgroundOrder:
+    """Returns a stored order, ignoring unknown fields of other versions. Raises ValueError or TypeError."""
+    found = orjson.loads(content)
+    return BackgroundOrder(**{each.name: found[each.name] for each in fields(BackgroundOrder) if each.name in found})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New output of a response since its previous piece. The fields from `decoded` on are those of EarlierOutput."""
+
+    number: int  # number of the piece within its response, from 1
+    status: BackgroundStatus
+    events: Sequence[bytes]  # JSON, each with its sequence number
+    offset: int = 0  # number of output ids before `ids`
+    ids: bytes = b""  # output ids, 4 bytes each, little-endian
+    text: str = ""  # text from the detokenizer, before it is parsed
+    logprobs: bytes = b""  # LogprobRows of `ids`; b"" for none
+    decoded: int = 0
+    chars: int = 0
+    shown: int = 0
+    weights: Sequence[str] | None = None  # EarlierOutput.version
+    numerics: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """The new content of a conversation's record."""
+
+    name: str  # name of the record
+    version: int  # version that the content extends
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FinalRecords:
+    """The records that the end of a response writes."""
+
+    record: bytes  # record of the response
+    talk: Talk | None = None  # the extended conversation, if the response belongs to one
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The stored state of a response that has not ended. The fields from `decoded` on are those of EarlierOutput."""
+
+    order: BackgroundOrder
+    status: BackgroundStatus
+    prompt: bytes  # ids of the prompt, 4 bytes each, little-endian
+    cancelled: bool  # the client has cancelled the response
+    takes: int  # gateways that have taken the response; restarts at 1 after a gateway has had it for SURVIVED_S
+    pieces: int  # number of pieces written
+    past: BackgroundPast  # content of these pieces, which is read separately
+    decoded: int = 0
+    chars: int = 0
+    shown: int = 0
+    weights: ModelVersion | None = None  # EarlierOutput.version
+    numerics: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of the events of a response."""
+
+    status: BackgroundStatus  # status of the response
+    total: int  # stored events of the response
+    events: Sequence[bytes]  # events of this page
+
+    @property
+    def is_over(self) -> bool:
+        return self.status not in OPEN

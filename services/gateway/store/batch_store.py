@@ -1,0 +1,314 @@
+"""Batches in the store: their records and the results of their lines. OwnerKeys lists the Redis keys of one owner.
+
+    state:batches:open   zset   OWNER:ID of open batches, by the microsecond of their creation
+
+The gateway that runs a batch holds its lease, named by batch_lease(), for every write. The result of a line is written once, even
+if several gateways compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus, Unreadable, record_of
+from services.gateway.store.file_store import page
+from services.gateway.store.lease import Lease, Leases
+from services.gateway.store.state_redis import READS, WRITES, StateRedis
+from services.gateway.store.stored_files import ERRORS, OUTPUT, OwnerKeys, StoredFile, accounts
+from services.shared.limits import MAX_BATCH_WINDOW_S
+
+_OPEN = "state:batches:open"
+SAMPLES = 10  # a call of waiting() looks at one in SAMPLES of the batches beyond the limit per owner
+_RECORDED, _THERE, _FULL = 1, 0, -1
+
+_BEGIN = """
+local id, member, order, lives, oldest, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local now = redis.call('TIME')
+if redis.call('EXISTS', KEYS[1]) == 1 then return 1 end
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', (now[1] - oldest) * 1000000)
+if redis.call('ZCARD', KEYS[2]) >= most then return 0 end
+redis.call('HSET', KEYS[1], 'order', order, 'status', 'validating')
+redis.call('EXPIRE', KEYS[1], lives)
+local at = now[1] * 1000000 + now[2]
+redis.call('ZADD', KEYS[2], at, id)
+redis.call('ZADD', KEYS[3], at, member)
+return 1
+"""
+_WAITING = """
+local most, each, now, samples = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local found, of = {}, {}
+for at, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  if #found >= 2 * most then break end
+  local owner = string.match(member, '^[^:]*')
+  local has_room = (of[owner] or 0) < each
+  if (has_room or at % samples == now % samples) and redis.call('EXISTS', 'state:lease:batch:' .. member) == 0 then
+    local known = redis.call('HMGET', 'state:batch:' .. member, 'status', 'order')
+    local ends = not known[1] or known[1] == 'cancelling' or cjson.decode(known[2]).expires_at <= now
+    if has_room and not ends then of[owner] = (of[owner] or 0) + 1 end
+    if has_room or ends then
+      found[#found + 1] = member
+      found[#found + 1] = ends and 1 or 0
+    end
+  end
+end
+return found
+"""
+_IS_READ = """
+for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  if string.sub(member, 1, #ARGV[1]) == ARGV[1] then
+    local order = redis.call('HGET', 'state:batch:' .. member, 'order')
+    if order and cjson.decode(order).input_file_id == ARGV[2] then return 1 end
+  end
+end
+return 0
+"""
+_CANCEL = """
+local status = redis.call('HGET', KEYS[1], 'status')
+if status == 'validating' or status == 'in_progress' then
+  redis.call('HSET', KEYS[1], 'status', 'cancelling', 'at:cancelling', redis.call('TIME')[1])
+end
+return status
+"""
+# The next three scripts run behind the fence of Leases.write(). KEYS[1] is the lease's key, and ARGV[1] its token.
+_ADVANCE = """
+local is = redis.call('HGET', KEYS[2], 'status')
+if is == ARGV[3] then return 1 end
+if is ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[2], 'status', ARGV[3], 'at:' .. ARGV[3], redis.call('TIME')[1], unpack(ARGV, 4))
+return 1
+"""
+_RECORD = (
+    accounts(5)
+    + """
+local most, batch, lives = tonumber(ARGV[2]), KEYS[2], tonumber(ARGV[3])
+local files = {output = ARGV[4], errors = ARGV[5]}
+local lines = {output = KEYS[3], errors = KEYS[4]}
+local counts = {output = 'completed', errors = 'failed'}
+local said, status = {}, redis.call('HGET', batch, 'status')
+if status ~= 'in_progress' and status ~= 'cancelling' then return 'lost' end
+local function one(number, part, forced, line, tokens)
+  if redis.call('HEXISTS', KEYS[3], number) == 1 or redis.call('HEXISTS', KEYS[4], number) == 1 then return 0 end
+  if forced ~= '1' and used() + #line > most then return -1 end
+  redis.call('HSET', lines[part], number, line)
+  redis.call('EXPIRE', lines[part], lives)
+  redis.call('ZADD', KEYS[u], seconds + lives, files[part])
+  count(files[part], #line)
+  redis.call('HINCRBY', batch, counts[part], 1)
+  redis.call('HINCRBY', batch, 'bytes:' .. part, #line)
+  for name, amount in pairs(cjson.decode(tokens)) do redis.call('HINCRBY', batch, 'usage:' .. name, amount) end
+  return 1
+end
+for at = 6, #ARGV, 5 do said[#said + 1] = one(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]) end
+return said
+"""
+)
+_FINISH = (
+    accounts(6)
+    + """
+local status, member, expires_at, lives = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+if redis.call('ZREM', KEYS[3], member) == 0 then return 0 end
+redis.call('HSET', KEYS[2], 'status', status, 'at:' .. status, seconds, unpack(ARGV, 10))
+redis.call('EXPIRE', KEYS[2], lives)
+for part = 0, 1 do
+  local id, about = ARGV[6 + 2 * part], ARGV[7 + 2 * part]
+  if about ~= '' then
+    redis.call('SET', KEYS[9 + part], about, 'EXAT', expires_at)
+    redis.call('EXPIREAT', KEYS[4 + part], expires_at)
+    redis.call('ZADD', KEYS[u], expires_at, id)
+    redis.call('ZADD', KEYS[u + 2], now[1] * 1000000 + now[2], id)
+  end
+end
+return 1
+"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """The result of one line of a batch."""
+
+    number: int  # number of the line in the input, from 1
+    part: str  # OUTPUT or ERRORS
+    content: bytes  # line of the output or error file, with its line end
+    forced: bool = False  # written even if the owner's quota is full
+    usage: Mapping[str, int] = field(default_factory=dict)  # tokens, by the names of USAGE
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingBatch:
+    """An open batch without a lease holder."""
+
+    owner: str
+    id: str
+    ends: bool  # the batch is cancelled, past its deadline, or without a record, and only has to be ended
+
+
+def batch_lease(owner: str, batch_id: str) -> str:
+    """Returns the name of a batch's lease."""
+    return f"batch:{owner}:{batch_id}"
+
+
+class BatchStore:
+    """The batches in the store.
+
+    Raises:
+        StoreAway: From every method, if the store cannot be reached.
+        LeaseLost: From every method with a lease, if another gateway has it.
+    """
+
+    def __init__(self, redis: StateRedis, leases: Leases, lives_s: int, most: int, most_bytes: int) -> None:
+        """Makes the store.
+
+        Args:
+            lives_s: Lifetime of a batch's record after its end, in seconds.
+            most: Batches per owner.
+            most_bytes: Bytes of files per owner, results of batches included.
+        """
+        self._redis = redis
+        self._leases = leases
+        self._lives_s, self._most, self._most_bytes = lives_s, most, most_bytes
+
+    async def begin(self, order: BatchOrder) -> bool:
+        """Stores a new batch. Returns False if the owner has too many batches."""
+        keys = OwnerKeys(order.owner)
+        place = [keys.batch(order.id), keys.batches, _OPEN]
+        oldest = self._lives_s + MAX_BATCH_WINDOW_S
+        begun = (order.id, _member(order), order.dumped(), self._life(order), oldest, self._most)
+        return bool(await self._redis.call(WRITES + _BEGIN, place, *begun))
+
+    async def get(self, owner: str, batch_id: str) -> BatchRecord | None:
+        found = await self._redis.call(READS + "return redis.call('HGETALL', KEYS[1])", [OwnerKeys(owner).batch(batch_id)])
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return record_of({name.decode(): value for name, value in pairs}) if found else None
+
+    async def listed(self, owner: str, after: str, limit: int) -> tuple[list[BatchRecord], bool]:
+        """Lists batches, the newest first, without those that are Unreadable.
+
+        Args:
+            after: Id of the last batch of the previous page; "" for the first page.
+
+        Returns:
+            The batches, and whether there are more.
+
+        Raises:
+            NoSuchPlace: There is no batch `after`.
+        """
+        ids = await page(self._redis, OwnerKeys(owner).batches, after, limit + 1, rising=False)
+        found: list[BatchRecord] = []
+        for each in ids[:limit]:
+            with suppress(Unreadable):
+                if (record := await self.get(owner, each)) is not None:
+                    found.append(record)
+        return found, len(ids) > limit
+
+    async def cancel(self, owner: str, batch_id: str) -> None:
+        """Marks a batch as cancelling. Has no effect on a batch that has ended or is being finalized."""
+        await self._redis.call(READS + _CANCEL, [OwnerKeys(owner).batch(batch_id)])
+
+    async def is_read(self, owner: str, file_id: str) -> bool:
+        """Returns whether an open batch of the owner has this input file."""
+        return bool(await self._redis.call(READS + _IS_READ, [_OPEN], f"{owner}:", file_id))
+
+    async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
+        """Finds open batches without a lease holder, the oldest first.
+
+        At most `each` batches per owner are returned for running; batches of which only the end is left do not count. Of an owner
+        with more than `each` batches, each further batch is looked at once in SAMPLES seconds.
+
+        Args:
+            most: Largest number of batches to return.
+            now: Unix seconds.
+        """
+        found = await self._redis.call(READS + _WAITING, [_OPEN], most, each, now, SAMPLES)
+        members = [str(member, "ascii").partition(":") for member in found[::2]]
+        return [
+            WaitingBatch(owner, batch_id, bool(ends)) for (owner, _, batch_id), ends in zip(members, found[1::2], strict=True)
+        ]
+
+    async def forget(self, owner: str, batch_id: str) -> None:
+        """Removes a batch whose record has expired from the set of open batches."""
+        await self._redis.call(READS + "return redis.call('ZREM', KEYS[1], ARGV[1])", [_OPEN], f"{owner}:{batch_id}")
+
+    async def done(self, order: BatchOrder) -> set[int]:
+        """Returns the numbers of the lines that have a result."""
+        keys = OwnerKeys(order.owner)
+        script = READS + "return redis.call('HKEYS', KEYS[1])"
+        parts = [await self._redis.call(script, [keys.lines(order.id, part)]) for part in (OUTPUT, ERRORS)]
+        return {int(number) for numbers in parts for number in numbers}
+
+    async def advance(
+        self, lease: Lease, order: BatchOrder, before: BatchStatus, after: BatchStatus, **fields: str | int
+    ) -> bool:
+        """Changes the status of a batch.
+
+        Args:
+            before: Expected present status.
+            fields: Fields of the batch's hash to set together with the status.
+
+        Returns:
+            False if the status is neither `before` nor `after`.
+        """
+        place = [OwnerKeys(order.owner).batch(order.id)]
+        flat = [each for pair in fields.items() for each in pair]
+        return bool(await self._leases.write(lease, _ADVANCE, place, before.value, after.value, *flat))
+
+    async def record(self, lease: Lease, order: BatchOrder, results: Sequence[LineResult]) -> list[LineResult]:
+        """Stores results of lines. A line that has a result keeps it.
+
+        Returns:
+            The results that were not stored, because the owner's quota is full.
+
+        Raises:
+            LeaseLost: Another gateway has the lease, or the batch has ended.
+        """
+        keys = OwnerKeys(order.owner)
+        place = [keys.batch(order.id), keys.lines(order.id, OUTPUT), keys.lines(order.id, ERRORS), *keys.use]
+        flat: list[Any] = []
+        for each in results:
+            flat += [each.number, each.part, int(each.forced), each.content, orjson.dumps(dict(each.usage))]
+        about = (self._most_bytes, self._life(order), order.output_id, order.error_id)
+        said = await self._leases.write(lease, _RECORD, place, *about, *flat)
+        return [each for each, answer in zip(results, said, strict=True) if answer == _FULL]
+
+    async def finish(
+        self,
+        lease: Lease,
+        record: BatchRecord,
+        status: BatchStatus,
+        files: Sequence[StoredFile],
+        expires_at: int,
+        errors: bytes = b"",
+    ) -> bool:
+        """Ends a batch and makes its result files visible.
+
+        Args:
+            files: Result files.
+            expires_at: Unix seconds at which the result files expire.
+            errors: Faults of the input as JSON; b"" for none.
+
+        Returns:
+            False if the batch had ended before.
+        """
+        order, keys = record.order, OwnerKeys(record.order.owner)
+        ids = {OUTPUT: order.output_id, ERRORS: order.error_id}
+        about = {file.part: file.dumped() for file in files}
+        place = [keys.batch(order.id), _OPEN, *(keys.lines(order.id, part) for part in ids), *keys.use]
+        place += [keys.file(each) for each in ids.values()]
+        flat = [each for part, file_id in ids.items() for each in (file_id, about.get(part, b""))]
+        further = ["errors", errors] if errors else []
+        said = (status.value, _member(order), expires_at, self._lives_s)
+        done = await self._leases.write(lease, _FINISH, place, *said, *flat, *further)
+        return bool(done)
+
+    def _life(self, order: BatchOrder) -> int:
+        """Returns the lifetime of the batch's data after a write, in seconds."""
+        return order.expires_at - order.created_at + self._lives_s
+
+
+def _member(order: BatchOrder) -> str:
+    return f"{order.owner}:{order.id}"

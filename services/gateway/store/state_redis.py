@@ -1,0 +1,86 @@
+"""Calls the store's Redis. Each call is one Lua script, so that a crash leaves all of its effect or none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from redis import exceptions
+
+from services.gateway.store.state_store import StoreAway
+from services.shared.index.redis_client import redis_client
+
+TIMEOUT_S = 2.0  # time limit of one attempt
+PAUSE_S = 0.1  # seconds between two attempts
+
+_PASSING = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
+# First lines of scripts. Redis refuses a script without the flag if its memory is full.
+READS = "#!lua flags=allow-oom\n"
+WRITES = "#!lua\n"
+
+
+class StateRedis:
+    """A client of the store's Redis. While Redis is unreachable, only the first call retries; later calls try once."""
+
+    def __init__(self, url: str, patience_s: float) -> None:
+        """Makes the client. A call is retried for up to `patience_s` seconds. Raises ValueError if the URL is invalid."""
+        self._client = redis_client(url, TIMEOUT_S)
+        self._is_away = False
+        self._patience_s = patience_s
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the last call failed because Redis could not be reached."""
+        return self._is_away
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def memory(self) -> tuple[int, int]:
+        """Returns the bytes that the store uses and their limit, 0 without one.
+
+        Raises:
+            StoreAway: The store does not respond, or refuses the command to this user.
+        """
+        try:
+            found = await self._client.info("memory")
+        except (exceptions.RedisError, OSError) as error:
+            raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
+        return int(found["used_memory"]), int(found.get("maxmemory", 0))
+
+    async def call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        """Runs a script, retrying until it returns or `patience_s` has passed. Raises StoreAway.
+
+        An attempt whose reply was lost may have taken effect, and the script runs again. So a second run of a script must not
+        change its effect.
+        """
+        return (await self._tried(script, keys, arguments))[0]
+
+    async def deletes(self, script: str, keys: Sequence[str], *arguments: Any) -> bool:
+        """Runs a script that deletes an object and returns whether the object existed, as call() does. Raises StoreAway.
+
+        Returns:
+            True also if an earlier attempt, whose reply was lost, may have deleted the object.
+        """
+        there, is_repeated = await self._tried(script, keys, arguments)
+        return bool(there) or is_repeated
+
+    async def _tried(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> tuple[Any, bool]:
+        """Returns the script's result, and whether it took more than one attempt. Raises StoreAway."""
+        is_repeated = False
+        until = time.monotonic() + (0.0 if self._is_away else self._patience_s)
+        while True:
+            try:
+                found = await self._client.eval(script, len(keys), *keys, *arguments)
+            except (exceptions.RedisError, OSError) as error:
+                passes = isinstance(error, _PASSING)
+                if not passes or time.monotonic() + PAUSE_S > until:
+                    self._is_away = self._is_away or passes
+                    raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
+            else:
+                self._is_away = False
+                return found, is_repeated
+            is_repeated = True
+            await asyncio.sleep(PAUSE_S)

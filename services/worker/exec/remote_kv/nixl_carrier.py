@@ -1,0 +1,183 @@
+"""The carrier: the process that loads NIXL. Started as python -m services.worker.exec.remote_kv.nixl_carrier DESCRIPTOR.
+
+The descriptor is a socket to the carrier's worker. The carrier is a process of its own for safety: over a network without remote
+keys, such as TCP, a peer of the library can read and write all memory of the process. The carrier has no secret, and no memory
+but pages that are being handed over.
+
+The worker shares memory areas with the carrier. A thread serves each area over a socket of its own, the line, and ends with it.
+The process ends with its worker. Areas stay mapped: on a network without remote keys, a late read of an unmapped address would
+end the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.exec.remote_kv import nixl_frames as frames
+from services.worker.exec.remote_kv.connection import Connection
+from services.worker.exec.remote_kv.frames import MOST_SENTENCE_BYTES
+from services.worker.exec.remote_kv.nixl_agent import AgentFailed, HostAgent, NixlRead
+from services.worker.exec.remote_kv.nixl_frames import Order, OrderKind
+
+logger = logging.getLogger(__name__)
+REPLY_S = 10.0
+ORDER_S = 10.0  # from the first to the last byte of an order
+POLL_S = 0.0002
+UNENDED_POLL_S = 0.1
+
+
+class Mappings:
+    """Maps the memory areas of the worker, each of them once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[int, NDArray[np.uint8]] = {}  # by inode
+
+    def of(self, fd: int, size: int) -> NDArray[np.uint8]:
+        """Returns the area of a descriptor as uint8[size]. Raises OSError or ValueError."""
+        inode = os.fstat(fd).st_ino
+        with self._lock:
+            if inode not in self._mapped:
+                self._mapped[inode] = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+            return self._mapped[inode]
+
+
+class CarriedMemory:
+    """Memory that worker and carrier share. Remote agents read it, or one read writes to its beginning. Belongs to one thread."""
+
+    def __init__(self, agent: HostAgent, memory: NDArray[np.uint8]) -> None:
+        """Registers the memory.
+
+        Args:
+            agent: the agent of this process.
+            memory: uint8[n].
+
+        Raises:
+            AgentFailed: NIXL does not accept the memory.
+        """
+        self._agent, self._size = agent, len(memory)
+        self.address: int = memory.ctypes.data
+        self._registered, self.metadata = agent.register(self.address, self._size)
+        self._other: Any = None  # remote agent whose memory is read
+        self._unended: NixlRead | None = None
+
+    def do(self, order: Order) -> None:
+        """Runs a LOAD or READ order. Raises AgentFailed or TimeoutError."""
+        if order.kind is OrderKind.READ:
+            self._read(order)
+        elif self._other is None:
+            self._other = self._agent.load(order.payload)
+        else:
+            raise AgentFailed("another's memory is loaded already")
+
+    def close(self) -> None:
+        """Returns when no remote agent reads the memory and no read writes to it. Raises AgentFailed."""
+        try:
+            if self._other is not None:
+                self._agent.unload(self._other)
+            while self._unended is not None and not self._is_ended(self._unended):
+                time.sleep(UNENDED_POLL_S)
+        finally:
+            self._agent.forget(self._registered)
+
+    def _read(self, order: Order) -> None:
+        if self._other is None or self._unended is not None or not 0 < order.size <= self._size:
+            raise AgentFailed("no remote memory is loaded, a read is still pending, or the size is outside the area")
+        deadline = time.monotonic() + order.seconds
+        reading = self._unended = self._agent.read(self._other, order.address, self.address, order.size)
+        while not reading.is_done():
+            if time.monotonic() > deadline:
+                raise TimeoutError("a read through NIXL has not ended in time")
+            time.sleep(POLL_S)
+        reading.end()
+        self._unended = None
+
+    @staticmethod
+    def _is_ended(reading: NixlRead) -> bool:
+        try:
+            reading.end()
+        except AgentFailed:  # the read still runs
+            return False
+        return True
+
+
+def _serve(agent: HostAgent, memory: NDArray[np.uint8], line: Connection) -> None:
+    """Serves one memory area until its line ends."""
+    try:
+        carried = CarriedMemory(agent, memory)
+        try:
+            _reply(line, True, frames.ADDRESS.pack(carried.address) + carried.metadata)
+            _obey(carried, line)
+        finally:
+            carried.close()
+        _reply(line, True)
+    except AgentFailed as error:
+        _reply(line, False, str(error).encode())
+
+
+def _obey(carried: CarriedMemory, line: Connection) -> None:
+    """Runs the orders of a line until END. Raises OSError if the line ends, and ValueError for a malformed order."""
+    while True:
+        line.wait()
+        order = frames.receive_order(line, time.monotonic() + ORDER_S)
+        if order.kind is OrderKind.END:
+            return
+        try:
+            carried.do(order)
+            _reply(line, True)
+        except (AgentFailed, TimeoutError) as error:
+            _reply(line, False, str(error).encode())
+
+
+def _reply(line: Connection, is_done: bool, payload: bytes = b"") -> None:
+    """Sends a reply. Raises OSError."""
+    told = payload if is_done else payload[:MOST_SENTENCE_BYTES]
+    frames.send_reply(line, is_done, told, time.monotonic() + REPLY_S)
+
+
+def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line: Connection) -> None:
+    """Runs on a thread and serves one memory area."""
+    try:
+        _serve(agent, mappings.of(memory_fd, size), line)
+    except (OSError, ValueError) as error:
+        logger.info("the carrier stops serving a memory area: %s", error)
+    finally:
+        os.close(memory_fd)
+        line.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the worker finishes its work and then ends this process
+    worker = socket.socket(fileno=int(sys.argv[1]))
+    said = Connection(worker)
+    try:
+        agent = HostAgent()
+    except AgentFailed as error:
+        _reply(said, False, str(error).encode())
+        return
+    _reply(said, True)
+    worker.settimeout(None)
+    mappings = Mappings()
+    while True:
+        told, fds, _, _ = socket.recv_fds(worker, frames.SIZE.size, 2)
+        if not told:
+            os._exit(0)  # does not wait for other threads
+        memory_fd, line_fd = fds
+        line = Connection(socket.socket(fileno=line_fd))
+        (size,) = frames.SIZE.unpack(told)
+        threading.Thread(target=_carry, args=(agent, mappings, memory_fd, size, line), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The frames between a worker and its carrier, the process that loads NIXL. Little-endian, of fixed sizes.
+
+    worker                              carrier
+    (started)                      <-   reply 8 | error message, if NIXL cannot be loaded
+    size 8, with two descriptors   ->   (memory, and a socket for it: the line, on which the rest follows)
+                                   <-   reply 8 | address 8, metadata
+    order 32, LOAD | metadata      ->
+                                   <-   reply 8
+    order 32, READ                 ->
+                                   <-   reply 8
+    order 32, END                  ->
+                                   <-   reply 8: the memory is not read or written any more
+
+Numbers are sizes in bytes. The payload of a reply that refuses is an error message. A line that ends without END also ends the
+use of the memory, without a reply.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from services.shared import limits
+from services.worker.exec.remote_kv.connection import Connection
+from services.worker.exec.remote_kv.frames import MOST_SENTENCE_BYTES
+
+_ORDER = struct.Struct("<B3xIQQd")  # kind, bytes of the payload, address, size, seconds
+_REPLY = struct.Struct("<B3xI")  # whether it was done, bytes of the payload
+SIZE, ADDRESS = struct.Struct("<Q"), struct.Struct("<Q")
+ORDER_BYTES = _ORDER.size
+MOST_PAYLOAD_BYTES = max(limits.MAX_NIXL_METADATA_BYTES + ADDRESS.size, MOST_SENTENCE_BYTES)
+
+
+class OrderKind(enum.IntEnum):
+    """LOAD adds remote memory, READ reads from it, END ends the use of the shared memory."""
+
+    LOAD = 1
+    READ = 2
+    END = 3
+
+
+class CarrierRefuses(OSError):
+    """Raised if the carrier refuses an order. The message is the carrier's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of the worker for one memory area."""
+
+    kind: OrderKind
+    payload: bytes = b""  # metadata of the remote memory; only with LOAD
+    address: int = 0  # address of the remote memory, which is read to the beginning of the area; only with READ
+    size: int = 0  # bytes; only with READ
+    seconds: float = 0.0  # time limit; only with READ
+
+
+def send_order(line: Connection, order: Order, deadline: float) -> None:
+    """Sends an order. Raises OSError."""
+    head = _ORDER.pack(order.kind, len(order.payload), order.address, order.size, order.seconds)
+    line.send(head + order.payload, deadline)
+
+
+def receive_order(line: Connection, deadline: float) -> Order:
+    """Returns the next order. Raises OSError if the line has ended, and ValueError for an unknown kind."""
+    head = bytearray(ORDER_BYTES)
+    if line.receive_into(head, deadline) < len(head):
+        raise ConnectionError("its line has ended")
+    kind, size, *rest = _ORDER.unpack(head)
+    payload = _payload(line, size, deadline)
+    return Order(OrderKind(kind), payload, *rest)
+
+
+def send_reply(line: Connection, is_done: bool, payload: bytes, deadline: float) -> None:
+    """Sends a reply. Raises OSError."""
+    line.send(_REPLY.pack(is_done, len(payload)) + payload, deadline)
+
+
+def receive_reply(line: Connection, deadline: float) -> bytes:
+    """Returns the payload of a reply. Raises CarrierRefuses for a refusal, and OSError."""
+    head = bytearray(_REPLY.size)
+    if line.receive_into(head, deadline) < len(head):
+        raise ConnectionError("the process that has NIXL in it has ended")
+    is_done, size = _REPLY.unpack(head)
+    payload = _payload(line, size, deadline)
+    if not is_done:
+        raise CarrierRefuses(payload.decode(errors="replace"))
+    return payload
+
+
+def _payload(line: Connection, size: int, deadline: float) -> bytes:
+    """Receives a payload. Raises OSError."""
+    if size > MOST_PAYLOAD_BYTES:
+        raise ConnectionError(f"{size} bytes are said to follow; {MOST_PAYLOAD_BYTES} are the most")
+    payload = bytearray(size)
+    if line.receive_into(payload, deadline) < size:
+        raise ConnectionError("a message has broken off")
+    return bytes(payload)

@@ -1,0 +1,224 @@
+"""The worker's side of the carrier, the process that loads NIXL: starts it and shares memory with it.
+
+A failure of NIXL is an OSError here, and the pages then go over TCP. A carrier that has ended is not started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.shared import limits
+from services.shared.observe.log_fields import fields
+from services.worker.exec.remote_kv import nixl_frames as frames
+from services.worker.exec.remote_kv.connection import Connection
+from services.worker.exec.remote_kv.nixl_frames import Order, OrderKind
+
+logger = logging.getLogger(__name__)
+ROOT = Path(__file__).resolve().parents[4]  # the folder that holds `services`
+# Prefixes of the environment variables that the carrier inherits. No such variable is a secret of the worker.
+PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")
+START_S = 60.0
+END_S = 1.0
+REPLY_S = 1.0  # after the deadline of an order, which the carrier observes itself
+
+
+class NoAreaLeft(OSError):
+    """Raised if the largest number of memory areas is in use."""
+
+
+class SharedMemory:
+    """Memory that this process and its carrier share, at different addresses."""
+
+    def __init__(self, size: int) -> None:
+        """Allocates the memory. Raises OSError."""
+        self.fd = os.memfd_create("kv-staging", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self.data: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+        except (OSError, ValueError):
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Closes the descriptor. Existing mappings stay."""
+        os.close(self.fd)
+
+
+class CarriedArea:
+    """A memory area that remote workers read through NIXL, or into which a read writes.
+
+    It belongs to one thread. `close` returns the memory, wiped.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, line: Connection, take_back: Callable[[SharedMemory], None], deadline: float
+    ) -> None:
+        """Waits until the carrier has registered the memory.
+
+        Args:
+            memory: shared with the carrier.
+            line: socket to the carrier's thread for this memory.
+            take_back: receives the memory when neither the carrier nor a remote agent uses it.
+            deadline: end of the wait.
+
+        Raises:
+            OSError: the carrier has refused or ended.
+        """
+        self._memory, self._line, self._take_back = memory, line, take_back
+        told = frames.receive_reply(line, deadline)
+        (self.address,) = frames.ADDRESS.unpack_from(told)  # address of the first byte in the carrier
+        self.metadata = told[frames.ADDRESS.size :]  # a remote agent needs it to read the memory
+        self.data = memory.data  # uint8[n]
+
+    def load(self, metadata: bytes, deadline: float) -> None:
+        """Adds remote memory, from which read() reads. Raises OSError."""
+        self._order(Order(OrderKind.LOAD, metadata), deadline)
+
+    def read(self, address: int, size: int, deadline: float) -> None:
+        """Reads `size` bytes from the address of the remote memory to the beginning of the area.
+
+        Raises OSError or TimeoutError.
+        """
+        self._order(Order(OrderKind.READ, address=address, size=size, seconds=deadline - time.monotonic()), deadline)
+
+    def close(self) -> None:
+        """Wipes the memory and returns it.
+
+        If the carrier does not confirm in time that the memory is unused, the memory is not used again.
+        """
+        self.wipe()
+        try:
+            self._order(Order(OrderKind.END), time.monotonic() + END_S)
+        except OSError as error:
+            logger.info("memory is not given back by NIXL", extra=fields(error=str(error)))
+            self._memory.close()
+        else:
+            self.wipe()  # an aborted read may have written to it
+            self._take_back(self._memory)
+        finally:
+            self._line.close()
+
+    def wipe(self) -> None:
+        self.data[:] = 0
+
+    def _order(self, order: Order, deadline: float) -> None:
+        frames.send_order(self._line, order, deadline)
+        frames.receive_reply(self._line, deadline + REPLY_S)
+
+
+class Carrier:
+    """The carrier process, from its start on. Any thread may call it."""
+
+    def __init__(self) -> None:
+        """Starts the process and waits until it has loaded NIXL. Raises OSError if NIXL cannot be loaded."""
+        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        own.set_inheritable(False)
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.worker.exec.remote_kv.nixl_carrier", str(its.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+                env=_environment(),
+            )
+        self._socket = own
+        self._lock = threading.Lock()  # guards sends on the socket, and the fields below
+        self._free: list[SharedMemory] = []  # areas of equal size
+        self._made = 0
+        self._is_closed = False
+        try:
+            frames.receive_reply(Connection(own), time.monotonic() + START_S)
+        except OSError:
+            self.close()
+            raise
+
+    def area(self, size: int, deadline: float) -> CarriedArea:
+        """Returns a memory area.
+
+        Args:
+            size: bytes; the same in every call.
+            deadline: end of the registration.
+
+        Raises:
+            NoAreaLeft: the largest number of areas is in use.
+            OSError: the carrier has refused or ended.
+        """
+        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        line = Connection(own)
+        try:
+            with its:
+                memory = self._give(size, its)
+            try:
+                return CarriedArea(memory, line, self._take_back, deadline)
+            except frames.CarrierRefuses:  # the carrier does not use the memory
+                self._take_back(memory)
+                raise
+            except BaseException:
+                memory.close()
+                raise
+        except BaseException:
+            line.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the process. Only areas may be called afterwards."""
+        with self._lock:
+            self._is_closed = True
+            self._socket.close()  # the process then ends by itself
+            while self._free:
+                self._free.pop().close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _take_back(self, memory: SharedMemory) -> None:
+        with self._lock:
+            if self._is_closed:
+                memory.close()
+            else:
+                self._free.append(memory)
+
+    def _give(self, size: int, line: socket.socket) -> SharedMemory:
+        """Takes free memory, or allocates some, and sends it to the carrier with a line.
+
+        Raises:
+            NoAreaLeft: the largest number of areas is in use.
+            OSError: the carrier has ended.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the NIXL carrier is closed")
+            if self._free:
+                memory = self._free.pop()
+            elif self._made < limits.MAX_STAGING_AREAS:
+                memory = SharedMemory(size)
+                self._made += 1
+            else:
+                raise NoAreaLeft(f"{limits.MAX_STAGING_AREAS} connections have memory of NIXL's already, which are the most")
+            assert len(memory.data) == size, "all areas have one size"
+            try:
+                socket.send_fds(self._socket, [frames.SIZE.pack(size)], [memory.fd, line.fileno()])
+            except OSError:
+                self._free.append(memory)
+                raise
+            return memory
+
+
+def _environment() -> dict[str, str]:
+    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return {"NIXL_LOG_LEVEL": "WARN", **passed, "PYTHONPATH": path}

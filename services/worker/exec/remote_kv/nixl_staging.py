@@ -1,0 +1,173 @@
+"""Hands pages to a remote worker through memory that it reads with NIXL, piece by piece.
+
+    area   slots x slot_bytes, for one connection: memory of the carrier; only this reader gets its address
+
+The reader can read the area at any time, so a piece is in it only during its handover: the server first copies the piece to
+private memory, checks that the reservation is still open, and only then copies it to a slot. The marks of shared_ring.py go over
+the connection: the server marks each filled slot, and the reader marks each slot that it has read. The server wipes a slot at
+this mark, at the deadline, or when the connection ends.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from rootstock.v1 import kv_pb2 as pb
+from services.shared import limits
+from services.worker.core.contracts.transfers import I32
+from services.worker.exec.remote_kv import frames
+from services.worker.exec.remote_kv.connection import Connection
+from services.worker.exec.remote_kv.frames import Answer, Malformed, Status
+from services.worker.exec.remote_kv.nixl_process import Carrier
+from services.worker.exec.remote_kv.shared_ring import BROKEN, FILLED, FREE, RingShape, receive_mark
+
+SLOTS = 4
+SLOT_BYTES = 4 << 20  # limit of a piece; a piece has at least one page
+NONCE_BYTES = 32
+PIECE_TIMEOUT_S = 2.0  # short enough to leave time for a read over TCP
+_ADDRESSES = 1 << 64
+
+
+class Unstaged(OSError):
+    """Raised if pages cannot be read through NIXL on this connection. The message states the fault."""
+
+
+def staging_shape(page_bytes: int) -> RingShape:
+    return RingShape(SLOTS, max(1, SLOT_BYTES // page_bytes) * page_bytes)
+
+
+class StagingSender:
+    """Sends the pages of one connection through a staging area."""
+
+    def __init__(self, connection: Connection, page_bytes: int, carrier: Carrier, deadline: float) -> None:
+        """Allocates the area. Raises OSError."""
+        self._connection, self._page_bytes = connection, page_bytes
+        shape = self._shape = staging_shape(page_bytes)
+        self._own = memoryview(bytearray(shape.slot_bytes))
+        self._area = carrier.area(shape.num_bytes, deadline)
+        self._slots = self._area.data.reshape(shape.slots, shape.slot_bytes)
+        self.told = self._tell().SerializeToString()  # a StagingArea, for the reader
+
+    def send(self, pages: I32, copy: Callable[[I32, memoryview], bool], deadline: float) -> int:
+        """Sends pages as PageSender.send() does. Returns after the reader has read all of them."""
+        shape, sent = self._shape, 0
+        head = frames.pack_answer(Answer(Status.OK, len(pages) * self._page_bytes))
+        at_once = shape.slot_bytes // self._page_bytes
+        filled = emptied = 0
+        while sent < len(pages):
+            if filled - emptied == shape.slots:
+                self._empty(emptied, deadline)
+                emptied += 1
+            part = pages[sent : sent + at_once]
+            own = self._own[: len(part) * self._page_bytes]
+            if not copy(part, own):
+                if sent:
+                    self._connection.send(BROKEN, deadline)
+                break
+            self._slots[filled % shape.slots, : len(own)] = np.frombuffer(own, np.uint8)
+            self._connection.send(FILLED if sent else head + FILLED, deadline)
+            filled, sent = filled + 1, sent + len(part)
+        for piece in range(emptied, filled):
+            self._empty(piece, deadline)
+        return sent
+
+    def close(self) -> None:
+        self._area.close()
+
+    def _empty(self, piece: int, deadline: float) -> None:
+        """Waits for the reader's mark and wipes the slot. Raises OSError, TimeoutError or Malformed."""
+        if receive_mark(self._connection, deadline) != FREE:
+            raise Malformed("the reader returned a slot with an unknown mark")
+        self._slots[piece % self._shape.slots] = 0
+
+    def _tell(self) -> pb.StagingArea:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        room = self._area.data[:NONCE_BYTES]
+        room[:] = np.frombuffer(nonce, np.uint8)[: len(room)]
+        addresses = [self._area.address + slot * self._shape.slot_bytes for slot in range(self._shape.slots)]
+        return pb.StagingArea(
+            metadata=self._area.metadata, addresses=addresses, slot_bytes=self._shape.slot_bytes, nonce=room.tobytes()
+        )
+
+
+class StagingReceiver:
+    """Receives the pages of one connection through a staging area. Its own memory has pages in it only during a read."""
+
+    transport = "nixl"
+
+    def __init__(self, told: bytes, page_bytes: int, carrier: Carrier, deadline: float) -> None:
+        """Reads the server's nonce through NIXL, to test the path.
+
+        Args:
+            told: a serialized StagingArea.
+            page_bytes: size of a page.
+            carrier: carrier of this worker.
+            deadline: end of the test.
+
+        Raises:
+            Unstaged: the test failed.
+        """
+        shape = staging_shape(page_bytes)
+        area = parse_area(told, page_bytes, shape.slot_bytes)
+        self._addresses, self._slot_bytes = list(area.addresses), int(area.slot_bytes)
+        try:
+            self._area = carrier.area(shape.slot_bytes, deadline)
+        except OSError as error:
+            raise Unstaged(str(error)) from error
+        try:
+            self._area.load(area.metadata, deadline)
+            self._read(0, len(area.nonce), deadline)
+            if self._area.data[: len(area.nonce)].tobytes() != area.nonce:
+                raise Unstaged("the nonce that was read is not the announced nonce")
+        except OSError as error:
+            self._area.close()
+            raise Unstaged(str(error)) from error
+
+    def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
+        """Receives pages as PageReceiver does. Raises Unstaged if the connection has become unusable."""
+        room = np.frombuffer(out, np.uint8)
+        try:
+            for piece, begin in enumerate(range(0, len(room), self._slot_bytes)):
+                mark = receive_mark(connection, deadline)
+                if mark == BROKEN:
+                    return False
+                if mark != FILLED:
+                    raise Malformed("the remote worker passed a piece with an unknown mark")
+                part = room[begin : begin + self._slot_bytes]
+                self._read(piece % len(self._addresses), len(part), min(deadline, time.monotonic() + PIECE_TIMEOUT_S))
+                np.copyto(part, self._area.data[: len(part)])
+                connection.send(FREE, deadline)
+            return True
+        finally:
+            self._area.wipe()
+
+    def close(self) -> None:
+        self._area.close()
+
+    def _read(self, slot: int, size: int, deadline: float) -> None:
+        """Reads from a slot to the beginning of the own area. Raises Unstaged."""
+        try:
+            self._area.read(self._addresses[slot], size, deadline)
+        except OSError as error:
+            raise Unstaged(str(error)) from error
+
+
+def parse_area(told: bytes, page_bytes: int, most_slot_bytes: int) -> pb.StagingArea:
+    """Returns the parsed and checked StagingArea. Raises Unstaged if pages of this size cannot be read from it."""
+    area = pb.StagingArea()
+    try:
+        area.ParseFromString(told)
+    except DecodeError as error:
+        raise Unstaged("the description of its staging area is not a StagingArea") from error
+    if not 0 < len(area.metadata) <= limits.MAX_NIXL_METADATA_BYTES or not 0 < len(area.addresses) <= limits.MAX_STAGING_SLOTS:
+        raise Unstaged(f"its staging area has {len(area.addresses)} slots and {len(area.metadata)} bytes of metadata")
+    if not 0 < area.slot_bytes <= most_slot_bytes or area.slot_bytes % page_bytes:
+        raise Unstaged(f"pages of {page_bytes} bytes do not fill slots of {area.slot_bytes}; {most_slot_bytes} are the most")
+    if not 0 < len(area.nonce) <= min(NONCE_BYTES, area.slot_bytes) or max(area.addresses) > _ADDRESSES - area.slot_bytes:
+        raise Unstaged("its staging area has a nonce of invalid size or an invalid address")
+    return area

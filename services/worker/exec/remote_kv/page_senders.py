@@ -1,0 +1,78 @@
+"""Sends pages to the reader of a connection, through its socket or through a ring in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from services.worker.core.contracts.transfers import I32
+from services.worker.exec.remote_kv import frames
+from services.worker.exec.remote_kv.connection import Connection
+from services.worker.exec.remote_kv.frames import Answer, Status
+from services.worker.exec.remote_kv.shared_ring import RingWriter, shape_for
+
+KEPT_BYTES = 16 << 20  # largest copy whose memory is kept for the next one: fresh memory is filled several times as slowly
+Copy = Callable[[I32, memoryview], bool]
+"""Fills `out` with the bytes of (pages int32[n], out). Returns False if the bytes must not be sent."""
+
+
+class PageSender(Protocol):
+    """Sends the pages of one connection on one thread."""
+
+    def send(self, pages: I32, copy: Copy, deadline: float) -> int:
+        """Sends an answer with the pages, or with as many of the first pages as `copy` permits.
+
+        Returns:
+            Number of sent pages. If it is 0, no answer was sent.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection is broken.
+            Exception: the errors of `copy`.
+        """
+
+    def close(self) -> None: ...
+
+
+class SocketSender:
+    """Sends pages through the socket. It copies all pages of a request before it sends the first one."""
+
+    def __init__(self, connection: Connection, page_bytes: int) -> None:
+        self._connection, self._page_bytes = connection, page_bytes
+        self._kept = memoryview(bytearray())
+
+    def send(self, pages: I32, copy: Copy, deadline: float) -> int:
+        size = len(pages) * self._page_bytes
+        out = self._kept if size <= len(self._kept) else memoryview(bytearray(size))
+        if size <= KEPT_BYTES:
+            self._kept = out
+        if not copy(pages, out[:size]):
+            return 0
+        self._connection.send(frames.pack_answer(Answer(Status.OK, size)), deadline)
+        self._connection.send(out[:size], deadline)
+        return len(pages)
+
+    def close(self) -> None:
+        self._kept = memoryview(b"")
+
+
+class RingSender:
+    """Sends pages through a ring in shared memory."""
+
+    def __init__(self, connection: Connection, page_bytes: int, deadline: float) -> None:
+        """Allocates the ring and sends its descriptor to the reader. Raises OSError."""
+        self._connection, self._page_bytes = connection, page_bytes
+        shape = shape_for(page_bytes)
+        self._ring = RingWriter(shape)
+        try:
+            connection.send_with(self._ring.fd, frames.pack_ring(shape.slots, shape.slot_bytes), deadline)
+        except OSError:
+            self._ring.close()
+            raise
+
+    def send(self, pages: I32, copy: Copy, deadline: float) -> int:
+        head = frames.pack_answer(Answer(Status.OK, len(pages) * self._page_bytes))
+        return self._ring.send(self._connection, head, pages, self._page_bytes, copy, deadline)
+
+    def close(self) -> None:
+        self._ring.close()

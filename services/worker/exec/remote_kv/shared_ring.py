@@ -1,0 +1,168 @@
+"""Hands pages to another worker on the same machine through shared memory, piece by piece.
+
+    ring   slots x slot_bytes, in memory with a descriptor (memfd); its size is sealed, and only its maker can write it
+
+The descriptor goes over a Unix socket. Marks of one byte go over it, too: the server marks each filled slot, and the reader marks
+each slot that may be filled again. Server and reader copy at the same time, and a piece is still in the CPU cache when the reader
+copies it. If the reservation is closed before a piece is copied, the piece is not marked, though its bytes are in the ring.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.transfers import I32
+from services.worker.exec.remote_kv.connection import Connection
+from services.worker.exec.remote_kv.frames import Malformed
+
+SLOTS = 4
+SLOT_BYTES = 1 << 20  # limit of a piece; a piece has at least one page
+MOST_RING_BYTES = 1 << 34  # largest ring that a reader maps
+FILLED, BROKEN, FREE = b"\1", b"\0", b"\1"
+_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; the name is Python 3.13's
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+
+
+@dataclass(frozen=True, slots=True)
+class RingShape:
+    """The size of a ring."""
+
+    slots: int
+    slot_bytes: int  # a multiple of the page size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    def pieces(self, size: int) -> int:
+        return -(-size // self.slot_bytes)
+
+
+def shape_for(page_bytes: int) -> RingShape:
+    return RingShape(SLOTS, max(1, SLOT_BYTES // page_bytes) * page_bytes)
+
+
+class RingWriter:
+    """The server's side of a ring, for one connection. The reader gets `fd`."""
+
+    def __init__(self, shape: RingShape) -> None:
+        """Allocates the memory. Raises OSError if the system has no sealed shared memory."""
+        self._shape = shape
+        self.fd = os.memfd_create("kv-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, shape.num_bytes)
+            self._memory = memoryview(mmap.mmap(self.fd, shape.num_bytes))
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def send(
+        self,
+        connection: Connection,
+        head: bytes,
+        pages: I32,
+        page_bytes: int,
+        copy: Callable[[I32, memoryview], bool],
+        deadline: float,
+    ) -> int:
+        """Sends pages, with `head` before the first piece.
+
+        Args:
+            connection: carries the marks.
+            head: head of the answer.
+            pages: int32[n], pages of the pool.
+            page_bytes: bytes of a page.
+            copy: as PageSender's.
+            deadline: end of the whole call.
+
+        Returns:
+            Number of sent pages; fewer than n if `copy` has returned False. If it is 0, `head` was not sent.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection is broken.
+            Exception: the errors of `copy`.
+        """
+        shape = self._shape
+        at_once, pieces = shape.slot_bytes // page_bytes, shape.pieces(len(pages) * page_bytes)
+        for piece in range(pieces):
+            if piece >= shape.slots:
+                receive_mark(connection, deadline)
+            part = pages[piece * at_once : (piece + 1) * at_once]
+            begin = piece % shape.slots * shape.slot_bytes
+            if not copy(part, self._memory[begin : begin + len(part) * page_bytes]):
+                if piece:
+                    connection.send(BROKEN, deadline)
+                    for _ in range(min(piece, pieces - shape.slots) - max(0, piece - shape.slots + 1)):
+                        receive_mark(connection, deadline)  # consumes the reader's marks of earlier slots
+                return piece * at_once
+            connection.send(FILLED if piece else head + FILLED, deadline)
+        return len(pages)
+
+    def close(self) -> None:
+        """Closes the descriptor. The memory stays until the last mapping ends."""
+        os.close(self.fd)
+
+
+class RingReader:
+    """The reader's side of a ring, for one connection."""
+
+    transport = "shm"
+
+    def __init__(self, fd: int, shape: RingShape, page_bytes: int) -> None:
+        """Maps the ring.
+
+        Args:
+            fd: descriptor of the memory. The caller closes it, and may do so after this call.
+            shape: size of the ring.
+            page_bytes: bytes of a page.
+
+        Raises:
+            Malformed: the shape is invalid, or the memory is not sealed.
+            OSError: the memory cannot be mapped.
+        """
+        if not (shape.slots > 0 and shape.slot_bytes > 0 and shape.slot_bytes % page_bytes == 0):
+            raise Malformed(f"pages of {page_bytes} bytes do not fill {shape.slots} slots of {shape.slot_bytes}")
+        if shape.num_bytes > MOST_RING_BYTES:
+            raise Malformed(f"a ring of {shape.num_bytes} bytes is offered; {MOST_RING_BYTES} are the most")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size < shape.num_bytes:
+            raise Malformed("memory is offered that might be cut or written while it is read")
+        self._shape = shape
+        memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, shape.num_bytes, prot=mmap.PROT_READ), np.uint8)
+        self._slots = memory.reshape(shape.slots, shape.slot_bytes)
+
+    def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
+        shape, room = self._shape, np.frombuffer(out, np.uint8)
+        pieces = shape.pieces(len(room))
+        for piece in range(pieces):
+            mark = receive_mark(connection, deadline)
+            if mark == BROKEN:
+                return False
+            if mark != FILLED:
+                raise Malformed("the remote worker passed a piece with an unknown mark")
+            part = room[piece * shape.slot_bytes : (piece + 1) * shape.slot_bytes]
+            # Unlike an assignment to a slice, copyto() releases the interpreter lock.
+            np.copyto(part, self._slots[piece % shape.slots, : len(part)])
+            if piece + shape.slots < pieces:
+                connection.send(FREE, deadline)
+        return True
+
+    def close(self) -> None:
+        """Drops the memory. It stays until the last mapping ends."""
+        self._slots = self._slots[:0]
+
+
+def receive_mark(connection: Connection, deadline: float) -> bytes:
+    """Returns the next mark. Raises TimeoutError or OSError."""
+    mark = bytearray(1)
+    if not connection.receive_into(mark, deadline):
+        raise ConnectionError("it has closed the connection in the midst of an answer")
+    return bytes(mark)

@@ -1,0 +1,408 @@
+"""The server of KV reservations: reads, refusals, and faulty clients."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from services.worker.core.contracts.reservations import KvReservation, ReservationReleased
+from services.worker.exec.contracts.peer_pages import PeerCounts
+from services.worker.exec.remote_kv import frames
+from services.worker.exec.remote_kv.frames import PageLayout, PageRequest, RequestKind, Status
+from services.worker.exec.remote_kv.room_server import ServerLimits
+from tests.exec.remote_kv.rooms import (
+    EPOCH,
+    LAYOUT,
+    PAGE_BYTES,
+    PAGE_SIZE,
+    TREE,
+    Asking,
+    Running,
+    Served,
+    proof_of,
+    read_request,
+    room,
+    secret_of,
+    until,
+)
+
+HELLO = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES))
+PAGES = (5, 2, 9, 30, 0)
+OURS, OTHERS = room(1, PAGES), room(2, (7, 8, 3))
+SMALL = ServerLimits(max_read_bytes=4 * PAGE_BYTES)
+READ = read_request(OURS, 1, 2)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with Served(SMALL) as one:
+        one.server.open(OURS)
+        one.server.open(OTHERS)
+        yield one
+
+
+def serves(one: Served) -> None:
+    with Asking(one.server.port) as asking:
+        assert asking.ask(READ) == (Status.OK, one.pool.bytes_of(PAGES[1:3]))
+
+
+class TestPages:
+    @pytest.mark.by_day(one_in=3)
+    @pytest.mark.parametrize("ranges", [[(0, 4)], [(3, 2), (0, 1), (1, 3)], [(4, 1), (4, 1), (0, 4), (2, 1)]])
+    def test_server_sends_any_ranges_in_any_order(self, served: Served, ranges: list[tuple[int, int]]) -> None:
+        with Asking(served.server.port) as asking:
+            for first, count in ranges:
+                got = asking.ask(read_request(OURS, first, count))
+                assert got == (Status.OK, served.pool.bytes_of(PAGES[first : first + count]))
+            assert asking.ask(read_request(OTHERS, 0, 3)) == (Status.OK, served.pool.bytes_of((7, 8, 3)))
+            size = (sum(count for _, count in ranges) + 3) * PAGE_BYTES
+            until(lambda: served.server.counts() == PeerCounts(size, {}, 1))
+
+    def test_server_sends_one_page_when_max_read_bytes_is_smaller(self) -> None:
+        with Served(ServerLimits(max_read_bytes=PAGE_BYTES - 1)) as served:
+            served.server.open(OURS)
+            with Asking(served.server.port) as asking:
+                assert asking.ask(read_request(OURS, 0, 1))[0] is Status.OK
+                assert asking.ask(read_request(OURS, 0, 2))[0] is Status.TOO_LARGE
+
+
+REFUSED = {
+    "no secret": (replace(READ, room=replace(OURS.room, secret=bytes(16))), Status.NO_ROOM),
+    "a secret with another last byte": (replace(READ, room=replace(OURS.room, secret=secret_of(1)[:-1] + b"!")), Status.NO_ROOM),
+    "another room's secret": (replace(READ, room=replace(OURS.room, secret=OTHERS.room.secret)), Status.NO_ROOM),
+    "another room's number": (replace(READ, room=replace(OURS.room, number=2)), Status.NO_ROOM),
+    "another epoch": (replace(READ, room=replace(OURS.room, epoch=EPOCH + 1)), Status.NO_ROOM),
+    "a room that never was": (replace(READ, room=replace(OURS.room, number=99)), Status.NO_ROOM),
+    "the largest number": (replace(READ, room=KvReservation((1 << 64) - 1, (1 << 64) - 1, b"\xff" * 16)), Status.NO_ROOM),
+    "no secret, and pages beyond": (replace(READ, room=replace(OURS.room, secret=bytes(16)), first=99), Status.NO_ROOM),
+    "a page beyond": (read_request(OURS, 4, 2), Status.OUT_OF_RANGE),
+    "all beyond": (read_request(OURS, 5, 1), Status.OUT_OF_RANGE),
+    "the largest page": (replace(READ, first=(1 << 32) - 1), Status.OUT_OF_RANGE),
+    "no page": (read_request(OURS, 1, 0), Status.OUT_OF_RANGE),
+    "no proof": (replace(READ, proof=bytes(32)), Status.OTHER_PROMPT),
+    "a proof of fewer pages": (replace(READ, proof=proof_of(OURS, 2)), Status.OTHER_PROMPT),
+    "a proof of more pages": (replace(READ, proof=proof_of(OURS, 4)), Status.OTHER_PROMPT),
+    "a proof of another tree": (replace(READ, proof=proof_of(room(1, PAGES, TREE + "!"), 3)), Status.OTHER_PROMPT),
+    "a proof by another secret": (replace(READ, proof=proof_of(replace(OURS, room=OTHERS.room), 3)), Status.OTHER_PROMPT),
+    "more than is read at once": (read_request(OURS, 0, 5), Status.TOO_LARGE),
+    "the largest count": (replace(READ, count=(1 << 32) - 1), Status.TOO_LARGE),
+}
+
+
+@pytest.mark.by_day(one_in=10, seed=94)
+@pytest.mark.parametrize("case", REFUSED)
+def test_server_refuses_a_read_and_keeps_the_connection(served: Served, case: str) -> None:
+    request, status = REFUSED[case]
+    with Asking(served.server.port) as asking:
+        assert asking.ask(request) == (status, b"")
+        assert served.pool.reads == []
+        assert served.refused == {status.name.lower(): 1}
+        assert asking.ask(READ)[0] is Status.OK, "the connection still serves reads"
+
+
+BAD = {
+    "nothing that this port knows": b"GET / HTTP/1.1\r\n" + b"x" * 200,
+    "half a hello": HELLO[:20],
+    "a hello without its layout": HELLO[: frames.HELLO_BYTES],
+    "a layout as large as can be": struct.pack("<8sII32s", HELLO[:8], 1, (1 << 32) - 1, bytes(32)),
+    "half a request": HELLO + frames.pack_request(READ)[:-1],
+    "a byte of a request": HELLO + b"\x01",
+    "a request of no kind": HELLO + b"\x07" * frames.REQUEST_BYTES,
+    "a request of kind 0": HELLO + bytes(frames.REQUEST_BYTES),
+}
+SILENT = {
+    "at once": (b"", {}),
+    "in its hello": (HELLO[:9], {"malformed": 1}),
+    "in its layout": (HELLO[:-1], {"malformed": 1}),
+    "after its hello": (HELLO, {}),
+    "in a request": (HELLO + b"\1", {"malformed": 1}),
+}
+
+
+class TestFrames:
+    @pytest.mark.by_day(one_in=2, seed=6)
+    @pytest.mark.parametrize("case", BAD)
+    def test_server_ends_only_one_connection_after_a_malformed_frame(self, served: Served, case: str) -> None:
+        with Asking(served.server.port) as other:
+            with Asking(served.server.port, hello=BAD[case]) as asking:
+                asking.say_no_more()
+                assert asking.is_ended()
+            until(lambda: served.server.counts().num_connections == 1)
+            assert served.refused == {"malformed": 1} and served.pool.reads == []
+            assert other.ask(READ)[0] is Status.OK
+        serves(served)
+
+    @pytest.mark.parametrize("said", [b"", HELLO], ids=["with nothing", "with a hello"])
+    def test_server_counts_no_refusal_when_a_client_only_connects(self, served: Served, said: bytes) -> None:
+        with Asking(served.server.port, hello=said) as asking:
+            asking.say_no_more()
+            assert asking.is_ended()
+        until(lambda: served.server.counts() == PeerCounts(0, {}, 0))
+
+    @pytest.mark.by_day(one_in=3, seed=10)
+    @pytest.mark.parametrize("case", SILENT)
+    def test_server_ends_silent_connections(self, case: str) -> None:
+        said, counted = SILENT[case]
+        with Served(ServerLimits(hello_timeout_s=0.2, idle_timeout_s=0.2)) as served:
+            with Asking(served.server.port, hello=said) as asking:
+                assert asking.is_ended()
+            until(lambda: served.server.counts().num_connections == 0)
+            assert served.refused == counted
+
+    @settings(max_examples=50)
+    @given(before=st.sampled_from([b"", HELLO, HELLO + frames.pack_request(READ)]), said=st.binary(max_size=300))
+    @example(before=HELLO, said=frames.pack_request(READ) * 3)
+    def test_server_serves_others_after_any_bytes(self, before: bytes, said: bytes) -> None:
+        with Served(SMALL) as served:
+            served.server.open(OURS)
+            with Asking(served.server.port, hello=before + said) as asking:
+                asking.say_no_more()
+                assert asking.is_ended()
+            serves(served)
+            assert all(read == [*PAGES[1:3]] for read in served.pool.reads), (
+                "only pages of a request with a valid proof are copied"
+            )
+
+
+class TestLayouts:
+    @pytest.mark.by_day(one_in=2, seed=4)
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            PageLayout(b"another model", PAGE_SIZE, PAGE_BYTES),
+            PageLayout(LAYOUT, 2 * PAGE_SIZE, PAGE_BYTES),
+            PageLayout(LAYOUT, PAGE_SIZE, 2 * PAGE_BYTES),
+            PageLayout(LAYOUT + b" " * 5000, PAGE_SIZE, PAGE_BYTES),
+            PageLayout(b"\xff" * 5000, PAGE_SIZE, PAGE_BYTES),
+        ],
+    )
+    def test_server_refuses_another_layout_with_a_message(self, served: Served, layout: PageLayout) -> None:
+        with Asking(served.server.port, hello=frames.pack_hello(layout)) as asking:
+            status, sentence = asking.answer()
+            assert status is Status.LAYOUT
+            said = sentence.decode()
+            assert said.startswith("its pages are 4 tokens in 640 bytes: a model, bfloat16; asked for were ")
+            assert layout.told.decode(errors="replace") in said
+            assert asking.is_ended()
+        assert served.refused == {"layout": 1}
+        serves(served)
+
+    def test_server_refuses_another_version_with_a_message(self, served: Served) -> None:
+        hello = HELLO[:8] + struct.pack("<I", 2) + HELLO[12:]
+        with Asking(served.server.port, hello=hello) as asking:
+            assert asking.answer() == (
+                Status.LAYOUT,
+                b"it speaks version 1 of the transport of pages, and was asked in version 2",
+            )
+
+
+class TestConnections:
+    def test_server_refuses_surplus_of_a_thousand_connections(self) -> None:
+        """The timeout is long, so that no served connection ends while a slow machine makes the others."""
+        most, count = ServerLimits().max_connections, 1000
+        with Served(replace(SMALL, hello_timeout_s=300.0)) as served:
+            served.server.open(OURS)
+            assert self._crowd(served, count) == ({"connections": count - most}, most)
+            serves(served)
+
+    def _crowd(self, served: Served, count: int) -> tuple[dict[str, int], int]:
+        """Makes `count` connections, and returns the refusals and the number of open ones. All are closed on return."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < 4 * count:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(4 * count, hard), hard))
+        made: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                made.append(socket.create_connection(("127.0.0.1", served.server.port)))
+            until(lambda: sum(served.refused.values()) + served.server.counts().num_connections == count)
+            found = served.refused, served.server.counts().num_connections
+        finally:
+            for one in made:
+                one.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        until(lambda: served.server.counts().num_connections == 0)
+        return found
+
+    def test_server_ends_only_one_connection_after_an_error_of_read_pages(
+        self, served: Served, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail() -> None:
+            raise RuntimeError("the device is lost")
+
+        served.pool.before = fail
+        with Asking(served.server.port) as asking:
+            asking.socket.sendall(frames.pack_request(READ))
+            assert asking.is_ended()
+        assert "the device is lost" in caplog.text
+        served.pool.before = lambda: None
+        serves(served)
+        served.server.shut_all()
+
+    def test_server_ends_the_connection_when_the_reader_takes_no_answer(self) -> None:
+        page_bytes = 4 << 20  # five pages are more than the socket buffers hold
+        limits = ServerLimits(send_timeout_s=0.3)
+        hello = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, page_bytes))
+        with Served(limits, page_bytes=page_bytes) as served:
+            served.server.open(OURS)
+            with Asking(served.server.port, hello=hello) as asking:
+                asking.socket.sendall(frames.pack_request(read_request(OURS, 0, 5)))
+                until(lambda: served.pool.reads)
+                until(lambda: served.server.counts().num_connections == 0)
+                assert served.server.counts().served_bytes == 0
+                until(lambda: served.left == [OURS.room])
+                served.server.shut_all()
+
+
+class TestShutting:
+    def test_server_discards_a_copy_when_the_reservation_is_shut(self, served: Served) -> None:
+        copying, shut = threading.Event(), threading.Event()
+        served.pool.before = copying.set
+        served.pool.after = shut.wait
+        with Asking(served.server.port) as asking:
+            asked = Running(lambda: asking.ask(READ))
+            assert copying.wait(60)
+            served.server.shut([OURS.room])
+            assert not asked.is_done
+            shut.set()
+            assert asked.result() == (Status.NO_ROOM, b"")
+            assert served.server.counts().served_bytes == 0 and served.refused == {"no_room": 1}
+            assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
+
+    def test_server_discards_a_copy_when_the_reservation_was_opened_again(self, served: Served) -> None:
+        def shut_and_open() -> None:
+            served.server.shut([OURS.room])
+            served.server.open(OURS)
+
+        served.pool.after = shut_and_open
+        with Asking(served.server.port) as asking:
+            assert asking.ask(READ) == (Status.NO_ROOM, b"")
+
+    def test_server_refuses_reads_of_a_shut_reservation(self, served: Served) -> None:
+        with Asking(served.server.port) as asking:
+            assert asking.ask(READ)[0] is Status.OK
+            served.server.shut([OURS.room, OURS.room, KvReservation(77, EPOCH, secret_of(77))])
+            assert asking.ask(READ) == (Status.NO_ROOM, b"")
+            assert len(served.pool.reads) == 1
+            assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
+
+    def test_shut_all_waits_for_running_copies(self, served: Served) -> None:
+        go_on = threading.Event()
+        ended: list[int] = []
+
+        def copy_slowly() -> None:
+            go_on.wait()
+            ended.append(1)
+
+        def shut_all() -> int:
+            served.server.shut_all()
+            return len(ended)
+
+        served.pool.before = copy_slowly
+        with Asking(served.server.port) as one, Asking(served.server.port) as other:
+            asked = [Running(lambda: one.ask(READ)), Running(lambda: other.ask(read_request(OTHERS, 0, 1)))]
+            until(lambda: len(served.pool.reads) == 2)
+            shutting = Running(shut_all)
+            until(lambda: served.server._rooms.find(OURS.room) is None)
+            assert not shutting.is_done
+            go_on.set()
+            assert shutting.result() == 2
+            assert [each.result() for each in asked] == [(Status.NO_ROOM, b"")] * 2
+            assert one.ask(READ) == (Status.NO_ROOM, b"") and len(served.pool.reads) == 2
+
+
+class TestLeaving:
+    LEAVE = frames.pack_request(PageRequest(RequestKind.LEAVE, OURS.room))
+
+    def test_released_reservation_is_reported_once_and_stays_open(self, served: Served) -> None:
+        with Asking(served.server.port) as asking:
+            asking.socket.sendall(self.LEAVE * 2)
+            assert asking.ask(READ)[0] is Status.OK
+            assert served.left == [OURS.room]
+        until(lambda: served.server.counts().num_connections == 0)
+        served.server.close()  # ends its threads
+        assert served.left == [OURS.room]
+
+    def test_growing_reservation_can_be_released_once_per_version(self, served: Served) -> None:
+        """A release names the version that the reader knew."""
+        whole = replace(room(7, (3, 8, 13)), opening=5)
+        served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
+        leave = frames.pack_request(PageRequest(RequestKind.LEAVE, whole.room))
+        with Asking(served.server.port) as asking:
+            assert asking.ask(read_request(whole, 1, 2))[0] is Status.OUT_OF_RANGE
+            assert asking.ask(read_request(whole, 0, 2)) == (Status.OK, served.pool.bytes_of([3, 8]))
+            asking.socket.sendall(leave)
+            until(lambda: served.left == [whole.room])
+            served.server.open(whole)
+            assert asking.ask(read_request(whole, 1, 2)) == (Status.OK, served.pool.bytes_of([8, 13]))
+            asking.socket.sendall(leave * 2)
+            until(lambda: served.words == [ReservationReleased(whole.room, 4), ReservationReleased(whole.room, 5)])
+            assert asking.ask(read_request(whole, 0, 1))[0] is Status.OK
+
+    def test_reader_of_an_older_version_releases_nothing_when_disconnecting(self, served: Served) -> None:
+        """Another reader may use the new version."""
+        whole = replace(room(7, (3, 8, 13)), opening=5)
+        served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
+        with Asking(served.server.port) as before:
+            assert before.ask(read_request(whole, 0, 2))[0] is Status.OK
+            served.server.open(whole)
+        until(lambda: not served.server.counts().num_connections)
+        with Asking(served.server.port) as after:
+            assert after.ask(read_request(whole, 0, 3))[0] is Status.OK
+            assert served.words == []
+        until(lambda: served.words == [ReservationReleased(whole.room, 5)])
+
+    def test_end_of_a_connection_releases_the_reservations_of_the_last_reads(self, served: Served) -> None:
+        first, last = Asking(served.server.port), Asking(served.server.port)
+        assert first.ask(READ)[0] is first.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
+        assert last.ask(READ)[0] is Status.OK
+        until(lambda: served.server.counts().served_bytes == 5 * PAGE_BYTES)
+        first.socket.close()
+        until(lambda: served.left == [OTHERS.room])
+        last.socket.close()
+        until(lambda: served.left == [OTHERS.room, OURS.room])
+
+    @pytest.mark.parametrize("by", ["its end", "a word"])
+    def test_shut_reservation_is_not_reported_as_released(self, served: Served, by: str) -> None:
+        with Asking(served.server.port) as asking:
+            assert asking.ask(READ)[0] is Status.OK
+            served.server.shut([OURS.room])
+            if by == "a word":
+                asking.socket.sendall(self.LEAVE)
+        until(lambda: served.server.counts().num_connections == 0)
+        served.server.close()
+        assert served.left == [] and served.refused == {}
+
+    @pytest.mark.parametrize("case", ["no secret", "another room's secret", "another epoch", "a room that never was"])
+    def test_server_ignores_a_release_with_wrong_credentials(self, served: Served, case: str) -> None:
+        with Asking(served.server.port) as asking:
+            asking.socket.sendall(frames.pack_request(replace(REFUSED[case][0], kind=RequestKind.LEAVE)))
+            assert asking.ask(READ)[0] is Status.OK
+            assert served.left == []
+
+    def test_server_reports_all_releases_when_on_left_raises(self, served: Served) -> None:
+        def fail_first(left: ReservationReleased) -> None:
+            served.words.append(left)
+            if len(served.words) == 1:
+                raise RuntimeError("not that one")
+
+        served.server._on_left = fail_first
+        with Asking(served.server.port) as asking:
+            assert asking.ask(READ)[0] is asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
+        until(lambda: len(served.left) == 2)
+        serves(served)
+
+    def test_close_reports_no_release(self, served: Served) -> None:
+        with Asking(served.server.port) as asking:
+            assert asking.ask(READ)[0] is Status.OK
+            served.server.close()
+            assert asking.is_ended()
+        assert served.left == [] and served.server.counts().num_connections == 0
+        served.server.close()

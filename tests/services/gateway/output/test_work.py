@@ -1,0 +1,140 @@
+"""Tests that the cost of a character does not grow with the output, by counts of calls and of unread characters."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from services.gateway.api.texts.parsing import calls_in
+from services.gateway.output.formats.families import output_parser
+from services.gateway.output.output_parser import OutputParser
+from services.gateway.output.reading import ReadingParser
+from services.gateway.output.source import Source
+from services.shared.output_formats import OutputFormats
+from tests.services.gateway.output.outputs import setup_of
+
+# By format: a text that is written once, and a text that is written repeatedly after it. The repeated texts are plain text, white
+# space, false beginnings of calls, and long values.
+AGAIN: Mapping[OutputFormats, list[tuple[str, str]]] = {
+    OutputFormats("hermes", "think"): [
+        ("", "<tool_call>"),
+        ("", " \n"),
+        ("", '<tool_call>{"name": '),
+        ("<think>", "</thin"),
+        ("<think>", "<tool_call>"),
+        ("<think>", '<tool_call>{"name": "ping", "arguments": {}}</tool_call>'),
+        ("<think>", '<tool_call>{"name": "ping", "arguments": {}}</tool_call>a'),
+        ('<tool_call>{"name": "ping", "arguments": {"a": "', '</tool_call>\\"'),
+        ('<tool_call>{"name": "ping", "arguments": {"a": [', '"</tool_call>", '),
+        ('<tool_call>{"name": "ping", "arguments": {"a": NaN, "b": [', '"</tool_cal", ['),
+        ('<tool_call>{"name": "ping", "arguments": {"a": "', '\\"}'),
+        ('<tool_call>{"arguments": {"a": "', "x<tool_call>"),
+        ('<tool_call>{"name": "ping", "arguments": "{', "\\u00e9\\ud83d"),
+        ("", '<tool_call>{"name": "ping", "arguments": {}}</tool_call>\n'),
+    ],
+    OutputFormats("qwen3_coder"): [
+        ("", "<tool_call>\n<function="),
+        ("<function=search><parameter=query>", "\n</parameter"),
+        ("<function=search><parameter=tags>", "\n</parameter"),
+        ("<function=search><parameter=query>", "\n</function>"),
+        ("<function=search>", "<parameter=query>\n</function>\n</parameter>"),
+        ("<function=search>", '<parameter=tags>["</function>", "\n'),
+        ("<function=search>", "<parameter=tags>[</parameter>"),
+        ("<function=nope>", "<parameter=a>1</parameter>"),
+    ],
+    OutputFormats("llama3_json"): [
+        ("", "{"),
+        ("", '{"name": "'),
+        ("", '{"name": "x", "id": ['),
+        ("", '{"type": {"name": '),
+        ("", '{"id":' * 20 + "]"),
+    ],
+    OutputFormats("pythonic"): [
+        ("", "["),
+        ("", "[nope(a="),
+        ("", "[nope(a=["),
+        ("[ping(a=", "[1, "),
+        ("", "[ping(a='\\x41"),
+        ("", "[ping("),
+    ],
+    OutputFormats("mistral"): [
+        ("", "[TOOL_CALLS]"),
+        ("", "[TOOL_CALLS][{"),
+        ("[TOOL_CALLS]", "name"),
+        ("[TOOL_CALLS]x[CALL_ID]", "[ARGS"),
+    ],
+    OutputFormats("deepseek_v3"): [("", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>")],
+    OutputFormats("harmony", "harmony"): [
+        ("", "<|channel|>"),
+        ("<|channel|>analysis<|message|>", "<|en"),
+        ("", "<|start|>a<|message|>"),
+    ],
+}
+MARK_CHARS = 32  # every mark is shorter
+
+
+def unread(parser: OutputParser) -> int:
+    """Returns the number of characters that the next call reads again."""
+    assert isinstance(parser, ReadingParser)
+    return len(parser._source._text) - parser._source._at
+
+
+def calls_made(formats: OutputFormats, text: str) -> int:
+    """Returns the number of calls of Python and C functions while the text is fed character by character."""
+    parser, count = output_parser(formats, setup_of()), 0
+
+    def on_event(_frame: FrameType, event: str, _of: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for char in text:
+        sys.setprofile(on_event)
+        try:
+            parser.feed(char)
+        finally:
+            sys.setprofile(None)
+        assert unread(parser) <= MARK_CHARS
+    parser.finish()
+    return count
+
+
+def test_source_does_not_copy_unread_text() -> None:
+    source = Source()
+    source.add("{" * 100)
+    text = source._text
+    for _ in range(3):
+        reading = source.take()
+        with pytest.raises(StopIteration) as read:
+            next(reading)
+        source.give_back(read.value.value)
+        assert source._text is text and source._at == 0
+
+
+def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
+    async def body() -> None:
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        turns, counting = 0, asyncio.create_task(count())
+        assert await calls_in("{" * 30_000, {}, "llama3_json", output_parser) == {"normal_text": "{" * 30_000, "calls": []}
+        assert turns > 20
+        counting.cancel()
+
+    asyncio.run(body())
+
+
+def test_character_costs_the_same_at_the_end_of_a_long_output() -> None:
+    """This includes characters that are read twice, because they look like the head of a call."""
+    for formats, outputs in AGAIN.items():
+        for once, again in outputs:
+            short, long = (once + again * (size // len(again)) for size in (600, 2400))
+            few, many = calls_made(formats, short), calls_made(formats, long)
+            assert many / len(long) <= 1.1 * few / len(short), (once, again)

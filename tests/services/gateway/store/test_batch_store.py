@@ -1,0 +1,165 @@
+"""Files and batches in a real Redis with files on disk: results, quotas and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from services.gateway.store.batch_record import BatchOrder, BatchStatus
+from services.gateway.store.batch_store import BatchStore, LineResult, batch_lease
+from services.gateway.store.file_store import FileStore
+from services.gateway.store.lease import Lease, LeaseLost, Leases
+from services.gateway.store.owner import owner_of
+from services.gateway.store.state_redis import StateRedis
+from services.gateway.store.stored_files import ERRORS, OUTPUT, FileGone, StoredFile
+from tests.services.redis_server import EITHER_SERVER, RedisServer
+
+ALICE = owner_of("alice")
+NOW, LATER = 1_900_000_000, 1_900_086_400
+ORDER = BatchOrder("batch_a", ALICE, "alice", "/v1/completions", "file-in", "24h", NOW, LATER, 3600, "file-out", "file-err")
+
+
+@dataclass
+class Stores:
+    files: FileStore
+    batches: BatchStore
+    leases: Leases
+    redis: StateRedis
+
+
+@pytest.fixture(scope="module", params=EITHER_SERVER)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    started = RedisServer(request.param, tmp_path_factory.mktemp("state"))
+    started.start()
+    yield started
+    started.kill()
+
+
+def with_stores(
+    server: RedisServer, use: Callable[[Stores], Awaitable[None]], most: int = 100, most_bytes: int = 1 << 20
+) -> None:
+    async def run() -> None:
+        server.client.flushall()
+        redis = StateRedis(server.url, 5)
+        leases = Leases(redis, 60)
+        try:
+            await use(
+                Stores(FileStore(redis, most, most_bytes), BatchStore(redis, leases, 3600, most, most_bytes), leases, redis)
+            )
+        finally:
+            await redis.close()
+
+    asyncio.run(run())
+
+
+def file_of(file_id: str, *chunks: bytes) -> StoredFile:
+    return StoredFile(file_id, sum(map(len, chunks)), NOW, LATER, "a.jsonl", "batch", chunks=len(chunks))
+
+
+async def upload(stores: Stores, file_id: str, *chunks: bytes) -> bool:
+    added = [await stores.files.add(ALICE, file_id, number, chunk) for number, chunk in enumerate(chunks)]
+    return all(added) and await stores.files.seal(ALICE, file_of(file_id, *chunks))
+
+
+async def begin(stores: Stores, total: int = 3) -> Lease:
+    """Begins the batch and takes its lease. The batch is in progress."""
+    assert await stores.batches.begin(ORDER)
+    lease = await stores.leases.take(batch_lease(ALICE, ORDER.id))
+    assert lease is not None
+    known = {"total": total, "last": total, "model": "demo"}
+    for _ in range(2):  # a call is repeated after a lost reply
+        assert await stores.batches.advance(lease, ORDER, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, **known)
+    return lease
+
+
+async def read(stores: Stores, file: StoredFile) -> bytes:
+    return b"".join([piece async for piece in stores.files.content(ALICE, file)])
+
+
+def results_of(lease_id: str, *numbers: int) -> list[LineResult]:
+    return [
+        LineResult(number, OUTPUT, b"%d of %s\n" % (number, lease_id.encode()), usage={"input_tokens": 2}) for number in numbers
+    ]
+
+
+@pytest.mark.by_day(one_in=2)
+def test_record_stores_only_the_first_result_of_a_line(server: RedisServer) -> None:
+    async def use(stores: Stores) -> None:
+        lease = await begin(stores)
+        batches = stores.batches
+        assert not await batches.record(lease, ORDER, results_of("one", 2))
+        server.client.delete(lease.key)
+        with pytest.raises(LeaseLost):
+            await batches.record(lease, ORDER, results_of("late", 1))
+        other = await stores.leases.take(batch_lease(ALICE, ORDER.id))
+        assert other is not None and await batches.done(ORDER) == {2}
+        failed = LineResult(1, ERRORS, b"1 failed\n", forced=True)
+        assert not await batches.record(other, ORDER, [failed, *results_of("two", 1, 2, 3)])
+        found = await batches.get(ALICE, ORDER.id)
+        assert found is not None and (found.total, found.completed, found.failed, found.usage["input_tokens"]) == (3, 2, 1, 4)
+        parts = {OUTPUT: (ORDER.output_id, found.output_bytes), ERRORS: (ORDER.error_id, found.error_bytes)}
+        made = [StoredFile(*parts[part], NOW, LATER, part, "batch_output", 0, ORDER.id, part, 3) for part in parts]
+        for done in (True, False):
+            assert await batches.finish(other, found, BatchStatus.COMPLETED, made, LATER) is done
+        assert await read(stores, made[0]) == b"2 of one\n3 of two\n" and await read(stores, made[1]) == b"1 failed\n"
+        assert await stores.files.get(ALICE, ORDER.output_id) == made[0] and not await batches.is_read(ALICE, "file-in")
+        with pytest.raises(LeaseLost):
+            await batches.record(other, ORDER, results_of("after its end", 3))
+        assert await stores.files.delete(ALICE, made[0]) and server.client.hget(f"state:filebytes:{ALICE}", "!") == b"9"
+
+    with_stores(server, use)
+
+
+@pytest.mark.by_day(one_in=2)
+def test_record_returns_results_beyond_the_quota(server: RedisServer) -> None:
+    async def use(stores: Stores) -> None:
+        assert await upload(stores, "file-in", b"x" * 90)
+        lease = await begin(stores)
+        large = LineResult(1, OUTPUT, b"x" * 11)
+        assert await stores.batches.record(lease, ORDER, [large, *results_of("a", 2)]) == [large]
+        assert not await stores.batches.record(lease, ORDER, [LineResult(1, ERRORS, b"no room for it\n", forced=True)])
+        assert await stores.batches.done(ORDER) == {1, 2} and not await stores.files.add(ALICE, "file-b", 0, b"x")
+        assert await stores.files.delete(ALICE, file_of("file-in", b"x")) and await stores.files.add(ALICE, "file-b", 0, b"x")
+
+    with_stores(server, use, most_bytes=100)
+
+
+@pytest.mark.by_day(one_in=2)
+def test_file_store_shows_a_file_after_the_seal(server: RedisServer) -> None:
+    async def use(stores: Stores) -> None:
+        files, whole = stores.files, file_of("file-a", b"one", b"two")
+        assert await files.add(ALICE, "file-a", 0, b"one") and await files.get(ALICE, "file-a") is None
+        assert not await files.seal(ALICE, whole), "a chunk is missing"
+        for _ in range(2):  # a call is repeated after a lost reply
+            assert await files.add(ALICE, "file-a", 1, b"two")
+        assert await files.seal(ALICE, whole) and await files.seal(ALICE, whole)
+        assert await read(stores, whole) == b"onetwo" and server.client.hget(f"state:filebytes:{ALICE}", "!") == b"6"
+        assert not await upload(stores, "file-b", b"x"), "there are too many"
+        await files.discard(ALICE, "file-b", 1)
+        server.client.delete(f"state:chunk:{ALICE}:file-a:1")
+        with pytest.raises(FileGone):
+            await read(stores, whole)
+        assert not await files.prolong(ALICE, whole, LATER + 1)
+        assert await files.delete(ALICE, whole) and not await files.delete(ALICE, whole)
+        assert [key for key in server.client.keys("*") if b"chunk" in key or b"file:" in key] == []
+
+    with_stores(server, use, most=1)
+
+
+@pytest.mark.by_day(one_in=2, seed=2)
+def test_batch_store_has_acknowledged_writes_after_a_kill(server: RedisServer) -> None:
+    async def use(stores: Stores) -> None:
+        assert await upload(stores, "file-in", b"one", b"two")
+        lease = await begin(stores)
+        await stores.batches.record(lease, ORDER, results_of("one", 1, 3))
+        await asyncio.to_thread(server.wait_until_written)
+        server.kill()
+        await asyncio.to_thread(server.start)
+        assert await stores.leases.keep(lease) and await stores.batches.done(ORDER) == {1, 3}
+        assert await read(stores, file_of("file-in", b"one", b"two")) == b"onetwo"
+        assert await stores.batches.is_read(ALICE, "file-in") and not await stores.batches.is_read(owner_of("bob"), "file-in")
+
+    with_stores(server, use)
