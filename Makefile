@@ -19,7 +19,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PY     := $(VENV)/bin/python
 DEV    := $(VENV)/.ready
 ENV    := $(if $(wildcard $(DEV)),$(DEV),$(VENV)/.ready-run)
-PROTOS := rootstock/.ready
+PROTOS := rootstock_llm/protos/__init__.py
 
 # Two processes, each with one file at a time, in the order of tests/conftest.py.
 SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -64,15 +64,14 @@ $(DEV): pyproject.toml $(filter-out $(DEV),$(ENV))
 	-@$(PY) -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib
 	@touch $@
 
-$(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)
-	$(PY) -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/rootstock/v1/*.proto
-	@touch $@
+$(PROTOS): $(ENV) release/package.py $(wildcard protos/rootstock/v1/*.proto)
+	$(PY) release/package.py
 
 # A variable with its default value above becomes no flag, because a flag would override the file of --config.
 chosen = $(filter-out file,$(origin $(1)))
 
 run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
-	@exec $(PY) -m services.cli serve $(if $(call chosen,MODEL),'$(MODEL)') $(if $(call chosen,PORT),--port $(PORT)) \
+	@exec $(PY) -m rootstock_llm.services.cli serve $(if $(call chosen,MODEL),'$(MODEL)') $(if $(call chosen,PORT),--port $(PORT)) \
 	  $(if $(call chosen,WORKERS),--workers $(WORKERS)) $(if $(call chosen,CHAT_TEMPLATE),--chat-template '$(CHAT_TEMPLATE)') $(RUN_FLAGS)
 
 check: dev-env       ## lint, types, core tests, contracts: before every commit
@@ -98,7 +97,7 @@ cluster-faults: dev-env  ## the long tests on a real Kubernetes
 
 
 bench: env       ## load test of any OpenAI-compatible URL (URL=, BENCH="flags"), like `rootstock bench`
-	$(PY) -m services.cli bench --url $(URL) $(BENCH)
+	$(PY) -m rootstock_llm.services.cli bench --url $(URL) $(BENCH)
 
 bench-front: dev-env ## attacks on the gateway, and their effect on other clients (FRONT="attacks", FRONT="--minutes 120")
 	$(PY) -m tests.benchmarks.front $(FRONT)
@@ -111,20 +110,21 @@ bench-compare: dev-env  ## speed compared with transformers.generate, for Qwen3-
 
 # Uses the machine's own interpreter with its torch, and installs nothing from a network.
 gpu-check:       ## all GPU tests and benchmarks, with a report (WHEELS=dir, OUT=docs/reference/gpu, PARTS="names", GPU_FLAGS=)
+	@$(PYTHON_GPU) release/package.py links
 	@$(PYTHON_GPU) -m tests.gpu.check --out '$(OUT)' --parts '$(PARTS)' $(if $(WHEELS),--wheels '$(WHEELS)') $(GPU_FLAGS)
 
 sim: dev-env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
-	$(PY) -m services.sim.core $(TRACE) $(SIM)
+	$(PY) -m rootstock_llm.services.sim.core $(TRACE) $(SIM)
 
 mutants: dev-env     ## check that the tests find small faults in the code, one at a time (AREAS="chart kernels core tiers loads gateway exec grammar worker")
 	$(PY) -m tests.mutants $(AREAS)
 
 docs: dev-env        ## files generated from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards, the record of public names
-	$(PY) -m services.local.reference > docs/reference/configuration.md
-	$(PY) -m services.local.metrics_reference > docs/reference/metrics.md
-	$(PY) -m services.cli.reference > docs/reference/cli.md
-	$(PY) -m services.local.models_reference
-	$(PY) -m services.local.parameter_tables
+	$(PY) -m rootstock_llm.services.local.reference > docs/reference/configuration.md
+	$(PY) -m rootstock_llm.services.local.metrics_reference > docs/reference/metrics.md
+	$(PY) -m rootstock_llm.services.cli.reference > docs/reference/cli.md
+	$(PY) -m rootstock_llm.services.local.models_reference
+	$(PY) -m rootstock_llm.services.local.parameter_tables
 	$(PY) -m tests.contracts.picture
 	$(PY) charts/rootstock/dashboards/build.py
 	$(PY) -m charts.rootstock.alerts_page

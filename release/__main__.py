@@ -17,7 +17,7 @@ from pathlib import Path
 
 import helm_python
 
-from services import __version__
+from rootstock_llm.services import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ("gateway", "tokenizer", "detokenizer", "worker")  # worker-cuda compiles kernels for hours and has to be named

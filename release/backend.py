@@ -1,23 +1,22 @@
-"""The build backend of pyproject.toml: setuptools, with the modules of protos/ generated into the wheel.
+"""The build backend of pyproject.toml: setuptools, with links to the sources and the modules of protos/ in rootstock_llm.
 
-An editable installation generates nothing, because `make env` writes the modules into the source tree.
+An editable installation generates no modules, because `make env` writes them into the source tree.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import package  # type: ignore[import-not-found]  # beside this file, on the path of a build
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  # the other hooks of PEP 517 and PEP 660
 from setuptools.command.build_py import build_py
 
 # Generated modules need the grpcio and protobuf of their generator or newer. pyproject.toml allows this grpcio and no older one.
 GENERATOR = "grpcio-tools==1.76.0"
-PROTOS = Path("protos")  # below the project's root, where a build runs
+package.link(Path.cwd())  # a build runs in the project's root, and setuptools looks for packages there
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:
@@ -30,11 +29,4 @@ class BuildWithProtos(build_py):  # type: ignore[misc]  # setuptools has no type
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            _generate(Path(self.build_lib))
-
-
-def _generate(folder: Path) -> None:
-    """Raises CalledProcessError if protoc refuses a file."""
-    files = sorted(str(path) for path in PROTOS.rglob("*.proto"))
-    outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *outputs, *files], check=True)
+            package.generate(Path.cwd(), Path(self.build_lib) / package.PACKAGE / "protos")

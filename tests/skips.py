@@ -37,7 +37,7 @@ ALLOWED = (
     Skip(
         "flashinfer's modules are not compiled, and must not be (FLASHINFER_DISABLE_JIT)",
         ("tests/exec/",),
-        "services.worker.exec.attention.flashinfer_prebuild with these head sizes and dtypes",
+        "rootstock_llm.services.worker.exec.attention.flashinfer_prebuild with these head sizes and dtypes",
     ),
     Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
     Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU: tests what is said there"),

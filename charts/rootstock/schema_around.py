@@ -16,7 +16,7 @@ from charts.rootstock.schema_words import (
     ref,
     string,
 )
-from services.gateway.observe.metrics import LATENCY_BUCKETS_S
+from rootstock_llm.services.gateway.observe.metrics import LATENCY_BUCKETS_S
 
 _GATEWAY_DURATION = r"^(([0-9]{1,5}(h|m|s|ms)){1,4})?$"
 _NAMESPACE = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$"

@@ -24,8 +24,8 @@ from charts.rootstock.schema_words import (
     ref,
     string,
 )
-from services.local.reference import SERVICES
-from services.shared.settings import ENV_PREFIX
+from rootstock_llm.services.local.reference import SERVICES
+from rootstock_llm.services.shared.settings import ENV_PREFIX
 
 # Settings that the chart derives from other values. They are refused in `settings`.
 _EVERYWHERE = {"host", "port", "health_port", "grace_s", "otlp_endpoint"}

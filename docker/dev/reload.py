@@ -1,6 +1,6 @@
-"""Runs this interpreter with the given arguments, and restarts it when a Python file below services/ changes.
+"""Runs this interpreter with the given arguments, and restarts it when a Python file below rootstock_llm/ changes.
 
-    python reload.py -m services.gateway
+    python reload.py -m rootstock_llm.services.gateway
 
 SIGTERM and SIGINT are sent to the child, whose exit status then becomes the status of this process. If the child ends by itself
 before any change, this process ends with its status. After a change, as with a syntax error, the next change starts the child
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 POLL_S = 0.5
-WATCHED = Path("services")
+WATCHED = Path("rootstock_llm")
 
 
 def changed_at(folder: Path) -> float:

@@ -1,4 +1,4 @@
-"""Times each CPU kernel and its torch twin at the shapes of a 0.6B model: python -m kernels.bench [--threads N]."""
+"""Times each CPU kernel and its torch twin at the shapes of a 0.6B model: python -m rootstock_llm.kernels.bench [--threads N]."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels, RaggedRows
-from kernels.cpu import load_kernels
-from kernels.reference import layers as reference
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.kernels.cpu import load_kernels
+from rootstock_llm.kernels.reference import layers as reference
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 1024, 3072, 16, 8, 128, 16, 151936
 Case = Callable[[Kernels], Callable[[], object]]

@@ -1,4 +1,4 @@
-"""Times the GPU kernels and plain torch: python -m kernels.bench.gpu [--only PART] [--json FILE] [--seconds S]."""
+"""Times the GPU kernels and plain torch: python -m rootstock_llm.kernels.bench.gpu [--only PART] [--json FILE] [--seconds S]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.bench.gpu_timing import GpuCase, GpuTimer, Make, Timing, Work
+from rootstock_llm.kernels.bench.gpu_timing import GpuCase, GpuTimer, Make, Timing, Work
 
 COLUMNS = f"{'kernel':44} {'us':>9} {'GB/s':>7} {'% copy':>7} {'TFLOP/s':>8} {'torch us':>9} {'ratio':>6}  input"
 
@@ -68,7 +68,12 @@ NO_GPU = "torch finds no GPU, so no kernel was timed."
 
 
 def all_cases() -> Iterator[GpuCase]:
-    from kernels.bench import gpu_attention, gpu_deterministic, gpu_layers, gpu_sampling  # triton may not be installed
+    from rootstock_llm.kernels.bench import (  # triton may not be installed
+        gpu_attention,
+        gpu_deterministic,
+        gpu_layers,
+        gpu_sampling,
+    )
 
     for module in (gpu_layers, gpu_attention, gpu_sampling, gpu_deterministic):
         yield from module.cases()

@@ -9,10 +9,17 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from kernels.bench.gpu_timing import GpuCase, Work
-from kernels.contracts.ops import RaggedRows
-from kernels.triton.attention.attention import AttentionCall, allocate_scratch, as_heads, head_shape, plan_call, run_attention
-from kernels.triton.attention.attention_plan import Launch
+from rootstock_llm.kernels.bench.gpu_timing import GpuCase, Work
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.triton.attention.attention import (
+    AttentionCall,
+    allocate_scratch,
+    as_heads,
+    head_shape,
+    plan_call,
+    run_attention,
+)
+from rootstock_llm.kernels.triton.attention.attention_plan import Launch
 
 DTYPE, SIZE, PAGE_SIZE, KV_HEADS, HEAD_DIM = torch.bfloat16, 2, 16, 8, 128
 MODELS = {"0.6B": 16, "8B": 32}  # number of query heads

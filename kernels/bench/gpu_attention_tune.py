@@ -1,4 +1,4 @@
-"""Times attention with block sizes other than those of its tables: python -m kernels.bench.gpu_attention_tune [--only PART]."""
+"""Times attention with further block sizes: python -m rootstock_llm.kernels.bench.gpu_attention_tune [--only PART]."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from itertools import product
 import torch
 from triton.runtime.errors import OutOfResources
 
-from kernels.bench.gpu import NO_GPU
-from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, work_of
-from kernels.bench.gpu_timing import GpuTimer, Work
-from kernels.triton.attention.attention import head_shape, plan_call
-from kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, retiled
+from rootstock_llm.kernels.bench.gpu import NO_GPU
+from rootstock_llm.kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, work_of
+from rootstock_llm.kernels.bench.gpu_timing import GpuTimer, Work
+from rootstock_llm.kernels.triton.attention.attention import head_shape, plan_call
+from rootstock_llm.kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, retiled
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, ours, work_of
-from kernels.bench.gpu_layers import DTYPE, SHAPES, SIZE, DecoderShape, rope_case
-from kernels.bench.gpu_timing import GpuCase, Make, Work
-from kernels.triton.attention.attention import head_shape
-from kernels.triton.attention.attention_plan import fixed_places, num_multiprocessors, plan_fixed
-from kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, ours, work_of
+from rootstock_llm.kernels.bench.gpu_layers import DTYPE, SHAPES, SIZE, DecoderShape, rope_case
+from rootstock_llm.kernels.bench.gpu_timing import GpuCase, Make, Work
+from rootstock_llm.kernels.triton.attention.attention import head_shape
+from rootstock_llm.kernels.triton.attention.attention_plan import fixed_places, num_multiprocessors, plan_fixed
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 
 TOKENS = (1, 64, 256, 8192)
 MAX_CONTEXT = 32768  # context of the worker, which determines the fixed splits

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.bench.gpu_timing import GpuCase, Make, Work
-from kernels.contracts.ops import RaggedRows
-from kernels.contracts.step_ops import DevicePageTableUpdates
-from kernels.reference import layers as reference
-from kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.kernels.bench.gpu_timing import GpuCase, Make, Work
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 
 DTYPE, SIZE = torch.bfloat16, 2
 EPS = 1e-6

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.bench.gpu_timing import GpuCase, Work
-from kernels.contracts.sample_ops import SEEN, Measured, SampleRows, SlotColumn, SlotTable
-from kernels.triton.sampling.sampling import TritonSampling
+from rootstock_llm.kernels.bench.gpu_timing import GpuCase, Work
+from rootstock_llm.kernels.contracts.sample_ops import SEEN, Measured, SampleRows, SlotColumn, SlotTable
+from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 
 VOCAB, SPREAD, FLOAT = 151936, 4.0, 4
 WORDS, LISTED = -(-VOCAB // 32), 8

@@ -1,6 +1,6 @@
 """Declares the kernels of a decoder's layers and the tensors that they share.
 
-The module kernels.reference.layers and the classes CpuKernels and TritonLayers implement the protocol.
+The module rootstock_llm.kernels.reference.layers and the classes CpuKernels and TritonLayers implement the protocol.
 
 Letters in shapes: T tokens of a ragged batch (rows follow each other), R rows, H query heads, G key/value heads, D head size,
 P pages of S tokens each. Unless a line states another dtype, a tensor has the model dtype: float32, bfloat16 or float16.

@@ -1,6 +1,6 @@
 """Declares the sampling kernels and the tensors that they read.
 
-The module kernels.reference.layers and the classes CpuSampling and TritonSampling implement the protocol.
+The module rootstock_llm.kernels.reference.layers and the classes CpuSampling and TritonSampling implement the protocol.
 
 Letters in shapes: n rows of logits, V tokens of vocabulary, S slots. Columns are int32 unless a line states another dtype.
 
@@ -135,7 +135,7 @@ class SampleKernels(Protocol):
         5. min-p relative to the most likely token (0: no cut)
 
         The draw is the first id, in ascending order, whose cumulated mass exceeds u times the total mass. The uniform number u
-        is a function of the seed and the position alone: kernels.reference.sampling.uniform.
+        is a function of the seed and the position alone: rootstock_llm.kernels.reference.sampling.uniform.
 
         Top-n-sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", 2024) keeps each x with (max - x) / TEMPERATURE <=
         TOP_N_SIGMA * sigma / TEMPERATURE. The maximum and its equals always stay. Except for the rounding of these quotients,

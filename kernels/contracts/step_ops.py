@@ -1,6 +1,6 @@
 """Declares the kernels that prepare a step on the device: page tables and input tokens.
 
-The module kernels.reference.layers and the classes CpuKernels and TritonLayers implement the protocol.
+The module rootstock_llm.kernels.reference.layers and the classes CpuKernels and TritonLayers implement the protocol.
 
 No call reads a device value on the host. Triton's kernels allocate no tensor, so a CUDA graph can capture each call; the host
 arguments and the tensors' addresses are then fixed. Columns are int32 unless a line states another dtype.
@@ -14,10 +14,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 
 BringPieces = Callable[[Tensor, Tensor, Tensor], None]
-"""Copies pieces of rows into pools by their addresses; kernels.triton.page_pieces.bring_pieces() is one."""
+"""Copies pieces of rows into pools by their addresses; rootstock_llm.kernels.triton.page_pieces.bring_pieces() is one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import torch
 
-from kernels.contracts.sample_ops import SampleKernels
-from kernels.contracts.step_ops import LayerKernels
-from kernels.cpu.build import BuildFailed, built_library
-from kernels.cpu.library import CpuCopies, CpuKernels, CpuSampling
-from kernels.reference import layers as reference
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.kernels.contracts.step_ops import LayerKernels
+from rootstock_llm.kernels.cpu.build import BuildFailed, built_library
+from rootstock_llm.kernels.cpu.library import CpuCopies, CpuKernels, CpuSampling
+from rootstock_llm.kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)
 COST = "2 to 7 times slower than on C++ kernels"  # measured in docs/reference/performance.md

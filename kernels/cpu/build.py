@@ -1,6 +1,6 @@
 """Builds the C++ kernels into a shared library on first use.
 
-A library is stored under a digest of sources, compiler flags and CPU. A library that kernels.cpu.prebuild has made from the
+A library is stored under a digest of sources, compiler flags and CPU. A library that prebuild.py has made from the
 same sources for this class of CPU is preferred and needs no compiler. Two processes may build at the same time: each compiles
 in its own folder and renames the result.
 
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).resolve().parents[2]  # of a checkout, where the package has links to the sources
 COMPILERS = ("g++", "c++", "clang++")
 PACKAGE = "build-essential"  # Debian package with a compiler
 # No -ffast-math: NaN and infinity must survive. The last two options suppress false warnings in GCC's vector headers.

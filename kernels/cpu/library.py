@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear, RaggedRows, misfit, require_contiguous
-from kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
-from kernels.contracts.step_ops import DevicePageTableUpdates
-from kernels.reference import layers
+from rootstock_llm.kernels.contracts.ops import PackedLinear, RaggedRows, misfit, require_contiguous
+from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
+from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
+from rootstock_llm.kernels.reference import layers
 
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 LAYER_SIGNATURES: dict[str, list[type]] = {

@@ -1,4 +1,4 @@
-"""python -m kernels.cpu.prebuild: builds the C++ kernels for every class of CPU into the folder of prebuilt libraries.
+"""python -m rootstock_llm.kernels.cpu.prebuild: builds the C++ kernels for each class of CPU, into the prebuilt folder.
 
 Images use it: their CPU is unknown when they are built, and they carry no compiler.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kernels.cpu.build import PREBUILT, BuildFailed, buildable, prebuild
+from rootstock_llm.kernels.cpu.build import PREBUILT, BuildFailed, buildable, prebuild
 
 
 def main() -> int:
-    argparse.ArgumentParser(prog="python -m kernels.cpu.prebuild", description=(__doc__ or "").partition(": ")[2]).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m rootstock_llm.kernels.cpu.prebuild", description=(__doc__ or "").partition(": ")[2]
+    ).parse_args()
     PREBUILT.mkdir(parents=True, exist_ok=True)
     try:
         for variant in buildable():

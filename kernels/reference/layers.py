@@ -1,7 +1,7 @@
 """Implements every kernel in plain torch.
 
 These functions define the results that the C++ and Triton kernels are tested against, and they run on machines without a
-compiler. For shapes see kernels.contracts.ops and kernels.contracts.step_ops.
+compiler. For shapes see rootstock_llm.kernels.contracts.ops and rootstock_llm.kernels.contracts.step_ops.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear, RaggedRows
-from kernels.contracts.step_ops import DevicePageTableUpdates
-from kernels.reference.sampling import edit_logits as edit_logits
-from kernels.reference.sampling import measure_logprobs as measure_logprobs
-from kernels.reference.sampling import select_tokens as select_tokens
+from rootstock_llm.kernels.contracts.ops import PackedLinear, RaggedRows
+from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
+from rootstock_llm.kernels.reference.sampling import edit_logits as edit_logits
+from rootstock_llm.kernels.reference.sampling import measure_logprobs as measure_logprobs
+from rootstock_llm.kernels.reference.sampling import select_tokens as select_tokens
 
 MAX_SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB of float32
 

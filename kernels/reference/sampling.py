@@ -1,7 +1,7 @@
 """Implements the sampling kernels in plain torch, row by row.
 
 These functions define the results that the C++ and Triton kernels are tested against. They read values on the host, so no CUDA
-graph can capture them. For shapes see kernels.contracts.sample_ops.
+graph can capture them. For shapes see rootstock_llm.kernels.contracts.sample_ops.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.contracts.row_fault import RowFault
-from kernels.contracts.sample_ops import MAX_COUNT, Measured, SampleRows, SlotColumn, SlotTable
+from rootstock_llm.kernels.contracts.row_fault import RowFault
+from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, Measured, SampleRows, SlotColumn, SlotTable
 
 FIRST_CANDIDATES = 256  # number of most likely tokens that top-p tries first; each further try takes 16 times more
 

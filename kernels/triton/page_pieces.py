@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import misfit, require_contiguous
+from rootstock_llm.kernels.contracts.ops import misfit, require_contiguous
 
 PROGRAMS, BLOCK, WARPS = 32, 2048, 8  # 16 KiB per program: half a MiB in flight hides the latency of the bus
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services import __version__
-from services.cli import complete, completion, models
-from services.cli.batch import command as batch
-from services.cli.bench import flags as bench
-from services.cli.chat import command as chat
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.status import command as status
-from services.shared.flag_parser import FlagParser
+from rootstock_llm.services import __version__
+from rootstock_llm.services.cli import complete, completion, models
+from rootstock_llm.services.cli.batch import command as batch
+from rootstock_llm.services.cli.bench import flags as bench
+from rootstock_llm.services.cli.chat import command as chat
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.status import command as status
+from rootstock_llm.services.shared.flag_parser import FlagParser
 
 DESCRIPTION = "Serves a model on this machine, and is a client of its gateway and of other servers with OpenAI's API."
 EXITS = """\
@@ -50,7 +50,7 @@ def _add_words(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from services.local.__main__ import serve
+    from rootstock_llm.services.local.__main__ import serve
 
     return serve(args.words)
 
@@ -59,7 +59,7 @@ def _bench(args: argparse.Namespace) -> int:
     if wrong := bench.settle(args):
         raise CommandFailed(Exit.USAGE, f"{wrong}.")
     try:
-        from services.cli.bench import command
+        from rootstock_llm.services.cli.bench import command
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
@@ -68,32 +68,32 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_keys_flags(parser: argparse.ArgumentParser) -> None:
-    from services.gateway.keys.flags import add_flags
+    from rootstock_llm.services.gateway.keys.flags import add_flags
 
     add_flags(parser)
 
 
 def _keys(args: argparse.Namespace) -> int:
-    from services.gateway.keys.__main__ import run
+    from rootstock_llm.services.gateway.keys.__main__ import run
 
     return run(args)
 
 
 def _add_control_flags(parser: argparse.ArgumentParser) -> None:
-    from services.worker.control.flags import OPERATIONS, add_flags
+    from rootstock_llm.services.worker.control.flags import OPERATIONS, add_flags
 
     add_flags(parser)
     parser.epilog = f"{OPERATIONS}\n\n{parser.epilog}"
 
 
 def _control(args: argparse.Namespace) -> int:
-    from services.worker.control.__main__ import run
+    from rootstock_llm.services.worker.control.__main__ import run
 
     return run(args)
 
 
 def _add_sim_flags(parser: argparse.ArgumentParser) -> None:
-    from services.sim.flags import ACTIONS, add_flags
+    from rootstock_llm.services.sim.flags import ACTIONS, add_flags
 
     add_flags(parser)
     parser.epilog = f"{ACTIONS}\n\n{parser.epilog}"
@@ -101,10 +101,10 @@ def _add_sim_flags(parser: argparse.ArgumentParser) -> None:
 
 def _sim(args: argparse.Namespace) -> int:
     if args.action == "fleet":
-        from services.sim.fleet.__main__ import main as fleet
+        from rootstock_llm.services.sim.fleet.__main__ import main as fleet
 
         return fleet(args.words)
-    from services.sim.core.__main__ import main
+    from rootstock_llm.services.sim.core.__main__ import main
 
     return main(args.words if args.action == "run" else [args.action, *args.words])
 

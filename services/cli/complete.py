@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 
-from services.cli.shared.answers import COMPLETIONS, print_answer
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.flags import add_server_flags, target_of
-from services.cli.shared.requests import add_request_flags, fields_of, model_of
-from services.cli.shared.server import Server
+from rootstock_llm.services.cli.shared.answers import COMPLETIONS, print_answer
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.flags import add_server_flags, target_of
+from rootstock_llm.services.cli.shared.requests import add_request_flags, fields_of, model_of
+from rootstock_llm.services.cli.shared.server import Server
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

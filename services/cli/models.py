@@ -7,11 +7,11 @@ import json
 import os
 import sys
 
-from services.cli.shared.exits import Exit
-from services.cli.shared.flags import add_server_flags, target_of
-from services.cli.shared.requests import models_of
-from services.cli.shared.server import Server
-from services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli.shared.exits import Exit
+from rootstock_llm.services.cli.shared.flags import add_server_flags, target_of
+from rootstock_llm.services.cli.shared.requests import models_of
+from rootstock_llm.services.cli.shared.server import Server
+from rootstock_llm.services.cli.shared.terminal import Terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from services.cli.commands import build_parser
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli.commands import build_parser
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.terminal import Terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:

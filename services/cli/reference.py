@@ -1,4 +1,4 @@
-"""python -m services.cli.reference prints docs/reference/cli.md.
+"""python -m rootstock_llm.services.cli.reference prints docs/reference/cli.md.
 
 It reads the parser of the client and the picture in docs/pictures/status.txt.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from services.cli.commands import COMMANDS, EXITS, build_parser
-from services.cli.completion import CommandWords, Word, commands_of
+from rootstock_llm.services.cli.commands import COMMANDS, EXITS, build_parser
+from rootstock_llm.services.cli.completion import CommandWords, Word, commands_of
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "status.txt"
 HEAD = """\
 # The client
 
 Written by `make docs` from the code. `rootstock` is what `pip install` of this repository puts on the path
-(`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m services.cli` is the same. It needs only Python's standard
-library and works with any server that has OpenAI's API; `status` needs Rootstock's gateway. `keys`, `control`, `sim` and
+(`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m rootstock_llm.services.cli` is the same. It needs only Python's
+standard library and works with any server that has OpenAI's API; `status` needs Rootstock's gateway. `keys`, `control`, `sim` and
 `bench` need the dependencies of the services, and `bench` also aiohttp.
 
 The server is `--url`, else `$ROOTSTOCK_URL`, else this machine's port 8000. An [API key](../how-to/keys.md) comes from
@@ -67,8 +67,8 @@ CONTROL = """
 environment, as `ROOTSTOCK_CONTROL_TOKEN`.
 """
 SERVE = """
-`make run` calls it. The flags and their defaults are those of [the launcher](configuration.md#python--m-serviceslocal), and
-the model stands before them.
+`make run` calls it. The flags and their defaults are those of
+[the launcher](configuration.md#python--m-rootstock_llmserviceslocal), and the model stands before them.
 """
 SIM = """
 [What is simulated, and the figures](../how-to/simulator.md). Each action has its own `--help`.

@@ -1,4 +1,4 @@
-"""python -m services.detokenizer --model FOLDER"""
+"""python -m rootstock_llm.services.detokenizer --model FOLDER"""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import sys
 
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
-from services.detokenizer.server import DetokenizerServicer
-from services.detokenizer.session import DetokenizerMetrics
-from services.detokenizer.settings import DetokenizerSettings
-from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
-from services.shared.observe import log, metrics_server
-from services.shared.observe.tracing import start_tracing
-from services.shared.rpc import grpc_server
-from services.shared.rpc.grpc_server import PortGuard
-from services.shared.settings import WRONG_SETTINGS, load
-from services.shared.tls.certificate_files import BadTls
-from services.shared.tls.metrics import TlsMetrics
-from services.shared.tls.mutual_tls import mutual_tls
-from services.shared.tls.roles import Role
+from rootstock_llm.protos import detokenizer_pb2_grpc as pb_grpc
+from rootstock_llm.services.detokenizer.server import DetokenizerServicer
+from rootstock_llm.services.detokenizer.session import DetokenizerMetrics
+from rootstock_llm.services.detokenizer.settings import DetokenizerSettings
+from rootstock_llm.services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from rootstock_llm.services.shared.observe import log, metrics_server
+from rootstock_llm.services.shared.observe.tracing import start_tracing
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.shared.rpc.grpc_server import PortGuard
+from rootstock_llm.services.shared.settings import WRONG_SETTINGS, load
+from rootstock_llm.services.shared.tls.certificate_files import BadTls
+from rootstock_llm.services.shared.tls.metrics import TlsMetrics
+from rootstock_llm.services.shared.tls.mutual_tls import mutual_tls
+from rootstock_llm.services.shared.tls.roles import Role
 
 SERVICE = "detokenizer"
 
@@ -50,7 +50,7 @@ async def run(settings: DetokenizerSettings) -> None:
 
 def main() -> None:
     grpc_server.end_on_signal()
-    settings = load(DetokenizerSettings, f"python -m services.{SERVICE}")
+    settings = load(DetokenizerSettings, f"python -m rootstock_llm.services.{SERVICE}")
     log.configure(SERVICE, settings.log_level)
     try:
         asyncio.run(run(settings))

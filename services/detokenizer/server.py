@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from rootstock.v1 import detokenizer_pb2 as pb
-from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
-from services.detokenizer.session import BadBatch, DetokenizerMetrics, Session, TooManyOpen
-from services.detokenizer.settings import DetokenizerSettings
-from services.detokenizer.text import TokenTexts
-from services.shared import limits
-from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.grpc_server import GOING_AWAY, GoingAway, MessageReader
+from rootstock_llm.protos import detokenizer_pb2 as pb
+from rootstock_llm.protos import detokenizer_pb2_grpc as pb_grpc
+from rootstock_llm.services.detokenizer.session import BadBatch, DetokenizerMetrics, Session, TooManyOpen
+from rootstock_llm.services.detokenizer.settings import DetokenizerSettings
+from rootstock_llm.services.detokenizer.text import TokenTexts
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.grpc_server import GOING_AWAY, GoingAway, MessageReader
 
 if TYPE_CHECKING:
-    from services.shared.observe.spans import Tracing
+    from rootstock_llm.services.shared.observe.spans import Tracing
 
 logger = logging.getLogger(__name__)
 

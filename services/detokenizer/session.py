@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rootstock.v1 import detokenizer_pb2 as pb
-from services.detokenizer.text import IncrementalDetokenizer, StopStringBuffer
-from services.shared import limits
-from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.observe.log_fields import fields, trace_fields
+from rootstock_llm.protos import detokenizer_pb2 as pb
+from rootstock_llm.services.detokenizer.text import IncrementalDetokenizer, StopStringBuffer
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.observe.log_fields import fields, trace_fields
 
 if TYPE_CHECKING:
-    from services.shared.observe.spans import Attributes, Span, Tracing
+    from rootstock_llm.services.shared.observe.spans import Attributes, Span, Tracing
 
 FINISHED, FAILED, CLOSED = "finish", "failure", "close"  # values of the span attribute rootstock.ended_by
 _BUCKETS_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)

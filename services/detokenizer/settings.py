@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.shared.settings import ServiceSettings, served_name
+from rootstock_llm.services.shared.settings import ServiceSettings, served_name
 
 
 class DetokenizerSettings(ServiceSettings):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8  # text tokens that precede a decoded one; most decoders need only one to keep a leading space

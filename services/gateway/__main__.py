@@ -1,4 +1,4 @@
-"""python -m services.gateway: settings, one event loop, one gateway."""
+"""python -m rootstock_llm.services.gateway: settings, one event loop, one gateway."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import sys
 
 import uvloop
 
-from services.gateway.admin.routes import admin_listener
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.gateway import SERVICE, Gateway
-from services.gateway.http import http_server
-from services.gateway.http.connection_table import want_open_files
-from services.shared import settings
-from services.shared.memory import map_large_blocks
-from services.shared.observe import log
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.admin.routes import admin_listener
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.gateway import SERVICE, Gateway
+from rootstock_llm.services.gateway.http import http_server
+from rootstock_llm.services.gateway.http.connection_table import want_open_files
+from rootstock_llm.services.shared import settings
+from rootstock_llm.services.shared.memory import map_large_blocks
+from rootstock_llm.services.shared.observe import log
+from rootstock_llm.services.shared.observe.log_fields import fields
 
-logger = logging.getLogger("services.gateway")
+logger = logging.getLogger("rootstock_llm.services.gateway")
 
 MAPPED_BLOCK_BYTES = 1 << 20  # malloc maps blocks of this size on their own; smaller ones are reused by the heap
 YOUNG_OBJECTS = 10_000  # between two looks for cycles; a request in flight has hundreds
@@ -41,7 +41,7 @@ async def _serve(config: GatewaySettings) -> None:
 
 
 def main() -> int:
-    config = settings.load(GatewaySettings, "python -m services.gateway")
+    config = settings.load(GatewaySettings, "python -m rootstock_llm.services.gateway")
     log.configure(SERVICE, config.log_level)
     map_large_blocks(MAPPED_BLOCK_BYTES)
     want_open_files()

@@ -16,24 +16,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
-from services import __version__
-from services.gateway.api.document import server
-from services.gateway.api.document.document import document
-from services.gateway.api.document.operation import ApiOperation
-from services.gateway.api.openai import operations as openai
-from services.gateway.api.openai.preparation import Preparer
-from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer, EmbeddingRenderer
-from services.gateway.generation.errors import AnswerForm, ApiError, internal, model_not_allowed, unknown_model
-from services.gateway.generation.origin import Caller
-from services.gateway.generation.request import ModelInfo
-from services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
-from services.gateway.http.front_door import FrontDoor
-from services.gateway.http.readiness import Readiness
-from services.gateway.keys.key_ring import KeyRing
-from services.gateway.observe.access_log import ERROR_CODE, AccessLog
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.playground import static_page
-from services.gateway.service.sink import MakeOperation, Operation, stateless
+from rootstock_llm.services import __version__
+from rootstock_llm.services.gateway.api.document import server
+from rootstock_llm.services.gateway.api.document.document import document
+from rootstock_llm.services.gateway.api.document.operation import ApiOperation
+from rootstock_llm.services.gateway.api.openai import operations as openai
+from rootstock_llm.services.gateway.api.openai.preparation import Preparer
+from rootstock_llm.services.gateway.api.openai.render import ChatRenderer, CompletionRenderer, EmbeddingRenderer
+from rootstock_llm.services.gateway.generation.errors import AnswerForm, ApiError, internal, model_not_allowed, unknown_model
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.generation.request import ModelInfo
+from rootstock_llm.services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
+from rootstock_llm.services.gateway.http.front_door import FrontDoor
+from rootstock_llm.services.gateway.http.readiness import Readiness
+from rootstock_llm.services.gateway.keys.key_ring import KeyRing
+from rootstock_llm.services.gateway.observe.access_log import ERROR_CODE, AccessLog
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.playground import static_page
+from rootstock_llm.services.gateway.service.sink import MakeOperation, Operation, stateless
 
 _INFO = {"title": "Rootstock", "version": __version__, "description": "An OpenAI-compatible API, and SGLang's own."}
 _RATE_LIMITS = [

@@ -19,60 +19,60 @@ from pathlib import Path
 import grpc
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import gateway_pb2_grpc
-from services.gateway import app
-from services.gateway.admin.gateways import PeerGateways, PeerServicer, Tenants
-from services.gateway.admin.status import StatusReport, Surroundings
-from services.gateway.admin.workers import WorkerDirectory
-from services.gateway.api.anthropic.routes import MessagesApi
-from services.gateway.api.batches.kept import BatchRecords, Stores
-from services.gateway.api.batches.routes import BatchesApi
-from services.gateway.api.openai.chat import parameters_of
-from services.gateway.api.openai.preparation import Preparer
-from services.gateway.api.responses.background_answers import BackgroundAnswers
-from services.gateway.api.responses.records import Records
-from services.gateway.api.responses.routes import ResponsesApi
-from services.gateway.api.sglang.routes import NativeApi
-from services.gateway.api.texts.routes import TextsApi
-from services.gateway.background.background_work import BackgroundWork
-from services.gateway.batches.batch_work import BatchWork
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.discovery.watch import Discovery
-from services.gateway.dispatch.dispatcher import Dispatcher
-from services.gateway.dispatch.fleet_collector import FleetCollector
-from services.gateway.dispatch.sessions import SessionCalls
-from services.gateway.generation.abort import Aborter
-from services.gateway.generation.bodies import BodyBudget
-from services.gateway.generation.errors import ApiError, unavailable
-from services.gateway.http import http_server
-from services.gateway.http.answer import HttpPort
-from services.gateway.http.body import BodyReader
-from services.gateway.http.metrics_api import MetricsApi
-from services.gateway.http.readiness import Readiness
-from services.gateway.http.tls import TlsFiles
-from services.gateway.keys.key_ring import KeyOptions, KeyRing
-from services.gateway.keys.key_table import BadKeys
-from services.gateway.observe.access_log import AccessLog
-from services.gateway.observe.metrics import OTHER, GatewayMetrics, Scrapes
-from services.gateway.output.formats.families import output_parser
-from services.gateway.remote.connection import Patience
-from services.gateway.remote.detokenizer_link import SILENCE_S, DetokPool
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.gateway.service.probe import GenerationProbe
-from services.gateway.service.service import GenerationService
-from services.gateway.service.sink import MakeOperation
-from services.gateway.store.redis_store import RedisStore
-from services.shared.observe.log_fields import fields
-from services.shared.observe.tracing import start_tracing
-from services.shared.rpc import grpc_server
-from services.shared.rpc.control_token import is_loopback, read_token
-from services.shared.rpc.dialer import Dialer
-from services.shared.rpc.grpc_server import PortGuard
-from services.shared.rpc.token_check import start_guarded_server
-from services.shared.tls.metrics import TlsMetrics
-from services.shared.tls.mutual_tls import MutualTls, mutual_tls
-from services.shared.tls.roles import Role
+from rootstock_llm.protos import gateway_pb2_grpc
+from rootstock_llm.services.gateway import app
+from rootstock_llm.services.gateway.admin.gateways import PeerGateways, PeerServicer, Tenants
+from rootstock_llm.services.gateway.admin.status import StatusReport, Surroundings
+from rootstock_llm.services.gateway.admin.workers import WorkerDirectory
+from rootstock_llm.services.gateway.api.anthropic.routes import MessagesApi
+from rootstock_llm.services.gateway.api.batches.kept import BatchRecords, Stores
+from rootstock_llm.services.gateway.api.batches.routes import BatchesApi
+from rootstock_llm.services.gateway.api.openai.chat import parameters_of
+from rootstock_llm.services.gateway.api.openai.preparation import Preparer
+from rootstock_llm.services.gateway.api.responses.background_answers import BackgroundAnswers
+from rootstock_llm.services.gateway.api.responses.records import Records
+from rootstock_llm.services.gateway.api.responses.routes import ResponsesApi
+from rootstock_llm.services.gateway.api.sglang.routes import NativeApi
+from rootstock_llm.services.gateway.api.texts.routes import TextsApi
+from rootstock_llm.services.gateway.background.background_work import BackgroundWork
+from rootstock_llm.services.gateway.batches.batch_work import BatchWork
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.discovery.watch import Discovery
+from rootstock_llm.services.gateway.dispatch.dispatcher import Dispatcher
+from rootstock_llm.services.gateway.dispatch.fleet_collector import FleetCollector
+from rootstock_llm.services.gateway.dispatch.sessions import SessionCalls
+from rootstock_llm.services.gateway.generation.abort import Aborter
+from rootstock_llm.services.gateway.generation.bodies import BodyBudget
+from rootstock_llm.services.gateway.generation.errors import ApiError, unavailable
+from rootstock_llm.services.gateway.http import http_server
+from rootstock_llm.services.gateway.http.answer import HttpPort
+from rootstock_llm.services.gateway.http.body import BodyReader
+from rootstock_llm.services.gateway.http.metrics_api import MetricsApi
+from rootstock_llm.services.gateway.http.readiness import Readiness
+from rootstock_llm.services.gateway.http.tls import TlsFiles
+from rootstock_llm.services.gateway.keys.key_ring import KeyOptions, KeyRing
+from rootstock_llm.services.gateway.keys.key_table import BadKeys
+from rootstock_llm.services.gateway.observe.access_log import AccessLog
+from rootstock_llm.services.gateway.observe.metrics import OTHER, GatewayMetrics, Scrapes
+from rootstock_llm.services.gateway.output.formats.families import output_parser
+from rootstock_llm.services.gateway.remote.connection import Patience
+from rootstock_llm.services.gateway.remote.detokenizer_link import SILENCE_S, DetokPool
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.gateway.service.probe import GenerationProbe
+from rootstock_llm.services.gateway.service.service import GenerationService
+from rootstock_llm.services.gateway.service.sink import MakeOperation
+from rootstock_llm.services.gateway.store.redis_store import RedisStore
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.observe.tracing import start_tracing
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.shared.rpc.control_token import is_loopback, read_token
+from rootstock_llm.services.shared.rpc.dialer import Dialer
+from rootstock_llm.services.shared.rpc.grpc_server import PortGuard
+from rootstock_llm.services.shared.rpc.token_check import start_guarded_server
+from rootstock_llm.services.shared.tls.metrics import TlsMetrics
+from rootstock_llm.services.shared.tls.mutual_tls import MutualTls, mutual_tls
+from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 

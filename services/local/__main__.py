@@ -1,4 +1,4 @@
-"""python -m services.local: starts the whole system as processes on this machine, as `rootstock serve` and `make run` do."""
+"""python -m rootstock_llm.services.local: starts the system on this machine, as `rootstock serve` and `make run` do."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.local.ends import Memory, num_memory_kills
-from services.local.model_folder import NoModel, model_folder, weight_bytes
-from services.local.plan import Part, log_folder, num_gpus, num_ports, parts, settings_of, state_folder, worker_settings
-from services.local.ports import free_ports, why_not_listen
-from services.local.settings import LocalSettings
-from services.local.start import Start
-from services.shared.rpc import grpc_server
-from services.shared.settings import WRONG_SETTINGS
-from services.worker.exec.pools.host_memory import free_memory
-from services.worker.text.tokenizer_folder import with_tokenizer
+from rootstock_llm.services.local.ends import Memory, num_memory_kills
+from rootstock_llm.services.local.model_folder import NoModel, model_folder, weight_bytes
+from rootstock_llm.services.local.plan import (
+    Part,
+    log_folder,
+    num_gpus,
+    num_ports,
+    parts,
+    settings_of,
+    state_folder,
+    worker_settings,
+)
+from rootstock_llm.services.local.ports import free_ports, why_not_listen
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.local.start import Start
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.shared.settings import WRONG_SETTINGS
+from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
+from rootstock_llm.services.worker.text.tokenizer_folder import with_tokenizer
 
 INTERRUPTED = 130
 

@@ -1,4 +1,4 @@
-"""python -m services.local.metrics_reference prints docs/reference/metrics.md from the metrics that the services define.
+"""python -m rootstock_llm.services.local.metrics_reference prints docs/reference/metrics.md from the metrics of the services.
 
 It starts no service.
 """
@@ -14,20 +14,20 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
-from services.detokenizer.session import DetokenizerMetrics
-from services.gateway.dispatch.fleet_collector import FleetCollector
-from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, RequestMetrics, StoreMetrics
-from services.shared.observe.histogram import LabelledHistogram
-from services.shared.observe.readings import Readings
-from services.shared.tls.metrics import TlsMetrics
-from services.tokenizer.metrics import TokenizerMetrics
-from services.worker.index.metrics import PublisherMetrics
-from services.worker.metrics.executor_metrics import ExecutorMetrics
-from services.worker.metrics.grammar_metrics import GrammarMetrics
-from services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
-from services.worker.metrics.peer_metrics import PeerMetrics, PeerReadMetrics
-from services.worker.metrics.phase import LifeMetrics
-from services.worker.metrics.scheduler_metrics import WorkerMetrics
+from rootstock_llm.services.detokenizer.session import DetokenizerMetrics
+from rootstock_llm.services.gateway.dispatch.fleet_collector import FleetCollector
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, RequestMetrics, StoreMetrics
+from rootstock_llm.services.shared.observe.histogram import LabelledHistogram
+from rootstock_llm.services.shared.observe.readings import Readings
+from rootstock_llm.services.shared.tls.metrics import TlsMetrics
+from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
+from rootstock_llm.services.worker.index.metrics import PublisherMetrics
+from rootstock_llm.services.worker.metrics.executor_metrics import ExecutorMetrics
+from rootstock_llm.services.worker.metrics.grammar_metrics import GrammarMetrics
+from rootstock_llm.services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
+from rootstock_llm.services.worker.metrics.peer_metrics import PeerMetrics, PeerReadMetrics
+from rootstock_llm.services.worker.metrics.phase import LifeMetrics
+from rootstock_llm.services.worker.metrics.scheduler_metrics import WorkerMetrics
 
 COUNTERPARTS = Path(__file__).with_name("metrics_of_sglang.toml")
 HEAD = """# Metrics

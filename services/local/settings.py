@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.shared.settings import CONFIG_HELP
+from rootstock_llm.services.shared.settings import CONFIG_HELP
 
 
 class LocalSettings(BaseSettings):

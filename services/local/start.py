@@ -20,16 +20,16 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.local import demo
-from services.local.demo import BrokenOff, Endpoint, Kind, NoAnswer
-from services.local.ends import Memory, num_memory_kills, why_it_ended
-from services.local.plan import Part, address, log_folder, served_name
-from services.local.ports import HOST
-from services.local.settings import LocalSettings
-from services.local.start_view import StartView
-from services.local.supervisor import Child, Supervisor
-from services.shared.hf_tokenizer import has_chat_template
-from services.shared.rpc import grpc_server
+from rootstock_llm.services.local import demo
+from rootstock_llm.services.local.demo import BrokenOff, Endpoint, Kind, NoAnswer
+from rootstock_llm.services.local.ends import Memory, num_memory_kills, why_it_ended
+from rootstock_llm.services.local.plan import Part, address, log_folder, served_name
+from rootstock_llm.services.local.ports import HOST
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.local.start_view import StartView
+from rootstock_llm.services.local.supervisor import Child, Supervisor
+from rootstock_llm.services.shared.hf_tokenizer import has_chat_template
+from rootstock_llm.services.shared.rpc import grpc_server
 
 POLL_S = 0.1
 ASKED_AT_MOST = 3  # tries of the first question if a process ends during it

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from services.shared.observe import progress
+from rootstock_llm.services.shared.observe import progress
 
 EVERY_S = 5.0  # between two lines without news, if the output is no terminal
 WIDTH = 78
-LOADERS = ("kernels", "services.worker.engine", "services.worker.exec")  # loggers of the model and its kernels
+LOADERS = (
+    "rootstock_llm.kernels",
+    "rootstock_llm.services.worker.engine",
+    "rootstock_llm.services.worker.exec",
+)  # loggers of the model and its kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from services.shared.settings import WRONG_SETTINGS
+from rootstock_llm.services.shared.settings import WRONG_SETTINGS
 
 logger = logging.getLogger(__name__)
 

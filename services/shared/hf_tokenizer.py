@@ -138,7 +138,7 @@ def _missing(folder: Path) -> str:
         return f"{folder} holds no {TOKENIZER_FILE}. Copy the tokenizer's files of the model's publisher into it."
     return (
         f"{folder} holds {', '.join(files)} and no {TOKENIZER_FILE}. Make one where transformers is installed:"
-        f" `python -m services.worker.text.convert_tokenizer {folder}`."
+        f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}`."
     )
 
 

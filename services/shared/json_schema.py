@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 
 ANNOTATIONS = frozenset(
     {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 
 UINT32_MAX = (1 << 32) - 1
 INT64 = (-(1 << 63), (1 << 63) - 1)

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict
 
-from services.shared.flag_parser import FlagParser, nearest
+from rootstock_llm.services.shared.flag_parser import FlagParser, nearest
 
 ENV_PREFIX = "ROOTSTOCK_"
 WRONG_SETTINGS = 2  # exit status if settings, or the files that they name, are wrong; a restart would not help

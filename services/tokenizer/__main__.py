@@ -1,4 +1,4 @@
-"""python -m services.tokenizer --model FOLDER"""
+"""python -m rootstock_llm.services.tokenizer --model FOLDER"""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import sys
 
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
-from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
-from services.shared.memory import map_large_blocks
-from services.shared.observe import log, metrics_server
-from services.shared.observe.tracing import start_tracing
-from services.shared.rpc import grpc_server
-from services.shared.rpc.grpc_server import PortGuard
-from services.shared.settings import WRONG_SETTINGS, load
-from services.shared.tls.certificate_files import BadTls
-from services.shared.tls.metrics import TlsMetrics
-from services.shared.tls.mutual_tls import mutual_tls
-from services.shared.tls.roles import Role
-from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.server import TokenizerServicer
-from services.tokenizer.settings import TokenizerSettings
+from rootstock_llm.protos import tokenizer_pb2_grpc as pb_grpc
+from rootstock_llm.services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from rootstock_llm.services.shared.memory import map_large_blocks
+from rootstock_llm.services.shared.observe import log, metrics_server
+from rootstock_llm.services.shared.observe.tracing import start_tracing
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.shared.rpc.grpc_server import PortGuard
+from rootstock_llm.services.shared.settings import WRONG_SETTINGS, load
+from rootstock_llm.services.shared.tls.certificate_files import BadTls
+from rootstock_llm.services.shared.tls.metrics import TlsMetrics
+from rootstock_llm.services.shared.tls.mutual_tls import mutual_tls
+from rootstock_llm.services.shared.tls.roles import Role
+from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
+from rootstock_llm.services.tokenizer.server import TokenizerServicer
+from rootstock_llm.services.tokenizer.settings import TokenizerSettings
 
 SERVICE = "tokenizer"
 # Threshold of map_large_blocks(), as in render_child. That module is not imported, because it loads jinja2.
@@ -58,7 +58,7 @@ async def run(settings: TokenizerSettings) -> None:
 
 def main() -> None:
     grpc_server.end_on_signal()
-    settings = load(TokenizerSettings, f"python -m services.{SERVICE}")
+    settings = load(TokenizerSettings, f"python -m rootstock_llm.services.{SERVICE}")
     log.configure(SERVICE, settings.log_level)
     map_large_blocks(MAPPED_BLOCK_BYTES)
     try:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken
 
-from services.shared.hf_tokenizer import HfTokenizer
-from services.tokenizer.pattern import NotUnderstood, Pattern, is_space, read_pattern
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.tokenizer.pattern import NotUnderstood, Pattern, is_space, read_pattern
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the pattern of the ByteLevel step
 BLANK_BRANCHES = frozenset((r"\s+(?!\S)", r"\s+", r"\s*[\r\n]+", r"\s*[\r\n]"))

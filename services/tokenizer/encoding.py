@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.shared import limits
-from services.shared.hf_tokenizer import HfTokenizer
-from services.tokenizer.boundaries import METASPACE, Boundaries
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.tokenizer.boundaries import METASPACE, Boundaries
 
 PIECE_CHARS = 1 << 16
 SLICE_CHARS = 1 << 18  # characters counted at a time

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
-from services.shared.memory import trim_heap
-from services.tokenizer.refusal import busy
+from rootstock_llm.services.shared.memory import trim_heap
+from rootstock_llm.services.tokenizer.refusal import busy
 
 TRIM_DELAY_S = 1.0  # from the end of the last large request until the heap is trimmed
 

@@ -1,4 +1,4 @@
-"""The rendering process: `python -m services.tokenizer.render_child`, started and killed by RenderPool.
+"""The rendering process: `python -m rootstock_llm.services.tokenizer.render_child`, started and killed by RenderPool.
 
 The process imports jinja2 and the standard library only. Each message on its standard input and output is one JSON line, followed
 by raw bytes:
@@ -41,9 +41,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from services.shared.memory import map_large_blocks
-from services.tokenizer.history.template_forms import TemplateForms
-from services.tokenizer.history.turns import Message
+from rootstock_llm.services.shared.memory import map_large_blocks
+from rootstock_llm.services.tokenizer.history.template_forms import TemplateForms
+from rootstock_llm.services.tokenizer.history.turns import Message
 
 MAPPED_BLOCK_BYTES = 1 << 18  # threshold of map_large_blocks(); a text of 256 KiB is a large request
 ALARM_MARGIN_S = 1.0  # added to the time limit, so that the parent kills the process first

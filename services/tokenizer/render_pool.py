@@ -18,16 +18,17 @@ from typing import Any
 
 import grpc
 
-from rootstock.v1 import tokenizer_pb2 as pb
-from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.refusal import Refusal, busy, invalid, too_much
+import rootstock_llm
+from rootstock_llm.protos import tokenizer_pb2 as pb
+from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
+from rootstock_llm.services.tokenizer.refusal import Refusal, busy, invalid, too_much
 
 LARGE_BYTES = 1 << 18  # a process ends after a request or a text of this size, to return its memory
 WRITE_BYTES = 1 << 16  # size of one write; the pipe copies the part that it cannot take at once
 NO_TEMPLATE = "this model has no chat template; use /v1/completions, or give the tokenizer a template with --chat-template FILE"
 RETRY_S = 30.0  # pause after a failed start if no process has started yet: the template or the machine may be at fault
 START_FACTOR = 4.0  # time limit of a start, which compiles the templates, as a multiple of the limit of a rendering
-ROOT = Path(__file__).resolve().parents[2]  # the folder that contains `services`
+ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class _Process:
     async def _spawned(cls) -> _Process:
         return cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "services.tokenizer.render_child"),
+                *(sys.executable, "-m", "rootstock_llm.services.tokenizer.render_child"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,  # a traceback may quote the prompt

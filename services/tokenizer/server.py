@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from rootstock.v1 import tokenizer_pb2 as pb
-from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
-from services.shared import limits
-from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.index.prefix_index import HASH_BYTES, block_hashes
-from services.shared.observe.log_fields import fields, trace_fields
-from services.shared.rpc.grpc_server import GOING_AWAY, GoingAway, MessageReader
-from services.tokenizer.encoding import EncodedText, EncodeJob, EncodeQueue, PieceEncoder, UncuttableText
-from services.tokenizer.memory import ByteBudget, HeapTrimmer
-from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.refusal import Refusal, busy, invalid, too_much
-from services.tokenizer.render_pool import RenderPool, RenderSetup, request_bytes
-from services.tokenizer.settings import TokenizerSettings
+from rootstock_llm.protos import tokenizer_pb2 as pb
+from rootstock_llm.protos import tokenizer_pb2_grpc as pb_grpc
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.index.prefix_index import HASH_BYTES, block_hashes
+from rootstock_llm.services.shared.observe.log_fields import fields, trace_fields
+from rootstock_llm.services.shared.rpc.grpc_server import GOING_AWAY, GoingAway, MessageReader
+from rootstock_llm.services.tokenizer.encoding import EncodedText, EncodeJob, EncodeQueue, PieceEncoder, UncuttableText
+from rootstock_llm.services.tokenizer.memory import ByteBudget, HeapTrimmer
+from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
+from rootstock_llm.services.tokenizer.refusal import Refusal, busy, invalid, too_much
+from rootstock_llm.services.tokenizer.render_pool import RenderPool, RenderSetup, request_bytes
+from rootstock_llm.services.tokenizer.settings import TokenizerSettings
 
 if TYPE_CHECKING:
-    from services.shared.observe.spans import Span, Tracing
+    from rootstock_llm.services.shared.observe.spans import Span, Tracing
 
 R = TypeVar("R", pb.EncodeRequest, pb.EncodeChatRequest)
 Texts = Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse]]  # raises Refusal

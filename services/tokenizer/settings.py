@@ -8,9 +8,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.shared import limits, output_formats
-from services.shared.output_formats import OutputFormats
-from services.shared.settings import ServiceSettings, served_name
+from rootstock_llm.services.shared import limits, output_formats
+from rootstock_llm.services.shared.output_formats import OutputFormats
+from rootstock_llm.services.shared.settings import ServiceSettings, served_name
 
 ToolParser = Literal[
     "auto",

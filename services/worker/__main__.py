@@ -1,4 +1,4 @@
-"""python -m services.worker: makes the parts of a worker, connects them and serves.
+"""python -m rootstock_llm.services.worker: makes the parts of a worker, connects them and serves.
 
 The asyncio loop serves gRPC. The thread `scheduler` runs the loop over core and executor. The executor's threads compute.
 """
@@ -16,46 +16,46 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.shared.observe import log, metrics_server
-from services.shared.observe.tracing import start_tracing
-from services.shared.rpc import grpc_server
-from services.shared.rpc.grpc_server import PortGuard
-from services.shared.settings import WRONG_SETTINGS, load, served_name
-from services.shared.tls.metrics import TlsMetrics
-from services.shared.tls.mutual_tls import mutual_tls
-from services.shared.tls.roles import Role
-from services.worker.control.server import ControlAddress, start_control
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import PeerOutput
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.engine import Engine, build_engine
-from services.worker.front.drain import drain
-from services.worker.front.outbox import LoadReport, NoIndex, StreamOutbox
-from services.worker.front.server import WorkerServicer
-from services.worker.front.spans import RequestSpans
-from services.worker.front.wire import ModelLimits
-from services.worker.grammar.book import UnusedGrammars
-from services.worker.index.metrics import PublisherMetrics
-from services.worker.index.publisher import IndexPublisher
-from services.worker.loop.first_steps import run_first_steps
-from services.worker.loop.inbox import Inbox
-from services.worker.loop.loop import Loop, MaskSource
-from services.worker.loop.progress import Pulse, StepLimit, Watchdog, attention_span
-from services.worker.loop.text_rules import ModelText
-from services.worker.loop.thread import SchedulerThread
-from services.worker.metrics.executor_metrics import ExecutorMetrics
-from services.worker.metrics.grammar_metrics import GrammarMetrics
-from services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
-from services.worker.metrics.peer_metrics import PeerMetrics, PeerReadMetrics
-from services.worker.metrics.phase import LifeMetrics, WorkerLife
-from services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
-from services.worker.pod_cost import PodCost, pod_patch
-from services.worker.settings import WorkerSettings
-from services.worker.worker_id import worker_id
+from rootstock_llm.protos import worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.shared.observe import log, metrics_server
+from rootstock_llm.services.shared.observe.tracing import start_tracing
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.shared.rpc.grpc_server import PortGuard
+from rootstock_llm.services.shared.settings import WRONG_SETTINGS, load, served_name
+from rootstock_llm.services.shared.tls.metrics import TlsMetrics
+from rootstock_llm.services.shared.tls.mutual_tls import mutual_tls
+from rootstock_llm.services.shared.tls.roles import Role
+from rootstock_llm.services.worker.control.server import ControlAddress, start_control
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.messages import PeerOutput
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.worker.engine import Engine, build_engine
+from rootstock_llm.services.worker.front.drain import drain
+from rootstock_llm.services.worker.front.outbox import LoadReport, NoIndex, StreamOutbox
+from rootstock_llm.services.worker.front.server import WorkerServicer
+from rootstock_llm.services.worker.front.spans import RequestSpans
+from rootstock_llm.services.worker.front.wire import ModelLimits
+from rootstock_llm.services.worker.grammar.book import UnusedGrammars
+from rootstock_llm.services.worker.index.metrics import PublisherMetrics
+from rootstock_llm.services.worker.index.publisher import IndexPublisher
+from rootstock_llm.services.worker.loop.first_steps import run_first_steps
+from rootstock_llm.services.worker.loop.inbox import Inbox
+from rootstock_llm.services.worker.loop.loop import Loop, MaskSource
+from rootstock_llm.services.worker.loop.progress import Pulse, StepLimit, Watchdog, attention_span
+from rootstock_llm.services.worker.loop.text_rules import ModelText
+from rootstock_llm.services.worker.loop.thread import SchedulerThread
+from rootstock_llm.services.worker.metrics.executor_metrics import ExecutorMetrics
+from rootstock_llm.services.worker.metrics.grammar_metrics import GrammarMetrics
+from rootstock_llm.services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
+from rootstock_llm.services.worker.metrics.peer_metrics import PeerMetrics, PeerReadMetrics
+from rootstock_llm.services.worker.metrics.phase import LifeMetrics, WorkerLife
+from rootstock_llm.services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
+from rootstock_llm.services.worker.pod_cost import PodCost, pod_patch
+from rootstock_llm.services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.worker_id import worker_id
 
-logger = logging.getLogger("services.worker")
+logger = logging.getLogger("rootstock_llm.services.worker")
 
 
 class LoopObserver:
@@ -354,7 +354,7 @@ def _publisher(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: 
 
 def main() -> int:
     grpc_server.end_on_signal()
-    settings = load(WorkerSettings, "python -m services.worker")
+    settings = load(WorkerSettings, "python -m rootstock_llm.services.worker")
     log.configure("worker", settings.log_level)
     try:
         asyncio.run(serve(settings))

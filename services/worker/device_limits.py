@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.worker.settings import BY_DEVICE, WorkerSettings
+from rootstock_llm.services.worker.settings import BY_DEVICE, WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from services.shared import limits
-from services.worker.core.contracts.plan import I32
-from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.worker.core.contracts.plan import I32
+from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 

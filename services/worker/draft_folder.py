@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -12,38 +12,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.shared.index.prefix_index import block_hash
-from services.shared.observe.log_fields import fields
-from services.shared.observe.progress import step
-from services.shared.output_formats import detect_in
-from services.shared.sampling_parameters import SamplingDefaults
-from services.worker.core.contracts.plan import VERIFIED_TOKENS
-from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.scheduler import Scheduler
-from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.device_limits import most_step_tokens, resolved
-from services.worker.draft_corpus import draft_corpus
-from services.worker.draft_folder import draft_folder
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.contracts.options import PeerOptions, TierOptions
-from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
-from services.worker.exec.contracts.protocol import Executor, ExecutorStats
-from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
-from services.worker.grammar.book import CompiledBook
-from services.worker.grammar.compile.grammar_limits import GrammarLimits
-from services.worker.grammar.compile.vocabulary import vocabulary_of
-from services.worker.grammar.match.mask_filler import MaskFiller
-from services.worker.identity.end_of_sequence import end_of_sequence
-from services.worker.identity.model_identity import ServedWeights, identify_model
-from services.worker.identity.sampling_defaults import sampling_defaults
-from services.worker.identity.weights_revision import WeightsReading
-from services.worker.loop.inbox import FactsReady, GrammarFailed, GrammarReady, Inbox
-from services.worker.loop.text_rules import ModelText
-from services.worker.peer_options import peer_options
-from services.worker.scheduler_config import scheduler_config
-from services.worker.settings import WorkerSettings
-from services.worker.tier_options import tier_options
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from rootstock_llm.services.shared.index.prefix_index import block_hash
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.observe.progress import step
+from rootstock_llm.services.shared.output_formats import detect_in
+from rootstock_llm.services.shared.sampling_parameters import SamplingDefaults
+from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from rootstock_llm.services.worker.device_limits import most_step_tokens, resolved
+from rootstock_llm.services.worker.draft_corpus import draft_corpus
+from rootstock_llm.services.worker.draft_folder import draft_folder
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.exec.contracts.options import PeerOptions, TierOptions
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, ExecutorStats
+from rootstock_llm.services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
+from rootstock_llm.services.worker.grammar.book import CompiledBook
+from rootstock_llm.services.worker.grammar.compile.grammar_limits import GrammarLimits
+from rootstock_llm.services.worker.grammar.compile.vocabulary import vocabulary_of
+from rootstock_llm.services.worker.grammar.match.mask_filler import MaskFiller
+from rootstock_llm.services.worker.identity.end_of_sequence import end_of_sequence
+from rootstock_llm.services.worker.identity.model_identity import ServedWeights, identify_model
+from rootstock_llm.services.worker.identity.sampling_defaults import sampling_defaults
+from rootstock_llm.services.worker.identity.weights_revision import WeightsReading
+from rootstock_llm.services.worker.loop.inbox import FactsReady, GrammarFailed, GrammarReady, Inbox
+from rootstock_llm.services.worker.loop.text_rules import ModelText
+from rootstock_llm.services.worker.peer_options import peer_options
+from rootstock_llm.services.worker.scheduler_config import scheduler_config
+from rootstock_llm.services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.tier_options import tier_options
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
     """Returns the memory of the device of executor cuda, or None if that device is a CPU. Raises NoDevice."""
     import torch  # imported here because the fake executor does not need it
 
-    from services.worker.exec.device import device_of
+    from rootstock_llm.services.worker.exec.device import device_of
 
     device = device_of(settings.device)
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -240,8 +240,8 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
     Args:
         fraction: share of memory if the settings leave mem_fraction_static at 0.
     """
-    from services.worker.exec.build import build_device_executor  # imported here because it imports torch
-    from services.worker.exec.contracts.options import DeviceOptions
+    from rootstock_llm.services.worker.exec.build import build_device_executor  # imported here because it imports torch
+    from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
 
     options = DeviceOptions(
         device=device,

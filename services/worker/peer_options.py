@@ -7,17 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from services.shared.observe.log_fields import fields
-from services.shared.tls.roles import Role
-from services.worker.core.contracts.reservations import ReservationReleased
-from services.worker.exec.contracts.options import PeerOptions
-from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
-from services.worker.exec.remote_kv.nixl_process import Carrier
-from services.worker.exec.remote_kv.peer_reader import TcpPeerReader
-from services.worker.exec.remote_kv.room_server import TcpRoomServer
-from services.worker.exec.remote_kv.socket_folder import SocketFolder
-from services.worker.exec.remote_kv.tls import PeerTls
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.tls.roles import Role
+from rootstock_llm.services.worker.core.contracts.reservations import ReservationReleased
+from rootstock_llm.services.worker.exec.contracts.options import PeerOptions
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
+from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
+from rootstock_llm.services.worker.exec.remote_kv.peer_reader import TcpPeerReader
+from rootstock_llm.services.worker.exec.remote_kv.room_server import TcpRoomServer
+from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
+from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # used if no files are set for KV transfers

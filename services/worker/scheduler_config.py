@@ -5,9 +5,9 @@ Simulators use it as well, so that they behave like a worker with the same setti
 
 from __future__ import annotations
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.settings import BY_DEVICE, WorkerSettings
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.settings import BY_DEVICE, WorkerSettings
 
 RANDOM_SEED = 0  # seed of the random policy, whose order must differ between arrivals, but not between workers
 

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from services.shared.settings import ServiceSettings
-from services.worker.core.contracts.config import UNCHUNKED, EvictionPolicy, SchedulePolicy
-from services.worker.core.contracts.transfers import WritePolicy
-from services.worker.identity.sampling_defaults import parse_preferences
+from rootstock_llm.services.shared.settings import ServiceSettings
+from rootstock_llm.services.worker.core.contracts.config import UNCHUNKED, EvictionPolicy, SchedulePolicy
+from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
+from rootstock_llm.services.worker.identity.sampling_defaults import parse_preferences
 
 BY_DEVICE = 0  # value of max_running_requests that leaves it to services/worker/device_limits.py
 

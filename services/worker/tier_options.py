@@ -10,14 +10,14 @@ from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.worker.core.tiers.page_keys import SECRET_BYTES
-from services.worker.exec.contracts.options import OpenStore, TierOptions
-from services.worker.exec.contracts.page_store import PageStore
-from services.worker.exec.tiers.redis_page_store import RedisPageStore, page_client
-from services.worker.exec.tiers.segment_store import SegmentStore
-from services.worker.exec.tiers.store_folder import StoreUnusable
-from services.worker.settings import WorkerSettings
-from services.worker.worker_id import worker_id
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES
+from rootstock_llm.services.worker.exec.contracts.options import OpenStore, TierOptions
+from rootstock_llm.services.worker.exec.contracts.page_store import PageStore
+from rootstock_llm.services.worker.exec.tiers.redis_page_store import RedisPageStore, page_client
+from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
+from rootstock_llm.services.worker.exec.tiers.store_folder import StoreUnusable
+from rootstock_llm.services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.worker_id import worker_id
 
 logger = logging.getLogger(__name__)
 

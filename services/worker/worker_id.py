@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 
 def worker_id(settings: WorkerSettings) -> str:

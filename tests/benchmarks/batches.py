@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 from openai import OpenAI
 
-from services.cli.bench.client import Endpoint, Outcome, open_http
-from services.cli.bench.load import Player, open_loop, poisson_arrivals
-from services.cli.bench.spec import Spec
-from services.cli.bench.workload import make_sessions
+from rootstock_llm.services.cli.bench.client import Endpoint, Outcome, open_http
+from rootstock_llm.services.cli.bench.load import Player, open_loop, poisson_arrivals
+from rootstock_llm.services.cli.bench.spec import Spec
+from rootstock_llm.services.cli.bench.workload import make_sessions
 from tests.benchmarks.intervals import interval
 from tests.e2e.system import System, wait_until
 

@@ -32,8 +32,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-FOLDERS = ("services", "kernels")  # packages whose functions and types are counted
-MESSAGES = "rootstock"  # package of the generated protobuf messages
+FOLDERS = ("services", "kernels")  # folders whose functions and types are counted
+PACKAGE = "rootstock_llm"  # holds links to the folders
+MESSAGES = f"{PACKAGE}.protos"  # package of the generated protobuf messages
 MAKERS = {"__init__": "__init__", "init": "__init__", "__new__": "__new__", "<lambda>": "__new__", "_make": "_make"}
 VALIDATIONS = ("BaseModel.__init__", "BaseModel.model_validate", "TypeAdapter.validate_")
 
@@ -169,13 +170,14 @@ class ProcessCounts:
             for window in (Window.CHATS, Window.IDLE):
                 for cls, built in list(counts.built[window].items()):
                     home = f"{module}.__main__" if cls.__module__ == "__main__" else cls.__module__
-                    if home.partition(".")[0] in (*self._folders, MESSAGES):
+                    if home.startswith(MESSAGES) or home.removeprefix(f"{PACKAGE}.").partition(".")[0] in self._folders:
                         totals.setdefault((f"{home}.{cls.__qualname__}", _kind(cls)), Counter())[window] += built
         return [(*each, total[Window.CHATS], total[Window.IDLE]) for each, total in sorted(totals.items())]
 
     def _file(self, code: CodeType) -> str:
         """Returns the path below the root; empty if the file is in none of the counted packages."""
         path = os.path.relpath(code.co_filename, self._root) if os.path.isabs(code.co_filename) else ""
+        path = path.removeprefix(f"{PACKAGE}/")
         return path if path.partition("/")[0] in self._folders else ""
 
 

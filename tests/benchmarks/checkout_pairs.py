@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from services.cli.bench.client import Endpoint, first_model, open_http, stream
+from rootstock_llm.services.cli.bench.client import Endpoint, first_model, open_http, stream
 from tests.benchmarks.compare_transformers import BUILD, check, draw_prompts, ensure_model
-from tests.benchmarks.server_process import ROOT, running_server
+from tests.benchmarks.server_process import ROOT, module_of, running_server
 
-COMMAND = "{checkout}/.venv/bin/python -m services.local --model {{model}} --port {{port}} --no-demo {flags}"
+COMMAND = "{checkout}/.venv/bin/python -m {module} --model {{model}} --port {{port}} --no-demo {flags}"
 TIMEOUT_S = 3600.0
 OLD, AGAIN, NEW = "old", "old again", "new"
 
@@ -101,7 +101,7 @@ def main() -> int:
     with ExitStack() as servers:
         urls = {}
         for name, checkout in checkouts.items():
-            command = COMMAND.format(checkout=checkout, flags=args.flags)
+            command = COMMAND.format(checkout=checkout, module=module_of(checkout, "local"), flags=args.flags)
             log = BUILD / "logs" / f"pairs-{name.replace(' ', '-')}.log"
             urls[name] = servers.enter_context(running_server(command, args.model.resolve(), log, checkout))
         print("| in flight | tok/s new/old | tok/s old/old | p99 TTFT old/new | p99 TTFT old/old |\n|---:|---|---|---|---|")

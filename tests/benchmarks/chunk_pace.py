@@ -12,7 +12,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.benchmarks.streams_and_prompts import add_flags, compare, print_ratios
 from tests.e2e.system import System
 

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from services.cli.bench import machine, report
-from services.cli.bench.client import Endpoint, Outcome, first_model, open_http, stream
+from rootstock_llm.services.cli.bench import machine, report
+from rootstock_llm.services.cli.bench.client import Endpoint, Outcome, first_model, open_http, stream
 from tests.benchmarks.machine import busy_cores
 from tests.benchmarks.server_process import ROOT, ROOTSTOCK, ServerFailed, running_server
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.config import SchedulePolicy
-from services.worker.core.contracts.messages import SessionTurn, Submit
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams, StepResult
-from services.worker.core.control import SchedulerControl
-from services.worker.core.kv.radix_cache import RadixCache
-from services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy
+from rootstock_llm.services.worker.core.contracts.messages import SessionTurn, Submit
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams, StepResult
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.kv.radix_cache import RadixCache
+from rootstock_llm.services.worker.core.scheduler import Scheduler
 from tests.benchmarks.intervals import interval
 from tests.benchmarks.pinned_config import pinned_config
 from tests.benchmarks.server_process import ROOT

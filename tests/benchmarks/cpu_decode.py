@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import transformers
 
-import services.worker.exec.kernel_set as kernel_set
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.exec.build import DeviceOptions, build_device_executor
+import rootstock_llm.services.worker.exec.kernel_set as kernel_set
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
 from tests.exec.driver import Driver, Sequence
 
 PAGE_SIZE = 16

@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
 from tests.benchmarks.cpu_decode import PAGE_SIZE, build_model, run_ours
 from tests.benchmarks.intervals import interval
 from tests.exec.driver import Driver

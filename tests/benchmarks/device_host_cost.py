@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.contracts.ops import PackedLinear
-from kernels.reference import layers as reference
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SamplingParams, SlotParams
-from services.worker.exec.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.kernel_set import KernelSet
-from services.worker.exec.models.dense import Decoder, DenseConfig, Qwen3
-from services.worker.exec.models.loaded_model import LoadedModel
-from services.worker.exec.models.rope import rope_table
-from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.weights.source import RandomSource, WeightReader
+from rootstock_llm.kernels.contracts.ops import PackedLinear
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode, SamplingParams, SlotParams
+from rootstock_llm.services.worker.exec.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.kernel_set import KernelSet
+from rootstock_llm.services.worker.exec.models.dense import Decoder, DenseConfig, Qwen3
+from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
+from rootstock_llm.services.worker.exec.models.rope import rope_table
+from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
+from rootstock_llm.services.worker.exec.weights.source import RandomSource, WeightReader
 from tests.exec.device_doubles import InlineStreams
 
 PAGE_SIZE, CONTEXT = 16, 4096

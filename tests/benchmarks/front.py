@@ -31,8 +31,8 @@ import numpy as np
 import orjson
 import psutil
 
-from services.cli.bench import machine
-from services.cli.bench.client import Endpoint, open_http, stream
+from rootstock_llm.services.cli.bench import machine
+from rootstock_llm.services.cli.bench.client import Endpoint, open_http, stream
 from tests.benchmarks.front_attacks import ANSWER_S, ATTACKS
 from tests.e2e.system import ROOT, System
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.local.ports import HOST
+from rootstock_llm.services.local.ports import HOST
 from tests.e2e.fuzz_cases import Cases, Sent
 from tests.e2e.fuzz_client import Fuzzer
 from tests.e2e.fuzz_rounds import rounds

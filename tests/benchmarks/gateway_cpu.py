@@ -20,12 +20,13 @@ import orjson
 import psutil
 import uvloop
 
-from services.local.plan import redis_argv
-from services.local.ports import HOST, free_ports
-from services.local.supervisor import Child, Command
+from rootstock_llm.services.local.plan import redis_argv
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.supervisor import Child, Command
 from tests.benchmarks.gateway_load import DEMO, ROOT, START_S, _answers
 from tests.benchmarks.gateway_load_client import http_request, run_requests
 from tests.benchmarks.gateway_load_worker import MODEL, STEP_S
+from tests.benchmarks.server_process import module_of
 
 LOGS = ROOT / "build" / "run" / "gateway-cpu"
 QUESTION = "Which three rivers are the longest in Europe, and through which countries do they flow?"
@@ -62,7 +63,7 @@ class Gateways:
         commands = [Command("redis", redis_argv(redis))]
         for service, port, metrics in (("tokenizer", token, token_metrics), ("detokenizer", detok, detok_metrics)):
             flags = ["--model", str(DEMO), "--port", str(port), "--metrics-port", str(metrics), "--served-model-name", MODEL]
-            commands.append(Command(service, [sys.executable, "-m", f"services.{service}", *flags]))
+            commands.append(Command(service, [sys.executable, "-m", f"rootstock_llm.services.{service}", *flags]))
         flags = ["--port", str(worker), "--redis-url", redis_url, "--tokens", str(tokens)]
         flags += ["--step-s", str(step_s)]
         commands.append(Command("worker", [sys.executable, "-m", "tests.benchmarks.gateway_load_worker", *flags]))
@@ -75,7 +76,16 @@ class Gateways:
             self.ports[name] = next(ports)
             flags = ["--port", str(self.ports[name]), "--health-port", str(next(ports)), *peers]
             profiler = ["-m", "cProfile", "-o", str(profile)] if profile and checkout == ROOT else []
-            argv = ["env", "-C", str(checkout), f"{checkout}/.venv/bin/python", *profiler, "-m", "services.gateway", *flags]
+            argv = [
+                "env",
+                "-C",
+                str(checkout),
+                f"{checkout}/.venv/bin/python",
+                *profiler,
+                "-m",
+                module_of(checkout, "gateway"),
+                *flags,
+            ]
             self._gateways[name] = Child(Command(f"gateway-{name}", argv), LOGS)
 
     def __enter__(self) -> Gateways:

@@ -20,7 +20,7 @@ import orjson
 import psutil
 import uvloop
 
-from services.local.ports import HOST
+from rootstock_llm.services.local.ports import HOST
 from tests.benchmarks.gateway_cpu import QUESTION, ROOT, Gateways
 from tests.benchmarks.gateway_load_client import END_OF_HEAD, http_request
 from tests.benchmarks.gateway_load_worker import MODEL

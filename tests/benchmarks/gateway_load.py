@@ -25,12 +25,12 @@ import orjson
 import psutil
 import uvloop
 
-from rootstock.v1 import tokenizer_pb2, worker_pb2
-from services.gateway.api.generation_params import check_token_ids
-from services.local.plan import redis_argv
-from services.local.ports import HOST, free_ports
-from services.local.supervisor import Child, Command
-from services.shared.index.prefix_index import block_hashes, root_hash
+from rootstock_llm.protos import tokenizer_pb2, worker_pb2
+from rootstock_llm.services.gateway.api.generation_params import check_token_ids
+from rootstock_llm.services.local.plan import redis_argv
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.supervisor import Child, Command
+from rootstock_llm.services.shared.index.prefix_index import block_hashes, root_hash
 from tests.benchmarks.gateway_load_client import Tally, http_request, run_load
 from tests.benchmarks.gateway_load_worker import MODEL, VOCAB_SIZE
 
@@ -62,7 +62,7 @@ class Fleet:
         commands = [Command("redis", redis_argv(redis))]
         for service, port, metrics in (("tokenizer", token, token_metrics), ("detokenizer", detok, detok_metrics)):
             flags = ["--model", str(DEMO), "--port", str(port), "--metrics-port", str(metrics), "--served-model-name", MODEL]
-            commands.append(Command(service, [sys.executable, "-m", f"services.{service}", *flags]))
+            commands.append(Command(service, [sys.executable, "-m", f"rootstock_llm.services.{service}", *flags]))
         addresses = []
         for index in range(workers):
             port = next(ports)
@@ -76,7 +76,7 @@ class Fleet:
         for index in range(gateways):
             self.targets.append((HOST, next(ports)))
             flags = ["--port", str(self.targets[-1][1]), "--health-port", str(next(ports)), *peers]
-            argv = [sys.executable, *(profiler if not index else []), "-m", "services.gateway", *flags]
+            argv = [sys.executable, *(profiler if not index else []), "-m", "rootstock_llm.services.gateway", *flags]
             commands.append(Command(f"gateway-{index}", argv))
         LOGS.mkdir(parents=True, exist_ok=True)
         self.children = [Child(command, LOGS) for command in commands]

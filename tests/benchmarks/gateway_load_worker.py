@@ -15,11 +15,11 @@ import grpc
 import redis.asyncio
 import uvloop
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.local.ports import HOST
-from services.shared.index import prefix_index
-from services.shared.rpc import grpc_server
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.local.ports import HOST
+from rootstock_llm.services.shared.index import prefix_index
+from rootstock_llm.services.shared.rpc import grpc_server
 
 MODEL = "instant"
 VOCAB_SIZE = 152_064

@@ -30,8 +30,8 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from services.cli.bench import machine
-from services.cli.bench.client import Endpoint, open_http, stream
+from rootstock_llm.services.cli.bench import machine
+from rootstock_llm.services.cli.bench.client import Endpoint, open_http, stream
 from tests.benchmarks.hostile_bodies import hostile_bodies
 from tests.benchmarks.machine import busy_cores
 from tests.e2e.system import ROOT, System

@@ -16,13 +16,13 @@ from statistics import median
 
 import numpy as np
 
-from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, proof
-from services.worker.core.contracts.transfers import I32, Pull
-from services.worker.exec.remote_kv.nixl_process import Carrier
-from services.worker.exec.remote_kv.peer_reader import TcpPeerReader
-from services.worker.exec.remote_kv.room_server import TcpRoomServer
-from services.worker.exec.remote_kv.socket_folder import SocketFolder
-from services.worker.exec.remote_kv.tls import PeerTls
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, proof
+from rootstock_llm.services.worker.core.contracts.transfers import I32, Pull
+from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
+from rootstock_llm.services.worker.exec.remote_kv.peer_reader import TcpPeerReader
+from rootstock_llm.services.worker.exec.remote_kv.room_server import TcpRoomServer
+from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
+from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
 LAYOUT, PAGE_SIZE, PAGE_BYTES = b"Qwen3-0.6B, bfloat16", 16, 28 * 2 * 8 * 128 * 2 * 16
 POOL_PAGES = 64

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
-from services.worker.core.contracts.transfers import WritePolicy
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
 PINNED = SchedulerConfig(
     num_pages=1,

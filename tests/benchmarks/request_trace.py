@@ -48,8 +48,8 @@ from tests.benchmarks.server_process import ROOT, running_server
 PROCESSES = ("gateway", "tokenizer", "worker", "detokenizer")
 DEMO = ROOT / "models" / "demo"
 COMMAND = (
-    "{{python}} -m tests.benchmarks.request_trace_runner '{folder}' services.local --model '{{model}}' --port {{port}}"
-    " --no-demo --state-dir '' --log-dir '{folder}/logs'"
+    "{{python}} -m tests.benchmarks.request_trace_runner '{folder}' rootstock_llm.services.local --model '{{model}}'"
+    " --port {{port}} --no-demo --state-dir '' --log-dir '{folder}/logs'"
 )
 WARM_UP_CHATS = 3
 CHATS = 10
@@ -94,7 +94,7 @@ def traces(found: Iterable[Mapping[str, Any]]) -> dict[str, ProcessTrace]:
     """
     services: dict[str, list[Mapping[str, Any]]] = {name: [] for name in PROCESSES}
     for each in found:
-        services.get(each["module"].split(".")[1], []).append(each)
+        services.get(each["module"].split(".")[2], []).append(each)
     if missing := [name for name, sent in services.items() if not sent]:
         raise RuntimeError(f"no counts came from: {', '.join(missing)}")
     return {name: _trace(sent) for name, sent in services.items()}

@@ -3,8 +3,8 @@
 `tests.benchmarks.request_trace` starts it and prepares FOLDER:
 
 - FOLDER/window holds the current window.
-- FOLDER/python is a script that becomes `sys.executable`. So each child that the module starts as `python -m services.NAME`
-  is counted too.
+- FOLDER/python is a script that becomes `sys.executable`. So each child that the module starts as
+  `python -m rootstock_llm.services.NAME` is counted too.
 - FOLDER/socket accepts a connection of each counted process. The process waits for one byte and then sends its counts as a
   line of JSON. A socket works where a file would not: the tokenizer's rendering process may not write files.
 
@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WINDOW, SCRIPT, SOCKET = "window", "python", "socket"  # names in the folder
 SCRIPT_TEXT = """#!/bin/sh
 case "$1 $2" in
-"-m services."*) module=$2; shift 2; exec {python} -m tests.benchmarks.request_trace_runner {folder} "$module" "$@" ;;
+"-m rootstock_llm.services."*) module=$2; shift 2
+  exec {python} -m tests.benchmarks.request_trace_runner {folder} "$module" "$@" ;;
 *) exec {python} "$@" ;;
 esac
 """

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.policies import Policy, RoutingQuery, WorkerColumns, make_policy
-from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.prefix_index import BLOCK_TOKENS, block_hashes, root_hash, split_hashes
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.gateway.routing.policies import Policy, RoutingQuery, WorkerColumns, make_policy
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, block_hashes, root_hash, split_hashes
 
 SYSTEM_BLOCKS = 64
 SPECULATION_S = 2.0

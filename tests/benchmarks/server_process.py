@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from services.local.ports import free_ports
+from rootstock_llm.services.local.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOTSTOCK = "{python} -m services.local --model {model} --port {port} --dtype bfloat16 --no-demo"
+ROOTSTOCK = "{python} -m rootstock_llm.services.local --model {model} --port {port} --dtype bfloat16 --no-demo"
 READINESS_PATH = "/readiness"
 START_S = 600.0
 STOP_S = 30.0
@@ -32,6 +32,11 @@ class ServerFailed(Exception):
 def server_command(template: str, model: Path, port: int) -> list[str]:
     """Returns the arguments of the command line without a shell."""
     return [part.format(python=sys.executable, model=model, port=port) for part in shlex.split(template)]
+
+
+def module_of(checkout: Path, name: str) -> str:
+    """Returns the dotted name of a module of services in a checkout. Older checkouts have no package around services."""
+    return f"rootstock_llm.services.{name}" if (checkout / "rootstock_llm").is_dir() else f"services.{name}"
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tests.benchmarks.compare_transformers import BUILD, draw_prompts
 from tests.benchmarks.make_model import SHAPES, write_model
 from tests.benchmarks.server_process import ROOT, running_server
 
-COMMAND = "{python} -m services.local --model {model} --port {port} --no-demo --max-total-tokens 16384"
+COMMAND = "{python} -m rootstock_llm.services.local --model {model} --port {port} --no-demo --max-total-tokens 16384"
 DEFAULT = ("demo", "smollm2-360m", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-1.7b")
 INPUT_LEN, OUTPUT_LEN, STREAMS = 256, 64, (1, 8)
 HEAD = "| shape | weights, GB | memory, GB | tokens/s, 1 stream | 8 streams |\n| --- | ---: | ---: | ---: | ---: |"

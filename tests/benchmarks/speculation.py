@@ -22,10 +22,10 @@ from statistics import median
 
 import torch
 
-from services.worker.core.contracts.plan import SamplingParams, SlotParams
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.drafter import Computed, Drafter
-from services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams, SlotParams
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.drafter import Computed, Drafter
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from tests.benchmarks.cpu_decode import PAGE_SIZE, SHAPE, build_model
 from tests.benchmarks.intervals import interval
 from tests.exec.draft_folders import add_mtp, write_eagle3

@@ -21,8 +21,8 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.local.ports import HOST, free_ports
-from tests.benchmarks.server_process import ROOT
+from rootstock_llm.services.local.ports import HOST, free_ports
+from tests.benchmarks.server_process import ROOT, module_of
 
 DEMO = ROOT / "models" / "demo"
 WAIT_S = 120.0
@@ -44,7 +44,17 @@ class Start:
 
 def measured(python: str, checkout: Path, service: str, flags: list[str]) -> Start:
     port, metrics_port = free_ports(2)
-    argv = [python, "-m", f"services.{service}", "--model", str(DEMO), "--port", str(port), "--metrics-port", str(metrics_port)]
+    argv = [
+        python,
+        "-m",
+        module_of(checkout, service),
+        "--model",
+        str(DEMO),
+        "--port",
+        str(port),
+        "--metrics-port",
+        str(metrics_port),
+    ]
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join((str(checkout), *site.getsitepackages()))}
     begun = time.monotonic()
     process = subprocess.Popen([*argv, *flags], cwd=checkout, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.e2e.system import ROOT, System
 
-ROOTSTOCK = [sys.executable, "-m", "services.cli"]
+ROOTSTOCK = [sys.executable, "-m", "rootstock_llm.services.cli"]
 WORKERS = "--max-running-requests 8 --max-total-tokens 1600"
 LOAD = ["--workload", "generated-shared-prefix", "--groups", "6", "--prompts-per-group", "200", "--concurrency", "36"]
 LENGTHS = ["--system-len", "96", "--question-len", "32", "--output-len", "64"]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 from tests.exec.driver import Driver, Sequence
 from tests.exec.tiny_models import MODELS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.bench.client import Outcome
+from rootstock_llm.services.cli.bench.client import Outcome
 from tests.benchmarks.compare_transformers import MeasurementFailed, Pair, check, draw_prompts, parse, table
 from tests.benchmarks.machine import busy_cores, busy_ticks
 from tests.benchmarks.server_process import ServerFailed, answers, running_server, server_command
@@ -42,7 +42,17 @@ def test_default_arguments_are_the_acceptance_measurement() -> None:
     args = parse([])
     assert (args.shape, args.concurrency, args.input_len, args.output_len, args.cores) == ("qwen3-0.6b", [1, 8, 32], 256, 64, 2)
     command = server_command(args.server_command, Path("/m"), 81)
-    assert command[1:] == ["-m", "services.local", "--model", "/m", "--port", "81", "--dtype", "bfloat16", "--no-demo"]
+    assert command[1:] == [
+        "-m",
+        "rootstock_llm.services.local",
+        "--model",
+        "/m",
+        "--port",
+        "81",
+        "--dtype",
+        "bfloat16",
+        "--no-demo",
+    ]
 
 
 def test_running_server_stops_on_exit(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_function_belongs_to_chat_when_run_ten_times_as_often(with_chats: int, i
 MESSAGES = """
 import sys
 from pathlib import Path
-from rootstock.v1.detokenizer_pb2 import DecodeBatch
+from rootstock_llm.protos.detokenizer_pb2 import DecodeBatch
 from tests.benchmarks.call_counts import ProcessCounts, Window, WindowFile
 
 window = WindowFile(Path(sys.argv[1]))
@@ -178,7 +178,7 @@ def test_protobuf_messages_are_counted_when_constructed_or_parsed(tmp_path: Path
     environment = {**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
     command = [sys.executable, "-c", MESSAGES, str(tmp_path / WINDOW)]
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == str([("rootstock.v1.detokenizer_pb2.DecodeBatch", "message", 2, 0)])
+    assert printed.strip() == str([("rootstock_llm.protos.detokenizer_pb2.DecodeBatch", "message", 2, 0)])
 
 
 def sent(module: str, **found: Any) -> dict[str, Any]:
@@ -189,27 +189,27 @@ def test_traces_merge_child_processes_into_services() -> None:
     shared = ["shared/a.py", 1, "f", 10, 0]
     by_process = traces(
         [
-            sent("services.local", functions=[["local/a.py", 1, "f", 10, 0]]),
-            sent("services.gateway", functions=[shared, ["gateway/a.py", 1, "g", 10, 5]]),
-            sent("services.tokenizer", types=[["services.tokenizer.a.Job", "dataclass", 10, 0]]),
-            sent("services.tokenizer.render_child", functions=[shared, ["tokenizer/b.py", 7, "A.h", 20, 1]]),
-            sent("services.worker", types=[["rootstock.v1.worker_pb2.Submit", "message", 10, 0]]),
-            sent("services.detokenizer"),
+            sent("rootstock_llm.services.local", functions=[["local/a.py", 1, "f", 10, 0]]),
+            sent("rootstock_llm.services.gateway", functions=[shared, ["gateway/a.py", 1, "g", 10, 5]]),
+            sent("rootstock_llm.services.tokenizer", types=[["rootstock_llm.services.tokenizer.a.Job", "dataclass", 10, 0]]),
+            sent("rootstock_llm.services.tokenizer.render_child", functions=[shared, ["tokenizer/b.py", 7, "A.h", 20, 1]]),
+            sent("rootstock_llm.services.worker", types=[["rootstock_llm.protos.worker_pb2.Submit", "message", 10, 0]]),
+            sent("rootstock_llm.services.detokenizer"),
         ]
     )
     assert by_process["gateway"].files == {"shared/a.py"}
     assert by_process["tokenizer"].functions == {"shared/a.py:1 f", "tokenizer/b.py:7 A.h"}
     everything = total(by_process)
     assert everything.files == {"shared/a.py", "tokenizer/b.py"}
-    assert everything.types == {"services.tokenizer.a.Job"}
-    assert everything.messages == {"rootstock.v1.worker_pb2.Submit"}
+    assert everything.types == {"rootstock_llm.services.tokenizer.a.Job"}
+    assert everything.messages == {"rootstock_llm.protos.worker_pb2.Submit"}
     assert summary(by_process).splitlines()[-1].split() == ["distinct", "2", "2", "1", "1"]
-    assert "  services.tokenizer.a.Job  (dataclass)" in listing(by_process).splitlines()
+    assert "  rootstock_llm.services.tokenizer.a.Job  (dataclass)" in listing(by_process).splitlines()
 
 
 def test_traces_refuse_a_missing_service() -> None:
     with pytest.raises(RuntimeError, match="no counts came from: worker, detokenizer"):
-        traces([sent("services.gateway"), sent("services.tokenizer")])
+        traces([sent("rootstock_llm.services.gateway"), sent("rootstock_llm.services.tokenizer")])
 
 
 def test_runner_sends_the_counts_of_a_process_that_writes_no_files(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_runner_sends_the_counts_of_a_process_that_writes_no_files(tmp_path: Pat
         listener.bind(str(tmp_path / SOCKET))
         listener.listen()
         child = subprocess.Popen(
-            [write_script(tmp_path), "-m", "services.tokenizer.render_child"],
+            [write_script(tmp_path), "-m", "rootstock_llm.services.tokenizer.render_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -243,7 +243,7 @@ def test_runner_sends_the_counts_of_a_process_that_writes_no_files(tmp_path: Pat
             window.set(Window.END)
             (found,) = collect(listener)
             child.stdin.close()
-    assert found["module"] == "services.tokenizer.render_child"
+    assert found["module"] == "rootstock_llm.services.tokenizer.render_child"
     calls = {name: counts for file, _, name, *counts in found["functions"] if file == "services/tokenizer/render_child.py"}
     assert calls["Renderer.render"] == [10, 1]
     assert "Renderer.__init__" not in calls

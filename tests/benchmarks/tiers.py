@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from services.worker.core.contracts.transfers import Tier
-from services.worker.core.control import SchedulerControl
-from services.worker.core.tiers.page_keys import SECRET_BYTES
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.tiers.segment_store import SegmentStore
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 from tests.benchmarks.cpu_decode import build_model
 from tests.benchmarks.intervals import interval
 from tests.exec.tiered import PAGE_SIZE, Served, build

@@ -28,9 +28,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from services.local.plan import redis_program
-from services.local.ports import HOST, free_ports
-from services.local.settings import LocalSettings
+from rootstock_llm.services.local.plan import redis_program
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.settings import LocalSettings
 from tests.chart.pods import PodTemplate, pods, selects
 from tests.chart.release import NAMESPACE, REPO, Release
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from services.local.ports import HOST
+from rootstock_llm.services.local.ports import HOST
 
 
 class QuietHandler(BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.e2e.system import wait_until
 
 Vector = list[tuple[dict[str, str], float]]

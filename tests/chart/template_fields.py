@@ -930,7 +930,13 @@ BESIDES: dict[str, Case] = {
             f"StatefulSet/{FULL}-worker-demo": {
                 POD + "initContainers 0 name": "fetch-model",
                 POD + "initContainers 0 image": f"{REGISTRY}/rootstock/tokenizer:0.1.0",  # a small image
-                POD + "initContainers 0 command": ["python", "-m", "services.shared.fetch", "/cache/demo", "org/demo"],
+                POD + "initContainers 0 command": [
+                    "python",
+                    "-m",
+                    "rootstock_llm.services.shared.fetch",
+                    "/cache/demo",
+                    "org/demo",
+                ],
                 POD + "initContainers 0 volumeMounts cache= mountPath": "/cache",
                 POD + "initContainers 0 env MODEL_FILES=": ABSENT,
                 POD + "initContainers 1": ABSENT,
@@ -941,7 +947,13 @@ BESIDES: dict[str, Case] = {
             OF_WORKERS: {"data ROOTSTOCK_MODEL": "/cache/demo"},
             **{
                 title: {
-                    POD + "initContainers 0 command": ["python", "-m", "services.shared.fetch", "/models/demo", "org/demo"],
+                    POD + "initContainers 0 command": [
+                        "python",
+                        "-m",
+                        "rootstock_llm.services.shared.fetch",
+                        "/models/demo",
+                        "org/demo",
+                    ],
                     POD + "initContainers 0 env MODEL_FILES= value": "tokenizer",
                     POD + "initContainers 0 volumeMounts models= readOnly": ABSENT,
                     VOLUME + "emptyDir": {},
@@ -980,7 +992,7 @@ BESIDES: dict[str, Case] = {
                 POD + "initContainers copy-model= command": [
                     "python",
                     "-m",
-                    "services.shared.fetch",
+                    "rootstock_llm.services.shared.fetch",
                     "/cache/demo",
                     "/models/demo",
                 ],

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.http.http_server import HttpOptions, bind, build
-from services.local.ports import HOST, free_ports
+from rootstock_llm.services.gateway.http.http_server import HttpOptions, bind, build
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.cluster.kubernetes import CommandFailed, until
 from tests.cluster.load import Load
 from tests.cluster.proof import gathered

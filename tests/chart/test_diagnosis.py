@@ -18,7 +18,7 @@ import pytest
 from charts.rootstock.scripts.diagnosis.checks import CHECKS, diagnose
 from charts.rootstock.scripts.diagnosis.findings import BROKEN, OK, UNKNOWN, WAITING, Finding, report
 from charts.rootstock.scripts.diagnosis.install import Answer, Facts
-from services.local.ports import HOST
+from rootstock_llm.services.local.ports import HOST
 from tests.chart.diagnosis_cases import (
     FAULTS,
     FULL,

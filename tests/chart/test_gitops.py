@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.local import metrics_reference
+from rootstock_llm.services.local import metrics_reference
 from tests.chart.kube_schemas import faults
 from tests.chart.promql import selectors
 from tests.chart.release import NAME, REPO, Release, merged, refusal, render, render_anew, title

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.build import VARIANTS
+from rootstock_llm.kernels.cpu.build import VARIANTS
 from tests.chart.dockerfile import read
 
 ROOT = Path(__file__).resolve().parents[2]

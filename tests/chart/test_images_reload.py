@@ -23,15 +23,15 @@ time.sleep(60)
 
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
-    (tmp_path / "services/one").mkdir(parents=True)
-    (tmp_path / "services/one/__main__.py").write_text(FIRST)
+    (tmp_path / "rootstock_llm/one").mkdir(parents=True)
+    (tmp_path / "rootstock_llm/one/__main__.py").write_text(FIRST)
     return tmp_path
 
 
 @pytest.fixture
 def reloader(app: Path) -> Iterator[subprocess.Popen[str]]:
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, str(DEV / "reload.py"), "-m", "services.one"]
+    command = [sys.executable, str(DEV / "reload.py"), "-m", "rootstock_llm.one"]
     process = subprocess.Popen(command, cwd=app, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     yield process
     process.send_signal(signal.SIGTERM)
@@ -44,7 +44,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 def test_reload_restarts_after_a_change_and_waits_after_a_failure(app: Path, reloader: subprocess.Popen[str]) -> None:
-    source = app / "services/one/__main__.py"
+    source = app / "rootstock_llm/one/__main__.py"
     assert line(reloader) == "first"
     source.write_text("print('second', flush=True); raise SystemExit(3)")
     assert line(reloader) == "second"
@@ -61,16 +61,16 @@ def test_reload_forwards_signals_and_returns_the_status(reloader: subprocess.Pop
 
 
 def test_reload_ends_when_the_first_start_fails(app: Path) -> None:
-    (app / "services/one/__main__.py").write_text("raise SystemExit(5)")
-    command = [sys.executable, str(DEV / "reload.py"), "-m", "services.one"]
+    (app / "rootstock_llm/one/__main__.py").write_text("raise SystemExit(5)")
+    command = [sys.executable, str(DEV / "reload.py"), "-m", "rootstock_llm.one"]
     assert subprocess.run(command, cwd=app, timeout=60, check=False).returncode == 5
 
 
 @pytest.mark.parametrize(
     ("arguments", "reloads"),
     [
-        (["-m", "services.gateway"], True),
-        (["-m", "services.shared.rpc.probe", "x"], False),
+        (["-m", "rootstock_llm.services.gateway"], True),
+        (["-m", "rootstock_llm.services.shared.rpc.probe", "x"], False),
         (["-c", "pass"], False),
         (["-m", "compileall"], False),
     ],

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from services.local.ports import HOST, free_ports
-from services.local.reference import SERVICES
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.reference import SERVICES
 from tests.chart.copied_packages import copy_packages
 from tests.chart.dockerfile import read
 from tests.chart.image_build import Builder, Image
@@ -116,7 +116,16 @@ def test_service_runs_from_its_image(service: str, front: Builder, tmp_path: Pat
 
 def test_service_image_lacks_worker_packages(front: Builder) -> None:
     python = front.build("gateway").place("/opt/venv/bin/python")
-    heavy = ("torch", "triton", "transformers", "xgrammar", "grpc_tools", "pip", "services.worker", "kernels")
+    heavy = (
+        "torch",
+        "triton",
+        "transformers",
+        "xgrammar",
+        "grpc_tools",
+        "pip",
+        "rootstock_llm.services.worker",
+        "rootstock_llm.kernels",
+    )
     code = f"import importlib.util as u; print([n for n in {heavy!r} if u.find_spec(n)])"
     done = subprocess.run(
         [python, "-c", code], cwd=front.build("gateway").place("."), capture_output=True, text=True, timeout=60, check=True
@@ -126,13 +135,13 @@ def test_service_image_lacks_worker_packages(front: Builder) -> None:
 
 @pytest.mark.parametrize("service", FRONT)
 def test_service_image_has_only_its_own_service(service: str, front: Builder) -> None:
-    folders = {path.name for path in front.build(service).place("services").iterdir() if path.is_dir()}
+    folders = {path.name for path in front.build(service).place("rootstock_llm/services").iterdir() if path.is_dir()}
     assert folders - {"__pycache__"} == {service, "shared"}
 
 
 def test_image_has_bytecode_of_every_source(front: Builder) -> None:
     app = front.build("gateway").place("/app")
-    sources = [*app.glob("services/*/**/*.py"), *app.glob("rootstock/v1/*.py")]
+    sources = [*app.glob("rootstock_llm/services/*/**/*.py"), *app.glob("rootstock_llm/protos/*.py")]
     assert len(sources) > 50
     for source in sources:
         assert list((source.parent / "__pycache__").glob(f"{source.stem}.cpython-*.pyc")), source

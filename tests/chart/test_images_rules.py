@@ -14,10 +14,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from services.gateway.config.settings import GatewaySettings
-from services.local.reference import SERVICES
-from services.worker.exec.attention.flashinfer_limits import HEAD_DIMS
-from services.worker.exec.attention.flashinfer_prebuild import DTYPES_BY_NAME, build_parser
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.local.reference import SERVICES
+from rootstock_llm.services.worker.exec.attention.flashinfer_limits import HEAD_DIMS
+from rootstock_llm.services.worker.exec.attention.flashinfer_prebuild import DTYPES_BY_NAME, build_parser
 from tests.chart.dockerfile import Stage, context_files, read
 from tests.chart.dockerfile_rules import complaints
 
@@ -179,7 +179,11 @@ def test_images_expose_and_probe_the_services_ports(stage: str, service: str) ->
     assert known <= exposed <= known | off
     probe = next(line.text for each in lineage for line in each.all("HEALTHCHECK"))
     assert f'"127.0.0.1:{health}"' in probe
-    assert next(line.words for each in lineage for line in each.all("ENTRYPOINT")) == ["python", "-m", f"services.{service}"]
+    assert next(line.words for each in lineage for line in each.all("ENTRYPOINT")) == [
+        "python",
+        "-m",
+        f"rootstock_llm.services.{service}",
+    ]
 
 
 def pins(name: str) -> dict[str, str]:
@@ -284,7 +288,7 @@ def test_package_paths_use_the_base_images_python() -> None:
 
 def test_cpu_worker_imports_without_triton() -> None:
     """xgrammar requires triton but needs it only on GPUs."""
-    modules = "services.worker.__main__, services.worker.grammar.compile.forking_compiler, xgrammar"
+    modules = "rootstock_llm.services.worker.__main__, rootstock_llm.services.worker.grammar.compile.forking_compiler, xgrammar"
     code = f"import sys; sys.modules['triton'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 

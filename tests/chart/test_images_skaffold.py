@@ -55,7 +55,7 @@ def test_dockerfiles_and_targets_exist(profile: str) -> None:
         target = docker.get("target", dockerfile.stages[-1].name)
         service = artifact["image"].partition("/")[2]
         entry = [line.words for stage in dockerfile.lineage(target) for line in stage.all("ENTRYPOINT")]
-        assert entry == [["python", "-m", f"services.{service}"]]
+        assert entry == [["python", "-m", f"rootstock_llm.services.{service}"]]
 
 
 def test_gpu_profile_builds_the_cuda_worker() -> None:
@@ -106,7 +106,7 @@ def test_sync_targets_the_reloading_image() -> None:
         service = artifact["image"].partition("/")[2]
         rules = artifact["sync"]["manual"]
         assert [rule["src"] for rule in rules] == [f"services/{service}/**/*.py", "services/shared/**/*.py"]
-        assert {rule["dest"] for rule in rules} == {"/app"}
+        assert {rule["dest"] for rule in rules} == {"/app/rootstock_llm"}
         assert context_files(ROOT, [f"services/{service}"])
 
 

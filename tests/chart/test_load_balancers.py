@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from services.gateway.config.settings import GatewaySettings
-from services.shared.limits import MAX_BODY_BYTES, MAX_FILE_BYTES
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.shared.limits import MAX_BODY_BYTES, MAX_FILE_BYTES
 from tests.chart.kube_schemas import faults
 from tests.chart.release import CHART, NAMESPACE, REPO, refusal, render
 

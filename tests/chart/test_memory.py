@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from services.worker.exec.pools.kv_pool import PoolTooSmall
-from services.worker.exec.sizing import DeviceMemoryUse, kv_pool_pages
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.exec.pools.kv_pool import PoolTooSmall
+from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, kv_pool_pages
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.chart.pods import pods
 from tests.chart.release import CHART, REPO, ci_names, ci_values, merged, refusal, render
 from tests.chart.variants import GPU_RESOURCES, model

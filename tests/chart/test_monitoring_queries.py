@@ -17,8 +17,8 @@ import pytest
 import redis
 import yaml
 
-from services.local import metrics_reference
-from services.local.ports import HOST
+from rootstock_llm.services.local import metrics_reference
+from rootstock_llm.services.local.ports import HOST
 from tests.chart import adapter
 from tests.chart.prometheus import Prometheus
 from tests.chart.promql import selectors

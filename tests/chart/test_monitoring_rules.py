@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.observe.metrics import BACKGROUND_ENDS, REFUSALS
-from services.local.ports import HOST
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.observe.metrics import BACKGROUND_ENDS, REFUSALS
+from rootstock_llm.services.local.ports import HOST
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.chart.alert_scenarios import FIRST, FIRSTS, SCENARIOS, WELL, Scenario
 from tests.chart.prometheus import Prometheus
 from tests.chart.release import CHART, REPO, merged, render

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.shared.settings import ENV_PREFIX
+from rootstock_llm.services.shared.settings import ENV_PREFIX
 from tests.chart.laws import offences
 from tests.chart.network import NAMESPACE_NAME, Edge, Party, directions, edges, parties, passes
 from tests.chart.pods import pod

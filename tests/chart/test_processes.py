@@ -15,8 +15,8 @@ import pytest
 from charts.rootstock.scripts.diagnosis.checks import diagnose
 from charts.rootstock.scripts.diagnosis.install import Install
 from charts.rootstock.scripts.diagnosis.look import look
-from kernels.cpu.build import built_library
-from services.local.ports import HOST
+from rootstock_llm.kernels.cpu.build import built_library
+from rootstock_llm.services.local.ports import HOST
 from tests.chart.kubelet import Machine, Running
 from tests.chart.pods import PodTemplate, pod, pods
 from tests.chart.release import Release, ci_names, render_ci

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.certificates import Authority, Mounted, Pems
 from tests.chart.pods import pod
 from tests.chart.release import merged, render

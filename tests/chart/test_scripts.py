@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from services.shared.hf_tokenizer import VOCABULARIES, TokenizerFolderError, load_tokenizer
+from rootstock_llm.services.shared.hf_tokenizer import VOCABULARIES, TokenizerFolderError, load_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "charts" / "rootstock" / "scripts"
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from charts.rootstock.values_schema import settings_schema
-from services.detokenizer.settings import DetokenizerSettings
-from services.gateway.config.settings import GatewaySettings
-from services.shared.settings import ENV_PREFIX, ServiceSettings, load
-from services.tokenizer.settings import TokenizerSettings
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.detokenizer.settings import DetokenizerSettings
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.shared.settings import ENV_PREFIX, ServiceSettings, load
+from rootstock_llm.services.tokenizer.settings import TokenizerSettings
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.chart.kubelet import environment
 from tests.chart.laws import offences
 from tests.chart.pods import PodTemplate, pod, pods
@@ -136,7 +136,7 @@ def test_commands_start_the_services_modules() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
             container = each.container()
-            if container["command"] != ["python", "-m", f"services.{each.service}"] or container.get("args"):
+            if container["command"] != ["python", "-m", f"rootstock_llm.services.{each.service}"] or container.get("args"):
                 yield f"{each.role}: {container['command']} {container.get('args', '')}"
 
     assert offences(law) == {}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.tiers.make_tiers import MOST_FREE, NoRoomForTiers, host_pages
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.exec.tiers.make_tiers import MOST_FREE, NoRoomForTiers, host_pages
 from tests.chart.release import CHART, merged, refusal, render, title
 from tests.chart.variants import ALL, GPU_RESOURCES, KEDA, SHARED_CACHE, TIERS_MEMORY, model, values_of
 

@@ -19,7 +19,7 @@ import venv
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.e2e.system import ROOT, System
 
 HERE, BUILT = Path(__file__).parent, ROOT / "build" / "clients"

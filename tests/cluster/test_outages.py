@@ -64,7 +64,7 @@ def process_of(release: Release, component: str, model: str) -> psutil.Process:
     for process in psutil.process_iter():
         try:
             groups = Path(f"/proc/{process.pid}/cgroup").read_text()
-            if uid in groups.replace("_", "-") and f"services.{component}" in " ".join(process.cmdline()):
+            if uid in groups.replace("_", "-") and f"rootstock_llm.services.{component}" in " ".join(process.cmdline()):
                 return process
         except (OSError, psutil.Error):  # the process has ended
             continue

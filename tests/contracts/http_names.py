@@ -17,17 +17,17 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from pydantic import BaseModel
 
-from rootstock.v1 import control_pb2, worker_pb2
-from services.gateway.admin.bodies import Abort, AdminBody, GetInternalState, Load
-from services.gateway.admin.operations import ROUTES, AdminOperation, AdminOperations
-from services.gateway.admin.workers import KnownWorker, WorkerResult
-from services.gateway.api.document.document import document
-from services.gateway.api.sglang.types import NativeSampling
-from services.gateway.generation.abort import AbortReport, AbortScope, PeerAnswer
-from services.gateway.generation.errors import BATCH_CODES, CODES
-from services.local.parameter_tables import BODIES, OPERATIONS
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.control import RANGES
+from rootstock_llm.protos import control_pb2, worker_pb2
+from rootstock_llm.services.gateway.admin.bodies import Abort, AdminBody, GetInternalState, Load
+from rootstock_llm.services.gateway.admin.operations import ROUTES, AdminOperation, AdminOperations
+from rootstock_llm.services.gateway.admin.workers import KnownWorker, WorkerResult
+from rootstock_llm.services.gateway.api.document.document import document
+from rootstock_llm.services.gateway.api.sglang.types import NativeSampling
+from rootstock_llm.services.gateway.generation.abort import AbortReport, AbortScope, PeerAnswer
+from rootstock_llm.services.gateway.generation.errors import BATCH_CODES, CODES
+from rootstock_llm.services.local.parameter_tables import BODIES, OPERATIONS
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.control import RANGES
 from tests.contracts.schema_names import Schema, names_of
 
 METHODS = frozenset(("delete", "get", "patch", "post", "put"))

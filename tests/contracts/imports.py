@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TREES = ("services", "kernels", "tests", "rootstock")
+TREES = ("services", "kernels", "tests", "protos")
+PACKAGE = "rootstock_llm."  # the names of its modules are given without it
 BY_STRING = ("importlib.import_module", "import_module", "__import__", "runpy.run_module", "pkgutil.resolve_name")
 
 Graph = Mapping[str, frozenset[str]]
@@ -53,12 +54,13 @@ def read(root: Path, trees: Iterable[str]) -> Imports:
 def _imported(tree: ast.AST, modules: Mapping[str, Path]) -> Iterable[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name.removeprefix(PACKAGE) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, "imports are absolute"
+            module = f"{node.module}.".removeprefix(PACKAGE).removesuffix(".")
             for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in modules else node.module
+                inner = f"{module}.{alias.name}".removeprefix(".")
+                yield inner if inner in modules else module
 
 
 def by_string(path: Path) -> list[int]:

@@ -13,7 +13,7 @@ DRAWN = {
     "The worker": ("services.worker",),
     "Between services": ("services", "kernels"),
 }
-APART = ("services.shared", "rootstock", "kernels")  # nearly every package imports them, so only the last diagram shows them
+APART = ("services.shared", "protos", "kernels")  # nearly every package imports them, so only the last diagram shows them
 
 
 def rendered() -> str:

@@ -18,21 +18,21 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 from pydantic_settings import BaseSettings, CliSettingsSource
 
 from charts.rootstock import values_schema
-from rootstock.v1 import common_pb2, control_pb2, detokenizer_pb2, gateway_pb2, kv_pb2, tokenizer_pb2, worker_pb2
-from services.cli.commands import build_parser
-from services.cli.shared.flags import KEY, URL
-from services.gateway.keys.key_table import FIELDS
-from services.local import metrics_reference
-from services.local.reference import SERVICES
-from services.shared.flag_parser import FlagParser
-from services.shared.rpc import probe
-from services.sim.core import fit_command, generate_command, run_command
-from services.sim.fleet import __main__ as fleet_command
-from services.worker.control.__main__ import ControlSettings
-from services.worker.control.command_line import PARSERS
-from services.worker.core.contracts.config import SchedulePolicy
-from services.worker.core.control import RANGES
-from services.worker.exec.attention import flashinfer_prebuild
+from rootstock_llm.protos import common_pb2, control_pb2, detokenizer_pb2, gateway_pb2, kv_pb2, tokenizer_pb2, worker_pb2
+from rootstock_llm.services.cli.commands import build_parser
+from rootstock_llm.services.cli.shared.flags import KEY, URL
+from rootstock_llm.services.gateway.keys.key_table import FIELDS
+from rootstock_llm.services.local import metrics_reference
+from rootstock_llm.services.local.reference import SERVICES
+from rootstock_llm.services.shared.flag_parser import FlagParser
+from rootstock_llm.services.shared.rpc import probe
+from rootstock_llm.services.sim.core import fit_command, generate_command, run_command
+from rootstock_llm.services.sim.fleet import __main__ as fleet_command
+from rootstock_llm.services.worker.control.__main__ import ControlSettings
+from rootstock_llm.services.worker.control.command_line import PARSERS
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy
+from rootstock_llm.services.worker.core.control import RANGES
+from rootstock_llm.services.worker.exec.attention import flashinfer_prebuild
 from tests.contracts import http_names
 from tests.contracts.schema_names import names_of
 

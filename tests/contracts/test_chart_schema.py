@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from charts.rootstock import empty_keys, values_schema
-from services.local.reference import SERVICES
+from rootstock_llm.services.local.reference import SERVICES
 
 CHART = Path(__file__).parents[2] / "charts" / "rootstock"
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())

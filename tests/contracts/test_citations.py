@@ -23,7 +23,7 @@ CITED = re.compile(
     rf"(?<![\w./:-])((?:{'|'.join(ROOMS)})/[\w./-]*\.(?:md|py|yaml|tpl|proto|cpp|h|json|svg|toml|txt))(?:#([\w-]+))?(?![\w/*{{<-])"
 )
 MODULE = re.compile(r"(?<![\w./*{}<>-])([a-z_]\w*\.py)(?![\w/*{<-])")  # a file name without a path
-LISTED = re.compile(rf"`((?:{'|'.join((*ROOMS, 'rootstock'))})/[^`\s*]*)`")  # a file or folder with any ending
+LISTED = re.compile(rf"`((?:{'|'.join((*ROOMS, 'rootstock_llm'))})/[^`\s*]*)`")  # a file or folder with any ending
 LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")  # target of a Markdown link that is not a URL
 FOREIGN = re.compile(r"\bDESIGN(\.md)?\b|\bCORE\.md|\bFEATURES\b|\bSTYLE\.md|(?i:\breference \d)|§|(?i:\bdesign text\b)")
 # Files that tests create or name as changed.

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from pydantic_settings import BaseSettings
 
-from services import __version__
-from services.local.reference import SERVICES
-from services.shared.settings import of_values
+from rootstock_llm.services import __version__
+from rootstock_llm.services.local.reference import SERVICES
+from rootstock_llm.services.shared.settings import of_values
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -54,7 +54,7 @@ def test_compose_has_every_service_of_the_system() -> None:
 def test_compose_builds_the_target_of_the_service(name: str) -> None:
     build = PARTS[name]["build"]
     assert (ROOT / build["context"] / build["dockerfile"]).samefile(ROOT / "docker" / "Dockerfile")
-    assert f'ENTRYPOINT ["python", "-m", "services.{name}"]' in stage(build["target"])
+    assert f'ENTRYPOINT ["python", "-m", "rootstock_llm.services.{name}"]' in stage(build["target"])
     assert PARTS[name]["image"] == f"rootstock/{name}:{__version__}"
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from services.gateway.generation.errors import BATCH_CODES, CODES, ApiError
+from rootstock_llm.services.gateway.generation.errors import BATCH_CODES, CODES, ApiError
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "services/gateway/generation/errors.py"

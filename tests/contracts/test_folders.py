@@ -32,7 +32,7 @@ NEVER = {
     "services.gateway.background": WEB,
     "services.gateway.routing": IO,
     "services.gateway.output": IO,
-    "services.cli": (*(f"services.{other}" for other in OTHER_SERVICES), "torch", "rootstock", "grpc"),
+    "services.cli": (*(f"services.{other}" for other in OTHER_SERVICES), "torch", "protos", "grpc"),
     "kernels": ("services",),
     "services.shared": ("services.gateway", "services.worker", "services.tokenizer", "services.detokenizer", "services.local"),
 }

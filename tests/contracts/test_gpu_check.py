@@ -42,7 +42,7 @@ ELSEWHERE = [
     "uvloop",
     "opentelemetry",
     "kubernetes",
-    "rootstock",
+    "rootstock_llm.protos",
 ]
 FACTS = {"device": "NVIDIA H200", "python": "3.12.3", "system": "Linux", "versions": {"torch": "2.11"}, "driver": "580.1"}
 SOURCE = Source("abc", "0011")

@@ -28,7 +28,7 @@ def import_with_blocked(blocked: list[str], module: str) -> subprocess.Completed
 def modules_below(folder: str) -> list[str]:
     """Returns the names of all modules in a folder and its subfolders."""
     paths = (path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / folder).rglob("*.py")))
-    return [".".join(path.parts) for path in paths if path.name != "__init__"]
+    return [".".join(("rootstock_llm", *path.parts)) for path in paths if path.name != "__init__"]
 
 
 def test_services_without_torch_import_without_torch() -> None:
@@ -44,12 +44,12 @@ def test_services_without_torch_import_without_torch() -> None:
 def test_core_and_fake_executor_need_only_numpy() -> None:
     names = modules_below("services/worker/core")
     assert names
-    result = import_with_blocked(NOT_IN_CORE, ", ".join([*names, "services.worker.exec.fake"]))
+    result = import_with_blocked(NOT_IN_CORE, ", ".join([*names, "rootstock_llm.services.worker.exec.fake"]))
     assert result.returncode == 0, result.stderr
 
 
 def test_blocker_blocks_an_import() -> None:
-    assert import_with_blocked(["numpy"], "services.worker.core.scheduler").returncode != 0
+    assert import_with_blocked(["numpy"], "rootstock_llm.services.worker.core.scheduler").returncode != 0
 
 
 def test_product_makes_no_unsafe_call() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.api import test_limits_walked as over_http
 from tests.services.worker.front import test_limits_walked as over_grpc
 

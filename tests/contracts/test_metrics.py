@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.local import metrics_reference
-from services.local.metrics_reference import Row
+from rootstock_llm.services.local import metrics_reference
+from rootstock_llm.services.local.metrics_reference import Row
 from tests.chart.promql import names
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import EnumDescriptor
 
-from rootstock.v1 import common_pb2
+from rootstock_llm.protos import common_pb2
 from tests.contracts import public_names
 
 
@@ -30,7 +30,7 @@ def test_every_sampling_field_has_presence() -> None:
 
 
 def test_the_cores_enums_are_the_wires() -> None:
-    from services.worker.core.contracts.messages import ErrorCode, FinishReason
+    from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason
 
     assert {f"FINISH_REASON_{r.name}": r.value for r in FinishReason} == dict(common_pb2.FinishReason.items()[1:])
     codes = {f"ERROR_CODE_{c.name}": c.value for c in ErrorCode if c}

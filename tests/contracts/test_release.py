@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from release.__main__ import IMAGES, ROOT, SUMS, ReleaseRefused, build_images, release
-from services import __version__
+from rootstock_llm.services import __version__
 from tests.chart.dockerfile import read
 
 WHEEL, CHART = f"rootstock_llm-{__version__}-py3-none-any.whl", f"rootstock-{__version__}.tgz"
@@ -55,9 +55,10 @@ def test_release_lists_each_artifact_with_a_checksum(artifacts: Path) -> None:
 def test_wheel_has_every_file_of_the_services_and_the_generated_modules(artifacts: Path) -> None:
     with zipfile.ZipFile(artifacts / WHEEL) as wheel:
         names = set(wheel.namelist())
-    sources = {name for name in tracked("services", "kernels") if Path(name).name != "ruff.toml"}
-    protos = [Path(name).relative_to("protos").with_suffix("") for name in tracked("protos") if name.endswith(".proto")]
-    generated = {f"{proto}_{kind}" for proto in protos for kind in ("pb2.py", "pb2.pyi", "pb2_grpc.py")}
+    sources = {f"rootstock_llm/{name}" for name in tracked("services", "kernels") if Path(name).name != "ruff.toml"}
+    protos = [Path(name).stem for name in tracked("protos") if name.endswith(".proto")]
+    modules = {f"{proto}_{kind}" for proto in protos for kind in ("pb2.py", "pb2.pyi", "pb2_grpc.py")}
+    generated = {f"rootstock_llm/protos/{name}" for name in {*modules, "__init__.py"}} | {"rootstock_llm/__init__.py"}
     assert generated and sources and names >= sources | generated
     assert {name.partition("/")[0] for name in names - sources - generated} == {f"rootstock_llm-{__version__}.dist-info"}
 
@@ -75,8 +76,9 @@ def test_wheel_runs_the_client_and_imports_the_services_when_installed(artifacts
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True).stdout
 
     assert output(str(python.with_name("rootstock")), "--help").startswith("usage: rootstock ")
-    code = "import services.gateway.gateway as g, rootstock.v1.worker_pb2 as w; print(g.__file__, w.__file__, sep='\\n')"
-    assert all(Path(path).is_relative_to(site) for path in output(str(python), "-c", code).splitlines())
+    modules = ("rootstock_llm.services.gateway.gateway", "rootstock_llm.protos.worker_pb2")
+    code = "; ".join(f"import {name}; print(sys.modules[{name!r}].__file__)" for name in modules)
+    assert all(Path(path).is_relative_to(site) for path in output(str(python), "-c", f"import sys; {code}").splitlines())
 
 
 def test_chart_package_has_the_charts_files_without_generators(artifacts: Path) -> None:

@@ -13,15 +13,15 @@ from google.protobuf.descriptor import FieldDescriptor
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.api import known_fields
-from services.gateway.api.known_fields import KnownFields
-from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
-from services.gateway.api.request_body import SamplingBody
-from services.gateway.api.sglang.types import NativeSampling
-from services.local.parameter_tables import PAGES, TABLES, rendered
-from services.shared.sampling_parameters import (
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.api import known_fields
+from rootstock_llm.services.gateway.api.known_fields import KnownFields
+from rootstock_llm.services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
+from rootstock_llm.services.gateway.api.request_body import SamplingBody
+from rootstock_llm.services.gateway.api.sglang.types import NativeSampling
+from rootstock_llm.services.local.parameter_tables import PAGES, TABLES, rendered
+from rootstock_llm.services.shared.sampling_parameters import (
     API_DEFAULTS,
     DEFAULT_NAMES,
     PARAMETERS,
@@ -33,7 +33,7 @@ from services.shared.sampling_parameters import (
     SamplingParameter,
     of_api,
 )
-from services.worker.core.contracts.plan import DryParams, SamplingParams
+from rootstock_llm.services.worker.core.contracts.plan import DryParams, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 BODIES: dict[Api, type[BaseModel]] = {

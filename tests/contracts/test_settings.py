@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic_settings import BaseSettings
 
-from services.local import models_reference
-from services.local.reference import SERVICES, render
+from rootstock_llm.services.local import models_reference
+from rootstock_llm.services.local.reference import SERVICES, render
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = ("--help", "--port ninety", "--log-levle info", "--config /no/such/file.yaml")
@@ -25,7 +25,7 @@ for name in names:
         out, err, sys.argv[1:] = io.StringIO(), io.StringIO(), line
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                runpy.run_module(f"services.{name}", run_name="__main__", alter_sys=True)
+                runpy.run_module(f"rootstock_llm.services.{name}", run_name="__main__", alter_sys=True)
             except SystemExit as end:
                 said[name][" ".join(line)] = {"status": end.code or 0, "stdout": out.getvalue(), "stderr": err.getvalue()}
 print(json.dumps(said))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/sglang-settings.md").read_text()

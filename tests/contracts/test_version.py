@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from services import __version__
+from rootstock_llm.services import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/tutorials/first-cluster.md", "docs/how-to/kubernetes/install-gpu.md")
@@ -42,6 +42,6 @@ def test_one_file_of_the_services_has_the_version() -> None:
 
 
 def test_client_prints_the_version() -> None:
-    command = [sys.executable, "-m", "services.cli", "--version"]
+    command = [sys.executable, "-m", "rootstock_llm.services.cli", "--version"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert printed == f"rootstock {__version__}\n"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.shared.settings import CONFIG
-from services.sim.core.run.config_flags import SETTINGS
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.control import RANGES, Range
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared.settings import CONFIG
+from rootstock_llm.services.sim.core.run.config_flags import SETTINGS
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.control import RANGES, Range
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 BINDING = "services/worker/scheduler_config.py"

@@ -124,7 +124,7 @@ def looks(tree: ast.AST) -> list[int]:
 
 def test_readers_of_worker_messages_import_no_regex() -> None:
     trees = {path: ast.parse(path.read_text()) for path in GATEWAY.rglob("*.py")}
-    reading = {path for path, tree in trees.items() if "rootstock.v1.worker_pb2" in imported(tree)}
+    reading = {path for path, tree in trees.items() if "rootstock_llm.protos.worker_pb2" in imported(tree)}
     assert READER in reading and "finish.message" in ast.unparse(trees[READER]), "one of them does read it"
     assert not [path for path in reading if "re" in imported(trees[path])]
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from services.shared.settings import of_values
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.device_limits import resolved
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.scheduler_config import scheduler_config
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared.settings import of_values
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.device_limits import resolved
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.scheduler_config import scheduler_config
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 MODEL = LoadedInfo(
     architecture="fake",

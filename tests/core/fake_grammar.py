@@ -8,7 +8,7 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec, Matcher
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec, Matcher
 
 
 def spec(seed: int, length: int) -> GrammarSpec:

@@ -10,19 +10,27 @@ from typing import Any
 
 import numpy as np
 
-from services.shared.index.prefix_index import BlockTier
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, SessionTurn, Submit, Verified
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams
-from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.control import SchedulerControl
-from services.worker.core.invariants import violations
-from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.requests.finish import first_stop
-from services.worker.core.scheduler import Scheduler
-from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.exec.fake import (
+from rootstock_llm.services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import (
+    ErrorCode,
+    Finish,
+    FinishReason,
+    PagesReady,
+    SessionTurn,
+    Submit,
+    Verified,
+)
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.invariants import violations
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.requests.finish import first_stop
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from rootstock_llm.services.worker.exec.fake import (
     FakeExecutor,
     FakeRun,
     TimeModel,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, Prefetch
-from services.worker.core.contracts.reservations import KvReservation, KvSource, ReservationReleased
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, Prefetch
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource, ReservationReleased
 from tests.core.harness import Engine, slow, small
 
 ADDRESS = "10.0.0.1:7103"

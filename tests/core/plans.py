@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
 
 _NONE = np.empty(0, dtype=np.int32)
 

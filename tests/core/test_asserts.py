@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 import pytest
 
-from services.worker.core.contracts.messages import SessionTurn
-from services.worker.core.kv.memory import KVMemory, ReqToTokenPool, TokenToKVPool
-from services.worker.core.kv.radix_cache import RadixCache
-from services.worker.core.planning.committer import Committer, Intake
-from services.worker.core.planning.extend_planner import ExtendPlanner
-from services.worker.core.planning.planner import DecodePlanner
-from services.worker.core.planning.step_rows import PrefillAdder, build_step
-from services.worker.core.requests.gates import GrammarGate
-from services.worker.core.requests.lifecycle import RequestLifecycle
-from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import SlotColumns
-from services.worker.core.requests.sessions import SessionTable
-from services.worker.core.requests.waiting_queue import WaitingQueue
-from services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.contracts.messages import SessionTurn
+from rootstock_llm.services.worker.core.kv.memory import KVMemory, ReqToTokenPool, TokenToKVPool
+from rootstock_llm.services.worker.core.kv.radix_cache import RadixCache
+from rootstock_llm.services.worker.core.planning.committer import Committer, Intake
+from rootstock_llm.services.worker.core.planning.extend_planner import ExtendPlanner
+from rootstock_llm.services.worker.core.planning.planner import DecodePlanner
+from rootstock_llm.services.worker.core.planning.step_rows import PrefillAdder, build_step
+from rootstock_llm.services.worker.core.requests.gates import GrammarGate
+from rootstock_llm.services.worker.core.requests.lifecycle import RequestLifecycle
+from rootstock_llm.services.worker.core.requests.queues import RequestQueues
+from rootstock_llm.services.worker.core.requests.request import SlotColumns
+from rootstock_llm.services.worker.core.requests.sessions import SessionTable
+from rootstock_llm.services.worker.core.requests.waiting_queue import WaitingQueue
+from rootstock_llm.services.worker.core.scheduler import Scheduler
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.seeded_faults import Fault, law_broken

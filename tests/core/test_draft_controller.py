@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.core.planning.draft_controller import (
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from rootstock_llm.services.worker.core.planning.draft_controller import (
     CROWDED,
     FEW_HEARD,
     FORGET_AFTER,

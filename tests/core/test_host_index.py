@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.core.tiers.host_index import I32, HostIndex
-from services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED, tag_of
+from rootstock_llm.services.worker.core.tiers.host_index import I32, HostIndex
+from rootstock_llm.services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED, tag_of
 
 PAGES = 12
 KEYS = [bytes([number]) for number in range(20)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.worker.core.contracts.transfers import NO_PAGES, OperationKind, PageOperation, Tier
-from services.worker.core.kv.other_tiers import Wanted
-from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
-from services.worker.core.tiers.rates import Rates
+from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, OperationKind, PageOperation, Tier
+from rootstock_llm.services.worker.core.kv.other_tiers import Wanted
+from rootstock_llm.services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
+from rootstock_llm.services.worker.core.tiers.rates import Rates
 from tests.core.test_rules_tiers import tiered
 
 PAGE_BYTES, PAGE_SIZE = 1000, 4

@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.shared.index.prefix_index import cache_namespace
-from services.worker.core.kv.radix_cache import retired_name, salt_of_tree, tree_name
-from services.worker.core.tiers.page_keys import KEY_BYTES, SECRET_BYTES, TAG_BYTES, UNSALTED, PageKeys, leading, tag_of
+from rootstock_llm.services.shared.index.prefix_index import cache_namespace
+from rootstock_llm.services.worker.core.kv.radix_cache import retired_name, salt_of_tree, tree_name
+from rootstock_llm.services.worker.core.tiers.page_keys import (
+    KEY_BYTES,
+    SECRET_BYTES,
+    TAG_BYTES,
+    UNSALTED,
+    PageKeys,
+    leading,
+    tag_of,
+)
 
 PAGE = 4
 SECRET = bytes(range(SECRET_BYTES))

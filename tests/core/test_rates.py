@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.contracts.transfers import Tier
-from services.worker.core.tiers.rates import (
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.tiers.rates import (
     FADES,
     FIRST_BYTES_S,
     FORGIVES,

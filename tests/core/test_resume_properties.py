@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.contracts.messages import Finish, FinishReason
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason
 from tests.core.harness import Engine
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, random_params, random_prompt
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.plan import ForwardMode
-from services.worker.core.planning.planner import NewTokenRatio
-from services.worker.core.planning.step_rows import AddResult, PrefillAdder, RunningRows, adapted_chunk
+from rootstock_llm.services.worker.core.contracts.plan import ForwardMode
+from rootstock_llm.services.worker.core.planning.planner import NewTokenRatio
+from rootstock_llm.services.worker.core.planning.step_rows import AddResult, PrefillAdder, RunningRows, adapted_chunk
 from tests.core.test_scheduler_basic import make
 
 Row = tuple[int, int, bool]  # (largest further output, tokens of KV, ignore_eos)

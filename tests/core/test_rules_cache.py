@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.shared.index.prefix_index import cache_namespace
-from services.worker.core.contracts.config import EvictionPolicy
-from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.kv.backup_queue import BackupQueue
-from services.worker.core.kv.cache_events import BLOCK_TOKENS
-from services.worker.core.kv.memory import TableUpdates
-from services.worker.core.kv.radix_cache import RadixCache
-from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.shared.index.prefix_index import cache_namespace
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy
+from rootstock_llm.services.worker.core.contracts.messages import Submit
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
+from rootstock_llm.services.worker.core.kv.cache_events import BLOCK_TOKENS
+from rootstock_llm.services.worker.core.kv.memory import TableUpdates
+from rootstock_llm.services.worker.core.kv.radix_cache import RadixCache
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from tests.core.harness import Engine, chained
 from tests.core.test_scheduler_basic import make
 

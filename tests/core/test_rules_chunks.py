@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.messages import FinishReason, PagesReady, Prefetch
-from services.worker.core.contracts.reservations import KvSource, OpenReservation
-from services.worker.core.contracts.transfers import OperationKind, Tier
-from services.worker.core.tiers.prefetches import MOST_PREFETCHES
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason, PagesReady, Prefetch
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource, OpenReservation
+from rootstock_llm.services.worker.core.contracts.transfers import OperationKind, Tier
+from rootstock_llm.services.worker.core.tiers.prefetches import MOST_PREFETCHES
 from tests.core.harness import Engine
 from tests.core.peers import ADDRESS, Relayed, computed_tokens
 from tests.night import NIGHTLY

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.config import SchedulePolicy
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
-from services.worker.core.control import RANGES
-from services.worker.exec.fake import hashed_token
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
+from rootstock_llm.services.worker.core.control import RANGES
+from rootstock_llm.services.worker.exec.fake import hashed_token
 from tests.all_pairs import each_value
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.transfers import OperationKind, Tier
-from services.worker.core.tiers.tiers import LOAD_BYTES
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.worker.core.contracts.transfers import OperationKind, Tier
+from rootstock_llm.services.worker.core.tiers.tiers import LOAD_BYTES
+from rootstock_llm.services.worker.exec.fake import TimeModel
 from tests.core.harness import Engine
 from tests.core.test_rules_import_limits import computing_takes
 from tests.core.test_rules_imports import begin, cold, quarantined, roomy

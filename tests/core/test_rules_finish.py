@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, Submit
-from services.worker.core.contracts.plan import RowFault, SamplingParams, StepResult
-from services.worker.core.requests.finish import REGEX_TAIL_TOKENS, check_finished, first_stop
-from services.worker.core.requests.request import make_request
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, Submit
+from rootstock_llm.services.worker.core.contracts.plan import RowFault, SamplingParams, StepResult
+from rootstock_llm.services.worker.core.requests.finish import REGEX_TAIL_TOKENS, check_finished, first_stop
+from rootstock_llm.services.worker.core.requests.request import make_request
 from tests.core.fake_grammar import spec
 from tests.core.harness import LetterDecoder
 from tests.core.test_scheduler_basic import make

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, FinishReason
-from services.worker.core.requests.request import Phase
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason
+from rootstock_llm.services.worker.core.requests.request import Phase
 from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

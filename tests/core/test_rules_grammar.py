@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.scheduler import Scheduler
 from tests.all_pairs import each_pair, each_value
 from tests.core.fake_grammar import PositionMatcher, spec
 from tests.core.harness import Engine, LetterDecoder

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.graph_limits import GraphLimits, rereads, strides
-from services.worker.core.contracts.plan import BatchPlan
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits, rereads, strides
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.core.planning.draft_controller import FEW_HEARD
+from rootstock_llm.services.worker.core.planning.draft_controller import FEW_HEARD
 from tests.core.harness import Engine, small
 
 PROMPT, NEW_TOKENS = list(range(100, 107)), 24

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.worker.core.contracts.messages import FinishReason, TraceKind
-from services.worker.core.contracts.transfers import UNASKED, Fact, Tier
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason, TraceKind
+from rootstock_llm.services.worker.core.contracts.transfers import UNASKED, Fact, Tier
+from rootstock_llm.services.worker.exec.fake import TimeModel
 from tests.core.harness import Engine
 from tests.core.test_rules_imports import begin, cold, quarantined, roomy
 from tests.core.test_rules_tiers import MIB, ask, prompt, tiered, turns

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.config import SchedulePolicy
-from services.worker.core.contracts.messages import ErrorCode, PauseMode, SessionTurn, TraceKind
-from services.worker.core.contracts.plan import EmbeddingParams, ForwardMode
-from services.worker.core.contracts.transfers import OperationKind, Tier
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, PauseMode, SessionTurn, TraceKind
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, ForwardMode
+from rootstock_llm.services.worker.core.contracts.transfers import OperationKind, Tier
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.test_rules_tiers import ask, keys_of, moved, num_moved, num_running, prompt, slow, tiered, turns

@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.shared.index.prefix_index import BlockTier
-from services.worker.core.contracts.transfers import UNASKED, Fact, KeptBlock, OperationKind, PageOperation, Tier, WritePolicy
-from services.worker.core.kv import cache_events
-from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
-from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from rootstock_llm.services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.worker.core.contracts.transfers import (
+    UNASKED,
+    Fact,
+    KeptBlock,
+    OperationKind,
+    PageOperation,
+    Tier,
+    WritePolicy,
+)
+from rootstock_llm.services.worker.core.kv import cache_events
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from tests.core import harness
 from tests.core.harness import Engine, chained, slow, small
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.messages import ErrorCode, FinishReason
-from services.worker.core.contracts.plan import EmbeddingParams, RowFault
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, RowFault
 from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
-from services.worker.core.planning.step_rows import FADES, MIN_PACED_SHARE, MOST_TOKENS, OUTLIER, ChunkPace, paced_chunk
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
+from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
+from rootstock_llm.services.worker.core.planning.step_rows import (
+    FADES,
+    MIN_PACED_SHARE,
+    MOST_TOKENS,
+    OUTLIER,
+    ChunkPace,
+    paced_chunk,
+)
 from tests.all_pairs import each_pair
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
-from services.worker.core.contracts.plan import EmbeddingParams
-from services.worker.core.contracts.reservations import KvReservation, KvSource, Prover, ReservationReleased, proof
-from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Tier
-from services.worker.exec.fake import hashed_token
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource, Prover, ReservationReleased, proof
+from rootstock_llm.services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Tier
+from rootstock_llm.services.worker.exec.fake import hashed_token
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.peers import ADDRESS, EPOCH, Pair, computed_tokens, worker

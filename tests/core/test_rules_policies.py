@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.requests.request import Request, make_request
-from services.worker.core.requests.shares import Shares
-from services.worker.core.requests.waiting_queue import WaitingQueue, effective_policy, service_order
-from services.worker.core.scheduler import configured_memory
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import Submit
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.requests.request import Request, make_request
+from rootstock_llm.services.worker.core.requests.shares import Shares
+from rootstock_llm.services.worker.core.requests.waiting_queue import WaitingQueue, effective_policy, service_order
+from rootstock_llm.services.worker.core.scheduler import configured_memory
 from tests.all_pairs import each_value
 from tests.core.deployed_config import deployed_config
 from tests.core.test_scheduler_basic import make

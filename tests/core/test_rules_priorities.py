@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.messages import FinishReason
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason
 from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit, TraceKind
-from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit, TraceKind
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
 from tests.all_pairs import each_value
 from tests.core.fake_grammar import PositionMatcher, spec
 from tests.core.harness import Engine, LetterDecoder

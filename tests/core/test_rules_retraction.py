@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
-from services.worker.core.contracts.plan import ForwardMode, SamplingParams
-from services.worker.core.requests.request import make_request
-from services.worker.core.requests.waiting_queue import victim_order
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
+from rootstock_llm.services.worker.core.contracts.plan import ForwardMode, SamplingParams
+from rootstock_llm.services.worker.core.requests.request import make_request
+from rootstock_llm.services.worker.core.requests.waiting_queue import victim_order
 from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

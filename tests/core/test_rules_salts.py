@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.messages import Finish, SessionTurn
-from services.worker.core.contracts.transfers import UNASKED, Deleted, Fact, Selection, Tier
-from services.worker.core.control import SchedulerControl
-from services.worker.core.kv.radix_cache import STALE_ENTRIES, RadixCache, is_retired, retired_name
-from services.worker.core.tiers.page_keys import tag_of
-from services.worker.exec.contracts.operations import DeleteStored
+from rootstock_llm.services.worker.core.contracts.messages import Finish, SessionTurn
+from rootstock_llm.services.worker.core.contracts.transfers import UNASKED, Deleted, Fact, Selection, Tier
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.kv.radix_cache import STALE_ENTRIES, RadixCache, is_retired, retired_name
+from rootstock_llm.services.worker.core.tiers.page_keys import tag_of
+from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
 from tests.core.harness import Engine, slow, small
 from tests.core.peers import Pair, computed_tokens
 

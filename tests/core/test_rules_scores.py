@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
-from services.worker.core.contracts.plan import RowFault, ScoreParams
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
+from rootstock_llm.services.worker.core.contracts.plan import RowFault, ScoreParams
+from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
 from tests.all_pairs import each_value
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.config import EvictionPolicy
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn, Submit
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn, Submit
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
 from tests.all_pairs import each_value
 from tests.core.harness import Engine, slow
 from tests.core.test_scheduler_basic import make

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.requests.shares import MAX_TENANTS, Shares
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.requests.shares import MAX_TENANTS, Shares
 from tests.all_pairs import each_pair
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import Engine

@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.messages import Finish
-from services.worker.core.contracts.transfers import ALL, UNASKED, Fact, OperationKind, PageOperation, Tier, WritePolicy
-from services.worker.core.tiers.backups import MOST_BACK_UPS
-from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.exec.contracts.operations import DeleteStored
+from rootstock_llm.services.worker.core.contracts.messages import Finish
+from rootstock_llm.services.worker.core.contracts.transfers import (
+    ALL,
+    UNASKED,
+    Fact,
+    OperationKind,
+    PageOperation,
+    Tier,
+    WritePolicy,
+)
+from rootstock_llm.services.worker.core.tiers.backups import MOST_BACK_UPS
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
 from tests.core.harness import Engine, slow, small
 
 MIB = 1 << 20  # an operation moves at most 16 MiB

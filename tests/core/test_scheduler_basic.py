@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import ErrorCode, FinishReason
-from services.worker.core.contracts.plan import RowFault, SamplingParams
-from services.worker.core.requests.finish import check_finished
-from services.worker.core.requests.request import Request
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason
+from rootstock_llm.services.worker.core.contracts.plan import RowFault, SamplingParams
+from rootstock_llm.services.worker.core.requests.finish import check_finished
+from rootstock_llm.services.worker.core.requests.request import Request
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import Engine, LetterDecoder
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
-from services.worker.core.contracts.plan import EmbeddingParams, ScoreParams
-from services.worker.core.contracts.transfers import EARLY_S, Tier, WritePolicy
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, ScoreParams
+from rootstock_llm.services.worker.core.contracts.transfers import EARLY_S, Tier, WritePolicy
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.local.supervisor import Command
+from rootstock_llm.services.local.supervisor import Command
 from tests.e2e.system import System, wait_until
 
 

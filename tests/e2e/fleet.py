@@ -23,10 +23,10 @@ import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.local.plan import Part, num_ports, parts, state_folder
-from services.local.ports import HOST, free_ports
-from services.local.settings import LocalSettings
-from services.local.supervisor import Child
+from rootstock_llm.services.local.plan import Part, num_ports, parts, state_folder
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.local.supervisor import Child
 from tests.e2e import fleet_namespace
 from tests.e2e.fleet_namespace import Namespace
 from tests.e2e.fleet_proxy import TcpProxy

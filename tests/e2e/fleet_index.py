@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.shared.index import prefix_index
-from services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.shared.index import prefix_index
+from rootstock_llm.services.shared.index.prefix_index import BlockTier
 from tests.e2e.fleet import MODEL, Fleet
 
 

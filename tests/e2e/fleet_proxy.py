@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 
-from services.local.ports import HOST
+from rootstock_llm.services.local.ports import HOST
 
 
 class TcpProxy:

@@ -13,12 +13,12 @@ from types import TracebackType
 
 import psutil
 
-from services.local.ports import free_ports
+from rootstock_llm.services.local.ports import free_ports
 from tests.e2e.system import ROOT, wait_until
 
 
 class Launcher:
-    """A running `python -m services.local` in its own process group, with logs and state below `folder`."""
+    """A running `python -m rootstock_llm.services.local` in its own process group, with logs and state below `folder`."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Launcher:
         """Starts the launcher. The flags of `after` come last and win. Runs the code of `checkout`."""
         self.folder, self.port = folder, port or free_ports(1)[0]
         self.logs = folder / "run" / str(self.port)
-        argv = [sys.executable, "-m", "services.local", "--port", str(self.port), "--num-threads", "1", *flags]
+        argv = [sys.executable, "-m", "rootstock_llm.services.local", "--port", str(self.port), "--num-threads", "1", *flags]
         argv += ["--log-dir", str(folder / "run"), "--state-dir", str(folder / "state"), *after]
         self.process = subprocess.Popen(
             argv,

@@ -26,7 +26,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from services.shared.output_formats import REASONING_FORMATS, TOOL_FORMATS
+from rootstock_llm.services.shared.output_formats import REASONING_FORMATS, TOOL_FORMATS
 
 END = "<|im_end|>"
 STOPS = (END, "<|return|>", "<|call|>")  # tokens that end an output

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.certificates import ROLES, Authority, Mounted
 from tests.e2e.system import System
 

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.local.plan import Part, num_ports, parts, state_folder
-from services.local.ports import HOST, free_ports
-from services.local.settings import LocalSettings
-from services.local.supervisor import Child
+from rootstock_llm.services.local.plan import Part, num_ports, parts, state_folder
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.local.supervisor import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

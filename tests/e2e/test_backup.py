@@ -19,7 +19,7 @@ import yaml
 from openai import OpenAI
 from openai.types.responses import Response
 
-from services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.chart.pods import pod
 from tests.chart.release import merged, render
 from tests.chart.variants import VARIANTS

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from services.cli.commands import COMMANDS, build_parser
-from services.local.ports import free_ports
+from rootstock_llm.services.cli.commands import COMMANDS, build_parser
+from rootstock_llm.services.local.ports import free_ports
 from tests.e2e.system import ROOT, System, wait_until
 from tests.night import NIGHTLY
 
 FAKE = "--executor fake"
 LOST_S = 3.0 if NIGHTLY else 30.0  # by day, other tests slow down the machine
-SHELL = f'rootstock() {{ {sys.executable} -m services.cli "$@"; }}; set -euo pipefail; '
+SHELL = f'rootstock() {{ {sys.executable} -m rootstock_llm.services.cli "$@"; }}; set -euo pipefail; '
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,18 @@ class Watch:
     """A running `rootstock status --watch --json`. A thread reads its lines until `end`."""
 
     def __init__(self, url: str) -> None:
-        command = [sys.executable, "-m", "services.cli", "status", "--watch", "--json", "--interval", "0.5", "--url", url]
+        command = [
+            sys.executable,
+            "-m",
+            "rootstock_llm.services.cli",
+            "status",
+            "--watch",
+            "--json",
+            "--interval",
+            "0.5",
+            "--url",
+            url,
+        ]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
@@ -164,7 +175,7 @@ def test_status_watch_shows_a_killed_worker_within_three_seconds(system: System)
 
 def test_bench_writes_results_outside_a_checkout(system: System, tmp_path: Path) -> None:
     """The results file is in the working directory, and bench finds its program on the path."""
-    words = [sys.executable, "-m", "services.cli", "bench", "--num-requests", "2", "--output-len", "4", "--json"]
+    words = [sys.executable, "-m", "rootstock_llm.services.cli", "bench", "--num-requests", "2", "--output-len", "4", "--json"]
     environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
     command = [*words, "--output-file", "results.jsonl"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.shared.hf_tokenizer import load_tokenizer
+from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer
 from tests.e2e.reciting_model import END, selector, write_reciting_model
 from tests.e2e.system import System
 

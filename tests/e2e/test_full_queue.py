@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from services.local.ports import free_ports
+from rootstock_llm.services.local.ports import free_ports
 from tests.e2e.system import System, wait_until
 
 FLAGS = "--enable-priority-scheduling --max-running-requests 1 --max-queued-requests 2"

@@ -16,7 +16,7 @@ from itertools import count
 
 import pytest
 
-from services.gateway.observe.access_log import End
+from rootstock_llm.services.gateway.observe.access_log import End
 from tests.e2e.fuzz_cases import Cases
 from tests.e2e.fuzz_client import DEADLINE_S, Fuzzer
 from tests.e2e.fuzz_rounds import rounds

@@ -15,7 +15,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens
 
 def keys(*words: str) -> subprocess.CompletedProcess[str]:
     """Runs `rootstock keys`."""
-    command = [sys.executable, "-m", "services.cli", "keys", *words]
+    command = [sys.executable, "-m", "rootstock_llm.services.cli", "keys", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
 
 

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor
 
-from services.local.ports import free_ports
+from rootstock_llm.services.local.ports import free_ports
 from tests.certificates import Authority
 from tests.e2e.launcher import Launcher, paste
 from tests.e2e.system import DEMO, ROOT, make_run, processes_with

@@ -18,9 +18,9 @@ import pytest
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rootstock.v1 import worker_pb2
-from services.local.ports import HOST, free_ports
-from services.shared.tls.certificate_files import LOOK_S
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.shared.tls.certificate_files import LOOK_S
 from tests.certificates import Authority, Mounted
 from tests.e2e.secured import REDIS, SecuredSystem, role_of
 from tests.e2e.system import START_S, wait_until
@@ -170,7 +170,7 @@ def operated(system: SecuredSystem, role: str) -> subprocess.CompletedProcess[st
     env = dict(os.environ, ROOTSTOCK_MTLS_TOKEN_FILE=str(system.token))
     for name, path in zip(("CERT", "KEY", "CA"), system.mounted[role].paths, strict=True):
         env[f"ROOTSTOCK_MTLS_{name}_FILE"] = str(path)
-    command = [sys.executable, "-m", "services.worker.control", *words]
+    command = [sys.executable, "-m", "rootstock_llm.services.worker.control", *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
 from tests.e2e.plain_answers import PlainAnswers
 from tests.e2e.system import System, wait_until

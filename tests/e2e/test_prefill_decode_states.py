@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.local.ports import free_ports
+from rootstock_llm.services.local.ports import free_ports
 from tests.e2e.system import System, wait_until
 from tests.e2e.test_prefill_decode import PAGE, apart, bodies, ids_of, is_ready, rests, workers
 from tests.night import NIGHTLY

@@ -41,10 +41,10 @@ import httpx
 import jsonschema
 import pytest
 
-from services.local.ports import HOST, free_ports
-from services.shared.hf_tokenizer import load_tokenizer
-from services.worker.settings import WorkerSettings
-from services.worker.text.tokenizer_folder import with_tokenizer
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer
+from rootstock_llm.services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.text.tokenizer_folder import with_tokenizer
 from tests.e2e.changed_tokenizer import ChangedTokenizer
 from tests.e2e.reciting_model import selector, write_reciting_model
 from tests.e2e.reported_apis import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.ports import free_ports
+from rootstock_llm.services.local.ports import free_ports
 from tests.e2e.launcher import Launcher
 from tests.e2e.system import DEMO, wait_until
 

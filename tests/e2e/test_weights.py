@@ -7,8 +7,8 @@ from pathlib import Path
 
 import grpc
 
-from rootstock.v1 import control_pb2, control_pb2_grpc
-from services.local.ports import HOST, free_ports
+from rootstock_llm.protos import control_pb2, control_pb2_grpc
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.e2e.system import DEMO, System, wait_until
 from tests.e2e.test_faults import open_stream
 

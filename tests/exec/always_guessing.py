@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
 
 Numbers = NDArray[np.int64]
 

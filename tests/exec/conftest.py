@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
 from tests.exec.sampling import sample_kernels
 
 

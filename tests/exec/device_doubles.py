@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.worker.exec.streams.cuda_streams import T
-from services.worker.exec.streams.host_streams import HostStreams, _PastEvent
+from rootstock_llm.services.worker.exec.streams.cuda_streams import T
+from rootstock_llm.services.worker.exec.streams.host_streams import HostStreams, _PastEvent
 
 WAITS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal",
          "from_numpy", "tensor", "as_tensor", "masked_select", "unique", "argwhere", "allclose"}  # fmt: skip

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 
 GRAPH_ROWS, STEP_TOKENS = 16, 512
 

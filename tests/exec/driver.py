@@ -6,8 +6,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowLogprobs, SamplingParams, SlotParams
-from services.worker.exec.contracts.protocol import Executor, Masks
+from rootstock_llm.services.worker.core.contracts.plan import (
+    BatchPlan,
+    ForwardMode,
+    PromptLogprobs,
+    RowLogprobs,
+    SamplingParams,
+    SlotParams,
+)
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Masks
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from services.worker.core.contracts.plan import SlotParams
-from services.worker.exec.contracts.drafter import Computed
+from rootstock_llm.services.worker.core.contracts.plan import SlotParams
+from rootstock_llm.services.worker.exec.contracts.drafter import Computed
 
 
 class Guesses:

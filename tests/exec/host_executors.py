@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.device import load_target
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.weights.load_request import LoadRequest
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.exec.device import load_target
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 from tests.night import NIGHTLY
 
 # `kernel_name` is cpp if neither the test nor its module has this mark: see tests/exec/conftest.py.

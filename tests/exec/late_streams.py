@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from services.worker.exec.streams.cuda_streams import Mark
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Mark
 from tests.exec.device_doubles import HostWaits, InlineStreams, Watch
 
 JUNK = -1_234_567

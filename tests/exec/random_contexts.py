@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import NOTHING_VERIFIED, FinishReason, PeerOutput, Submit, Verified
-from services.worker.core.contracts.plan import DryParams, PromptLogprobs, RowLogprobs, SamplingParams
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Executor, Run
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import NOTHING_VERIFIED, FinishReason, PeerOutput, Submit, Verified
+from rootstock_llm.services.worker.core.contracts.plan import DryParams, PromptLogprobs, RowLogprobs, SamplingParams
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Run
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import ReadyBook, masks_behind
 

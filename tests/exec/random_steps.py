@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.plan import BatchPlan, DryParams, EmbeddingParams, StepResult
-from services.worker.core.contracts.transfers import Fact, PageOperation
-from services.worker.core.kv.tree_node import TreeNode
-from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Executor, Masks, Run
-from services.worker.exec.fake import FakeExecutor, FakeRun
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, DryParams, EmbeddingParams, StepResult
+from rootstock_llm.services.worker.core.contracts.transfers import Fact, PageOperation
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Executor, Masks, Run
+from rootstock_llm.services.worker.exec.fake import FakeExecutor, FakeRun
 from tests.benchmarks.pinned_config import pinned_config
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine

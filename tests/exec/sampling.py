@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contracts.sample_ops import SampleKernels
-from kernels.cpu import load_sampling
-from kernels.reference import sampling as sampling_twin
-from services.worker.core.contracts.plan import I32, BatchPlan, SlotParams
-from services.worker.exec.contracts.step_data import Outcome, SampleBatch
-from services.worker.exec.sampling.sampler import DeviceSampler
-from services.worker.exec.sampling.slots import Words
-from services.worker.exec.streams.copies import UploadRing
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.kernels.cpu import load_sampling
+from rootstock_llm.kernels.reference import sampling as sampling_twin
+from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, SlotParams
+from rootstock_llm.services.worker.exec.contracts.step_data import Outcome, SampleBatch
+from rootstock_llm.services.worker.exec.sampling.sampler import DeviceSampler
+from rootstock_llm.services.worker.exec.sampling.slots import Words
+from rootstock_llm.services.worker.exec.streams.copies import UploadRing
 from tests.exec.device_doubles import InlineStreams
 
 

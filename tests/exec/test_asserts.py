@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.ops import RaggedRows
-from services.worker.core.contracts.plan import DryParams, EmbeddingParams, SamplingParams
-from services.worker.core.kv.memory import KVMemory
-from services.worker.exec.fake import FakeExecutor
-from services.worker.exec.loading import load_model
-from services.worker.exec.models.rope import rope_table
-from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
-from services.worker.exec.pools.kv_pool import allocate
-from services.worker.exec.sampling.dry import Repeats
-from services.worker.exec.weights.source import WeightReader
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.services.worker.core.contracts.plan import DryParams, EmbeddingParams, SamplingParams
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.exec.fake import FakeExecutor
+from rootstock_llm.services.worker.exec.loading import load_model
+from rootstock_llm.services.worker.exec.models.rope import rope_table
+from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
+from rootstock_llm.services.worker.exec.pools.kv_pool import allocate
+from rootstock_llm.services.worker.exec.sampling.dry import Repeats
+from rootstock_llm.services.worker.exec.weights.source import WeightReader
 from tests.core.seeded_faults import Fault, law_broken
 from tests.core.test_scheduler_basic import make
 from tests.exec.driver import Driver, Sequence

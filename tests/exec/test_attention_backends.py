@@ -12,11 +12,17 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
-from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers as reference
-from kernels.triton.attention.attention_plan import DECODE_BLOCKS, HeadShape, plan_decode, plan_extend, scratch_bounds
-from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, KernelAttention
-from services.worker.exec.attention.triton_backend import TritonAttention
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.triton.attention.attention_plan import (
+    DECODE_BLOCKS,
+    HeadShape,
+    plan_decode,
+    plan_extend,
+    scratch_bounds,
+)
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, KernelAttention
+from rootstock_llm.services.worker.exec.attention.triton_backend import TritonAttention
 from tests.all_pairs import each_pair
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SLOTS, WIDTH = 4, 2, 16, 4, 8, 160

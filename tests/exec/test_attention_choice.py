@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.reference import layers as reference
-from services.worker.exec.attention import choose
-from services.worker.exec.attention.backend import AttentionShape
-from services.worker.exec.attention.choose import choose_attention
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.exec.attention import choose
+from rootstock_llm.services.worker.exec.attention.backend import AttentionShape
+from rootstock_llm.services.worker.exec.attention.choose import choose_attention
 
 SHAPE = AttentionShape(8, 2, 64, 16, (0,), max_rows=4, max_tokens=32, max_context=64, max_pages=64)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

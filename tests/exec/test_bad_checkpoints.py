@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.exec.weights.checkpoint import CheckpointError
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 from tests.exec.transformers_families import SERVED

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.protocol import Executor
-from services.worker.exec.kernel_set import numerics
-from services.worker.exec.weights.checkpoint import UnsupportedModel
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.exec.kernel_set import numerics
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 from tests.exec.driver import Driver, Sequence
 from tests.exec.random_contexts import Asked, World, alone, strings, targets
 from tests.exec.tiny_models import TinyModel

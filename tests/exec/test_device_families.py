@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS
 from tests.exec.host_executors import build_host_executor

@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.reference import layers as reference
-from kernels.reference import sampling as sampling_twin
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.core.contracts.plan import DryParams, EmbeddingParams, RowFault, SamplingParams
-from services.worker.exec.attention.backend import AttentionBatch, KernelAttention
-from services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor
-from services.worker.exec.contracts.protocol import Executor, ExecutorError
-from services.worker.exec.eager_cost import graph_limits
-from services.worker.exec.kernel_set import KernelSet
-from services.worker.exec.loading import load_model
-from services.worker.exec.pools.kv_pool import LayerGroups
-from services.worker.exec.sampling import sampler as device_sampler
-from services.worker.exec.streams.copies import Readback
-from services.worker.exec.streams.host_streams import HostArrival
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.reference import sampling as sampling_twin
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.core.contracts.plan import DryParams, EmbeddingParams, RowFault, SamplingParams
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, KernelAttention
+from rootstock_llm.services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, ExecutorError
+from rootstock_llm.services.worker.exec.eager_cost import graph_limits
+from rootstock_llm.services.worker.exec.kernel_set import KernelSet
+from rootstock_llm.services.worker.exec.loading import load_model
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerGroups
+from rootstock_llm.services.worker.exec.sampling import sampler as device_sampler
+from rootstock_llm.services.worker.exec.streams.copies import Readback
+from rootstock_llm.services.worker.exec.streams.host_streams import HostArrival
 from tests.all_pairs import each_value
 from tests.exec.device_doubles import (
     ForgetfulMemory,

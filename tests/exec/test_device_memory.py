@@ -12,16 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.core.contracts.plan import EmbeddingParams, RowFault, SamplingParams
-from services.worker.exec import build
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
-from services.worker.exec.contracts.protocol import Executor, ExecutorError
-from services.worker.exec.device import NoDevice, device_of
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.memory_parts import MemoryParts, NoModel
-from services.worker.exec.pools.kv_pool import NO_POOL, KVPool
-from services.worker.exec.weights.checkpoint import CheckpointError
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, RowFault, SamplingParams
+from rootstock_llm.services.worker.exec import build
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.operations import (
+    OperationRefused,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+)
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, ExecutorError
+from rootstock_llm.services.worker.exec.device import NoDevice, device_of
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
+from rootstock_llm.services.worker.exec.pools.kv_pool import NO_POOL, KVPool
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS
 from tests.exec.host_executors import build_host_executor

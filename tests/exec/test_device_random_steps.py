@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.plan import ForwardMode
-from services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.core.contracts.plan import ForwardMode
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 from tests.exec.device_executors import executor_of
 from tests.exec.random_steps import CONTEXT, MAX_SLOTS, POOL_TOKENS, VOCAB, Recorder, Repeater, Turned, drive, random_config
 from tests.exec.tiny_models import MODELS

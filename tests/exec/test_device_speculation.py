@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.reference import layers as reference
-from kernels.reference import sampling as sampling_twin
-from services.worker.core.contracts.plan import RowFault
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.exec import build
-from services.worker.exec.attention.backend import AttentionBatch, AttentionShape, KernelAttention
-from services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor, build_device_executor
-from services.worker.exec.contracts.protocol import ExecutorError
-from services.worker.exec.contracts.step_data import ForwardBatch
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.kernel_set import KernelSet
-from services.worker.exec.loading import load_model
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.reference import sampling as sampling_twin
+from rootstock_llm.services.worker.core.contracts.plan import RowFault
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.exec import build
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, AttentionShape, KernelAttention
+from rootstock_llm.services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorError
+from rootstock_llm.services.worker.exec.contracts.step_data import ForwardBatch
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.kernel_set import KernelSet
+from rootstock_llm.services.worker.exec.loading import load_model
 from tests.core.fake_grammar import spec
 from tests.exec.always_guessing import always, now_and_then
 from tests.exec.device_doubles import GraphMemoryDouble, Watch, WatchedKernels

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from services.worker.exec.streams.copies import ALIGNED, DEPTH, UploadRing
-from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.streams.host_streams import HostStreams
+from rootstock_llm.services.worker.exec.streams.copies import ALIGNED, DEPTH, UploadRing
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.services.worker.exec.streams.host_streams import HostStreams
 from tests.exec.device_doubles import InlineStreams
 
 

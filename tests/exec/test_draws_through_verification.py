@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.drafting.ngram import NgramDrafter
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.drafting.ngram import NgramDrafter
 from tests.core.deployed_config import deployed_config
 from tests.exec.always_guessing import always
 from tests.exec.random_contexts import Asked, Turned

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, RowFault, SamplingParams, SlotParams
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.fake import FakeExecutor
-from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, finite_vectors
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, RowFault, SamplingParams, SlotParams
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.fake import FakeExecutor
+from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, finite_vectors
 from tests.all_pairs import each_pair, each_value
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.host_executors import build_host_executor

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.contracts.protocol import ExecutorError
-from services.worker.exec.loading import read_pooling
-from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorError
+from rootstock_llm.services.worker.exec.loading import read_pooling
+from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.all_pairs import each_value
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS, MODULE

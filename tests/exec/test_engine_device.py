@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker import engine
-from services.worker.exec import build
-from services.worker.loop.inbox import Inbox
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker import engine
+from rootstock_llm.services.worker.exec import build
+from rootstock_llm.services.worker.loop.inbox import Inbox
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 H200_BYTES = 143_771 << 20
 

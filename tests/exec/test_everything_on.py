@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
-from services.worker.core.contracts.messages import Finish, FinishReason, SessionTurn, Submit, TraceKind
-from services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
-from services.worker.core.control import SchedulerControl
-from services.worker.core.invariants import violations
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Executor, Run
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, SessionTurn, Submit, TraceKind
+from rootstock_llm.services.worker.core.contracts.plan import EmbeddingParams, SamplingParams
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.invariants import violations
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Run
 from tests.all_pairs import each_value
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import PositionMatcher, SlowBook, spec

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.shared.observe.log_fields import FIELDS
-from services.worker.core.contracts.plan import RowFault
-from services.worker.exec import build as build_module
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.contracts.options import DeviceOptions, TierOptions
-from services.worker.exec.contracts.protocol import ExecutorError
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.pools.kv_pool import PoolTooSmall
-from services.worker.exec.tiers import make_tiers
-from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
+from rootstock_llm.services.shared.observe.log_fields import FIELDS
+from rootstock_llm.services.worker.core.contracts.plan import RowFault
+from rootstock_llm.services.worker.exec import build as build_module
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions, TierOptions
+from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorError
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.pools.kv_pool import PoolTooSmall
+from rootstock_llm.services.worker.exec.tiers import make_tiers
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers as reference
-from services.worker.exec.attention import flashinfer_limits as limits
-from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
-from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
-from services.worker.exec.attention.flashinfer_prebuild import asked_for, missing
-from services.worker.exec.attention.flashinfer_staging import SLOTS, StagingRing, StagingSlot, fill, make_slot
-from services.worker.exec.loading import load_model
-from services.worker.exec.models.dense import Decoder
-from services.worker.exec.pools.kv_pool import LayerKV, allocate
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, AttentionShape
+from rootstock_llm.services.worker.exec.attention.flashinfer_backend import FlashInferAttention
+from rootstock_llm.services.worker.exec.attention.flashinfer_prebuild import asked_for, missing
+from rootstock_llm.services.worker.exec.attention.flashinfer_staging import SLOTS, StagingRing, StagingSlot, fill, make_slot
+from rootstock_llm.services.worker.exec.loading import load_model
+from rootstock_llm.services.worker.exec.models.dense import Decoder
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, allocate
 from tests.all_pairs import each_value
 from tests.exec.flashinfer_double import HostWaits, Library
 from tests.exec.flashinfer_schedules import decode_bytes, fa2_bytes, fa3_bytes

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from services.worker.exec.attention import flashinfer_limits as limits
-from services.worker.exec.attention.backend import AttentionShape
+from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
+from rootstock_llm.services.worker.exec.attention.backend import AttentionShape
 from tests.all_pairs import each_value
 from tests.exec import test_flashinfer_backend as steps
 from tests.exec.flashinfer_double import one_row

@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS, Unsupported
-from services.worker.exec.attention.flashinfer_prebuild import DECODE, Module, asked_for, build, main, missing
+from rootstock_llm.services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS, Unsupported
+from rootstock_llm.services.worker.exec.attention.flashinfer_prebuild import DECODE, Module, asked_for, build, main, missing
 from tests.exec import test_flashinfer_backend as steps
 from tests.exec import test_flashinfer_library as through_library
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from services.worker.exec.streams.cuda_streams import MOST_SPARE, SpareStreams
-from services.worker.exec.streams.host_streams import HostStreams
+from rootstock_llm.services.worker.exec.streams.cuda_streams import MOST_SPARE, SpareStreams
+from rootstock_llm.services.worker.exec.streams.host_streams import HostStreams
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, OperationKind, PageOperation
-from services.worker.core.tiers.page_keys import KEY_BYTES
-from services.worker.exec.kernel_set import copies
-from services.worker.exec.pools import kv_pool
-from services.worker.exec.pools.kv_pool import MOST_GROUPS, Arrivals, KVPool, LayerGroups, LayerLoads
-from services.worker.exec.streams.cuda_streams import NeverCame
-from services.worker.exec.streams.host_streams import HostArrival, HostStreams
-from services.worker.exec.tiers.page_copier import PageCopier, PoolReader
-from services.worker.exec.tiers.page_mover import PageMover
+from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, OperationKind, PageOperation
+from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES
+from rootstock_llm.services.worker.exec.kernel_set import copies
+from rootstock_llm.services.worker.exec.pools import kv_pool
+from rootstock_llm.services.worker.exec.pools.kv_pool import MOST_GROUPS, Arrivals, KVPool, LayerGroups, LayerLoads
+from rootstock_llm.services.worker.exec.streams.cuda_streams import NeverCame
+from rootstock_llm.services.worker.exec.streams.host_streams import HostArrival, HostStreams
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier, PoolReader
+from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
 
 PAGES, HOST_PAGES, LAYERS, DEADLINE_S = 6, 4, 3, 20.0
 KEYS = tuple(bytes([number]) * KEY_BYTES for number in range(HOST_PAGES))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.exec.weights.load_progress import LoadMeter, LoadPhases
+from rootstock_llm.services.worker.exec.weights.load_progress import LoadMeter, LoadPhases
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 

@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.sample_ops import SampleKernels
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowFault, SamplingParams, SlotParams
-from services.worker.exec.sampling import logprob_requests as logprob_wishes
-from services.worker.exec.sampling.logprob_requests import Logits, LogprobRequests
-from services.worker.exec.streams.copies import Readback
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.services.worker.core.contracts.plan import (
+    BatchPlan,
+    ForwardMode,
+    PromptLogprobs,
+    RowFault,
+    SamplingParams,
+    SlotParams,
+)
+from rootstock_llm.services.worker.exec.sampling import logprob_requests as logprob_wishes
+from rootstock_llm.services.worker.exec.sampling.logprob_requests import Logits, LogprobRequests
+from rootstock_llm.services.worker.exec.streams.copies import Readback
 from tests.all_pairs import each_pair, each_value
 from tests.exec.device_doubles import InlineStreams
 from tests.exec.driver import Driver, Sequence, i32

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.planning import draft_controller
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.drafter import Computed
-from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
-from services.worker.exec.contracts.protocol import Run
-from services.worker.exec.drafting.model_drafter import _DrafterSlot
-from services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
+from rootstock_llm.services.worker.core.planning import draft_controller
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.drafter import Computed
+from rootstock_llm.services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
+from rootstock_llm.services.worker.exec.contracts.protocol import Run
+from rootstock_llm.services.worker.exec.drafting.model_drafter import _DrafterSlot
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from tests.exec.always_guessing import always, now_and_then
 from tests.exec.draft_folders import add_mtp, write_eagle3
 from tests.exec.draft_reference import HeadReference, small_guesses

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.plan import I32, SamplingParams, SlotParams
-from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
-from services.worker.exec.drafting import ngram
-from services.worker.exec.drafting.ngram import MOST_INDEXES, NgramDrafter
-from services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
+from rootstock_llm.services.worker.core.contracts.plan import I32, SamplingParams, SlotParams
+from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS
+from rootstock_llm.services.worker.exec.drafting import ngram
+from rootstock_llm.services.worker.exec.drafting.ngram import MOST_INDEXES, NgramDrafter
+from rootstock_llm.services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
 
 PROMPT = [90, 91, 92]
 SAID = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]

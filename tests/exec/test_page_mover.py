@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.build import built_library
-from kernels.cpu.library import CpuCopies
-from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.transfers import (
+from rootstock_llm.kernels.cpu.build import built_library
+from rootstock_llm.kernels.cpu.library import CpuCopies
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
+from rootstock_llm.services.worker.core.contracts.transfers import (
     ALL,
     NO_PAGES,
     UNASKED,
@@ -29,15 +29,15 @@ from services.worker.core.contracts.transfers import (
     Pull,
     Selection,
 )
-from services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
-from services.worker.exec.kernel_set import copies
-from services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
-from services.worker.exec.streams.host_streams import HostArrival, HostStreams
-from services.worker.exec.tiers import page_mover
-from services.worker.exec.tiers.block_log import BlockLog
-from services.worker.exec.tiers.page_copier import PageCopier, PoolReader
-from services.worker.exec.tiers.page_mover import PageMover
-from services.worker.exec.tiers.segment_store import SegmentStore
+from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
+from rootstock_llm.services.worker.exec.kernel_set import copies
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
+from rootstock_llm.services.worker.exec.streams.host_streams import HostArrival, HostStreams
+from rootstock_llm.services.worker.exec.tiers import page_mover
+from rootstock_llm.services.worker.exec.tiers.block_log import BlockLog
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier, PoolReader
+from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
+from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGES, HOST_PAGES, DEADLINE_S = 6, 8, 20.0
 KEYS = [bytes([number]) * KEY_BYTES for number in range(HOST_PAGES)]

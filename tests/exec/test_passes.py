@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.exec.step.passes import Piece, halves, select, whole
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from rootstock_llm.services.worker.exec.step.passes import Piece, halves, select, whole
 from tests.exec.driver import i32
 
 ROWS = st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(-1, 8), st.booleans()), min_size=1, max_size=6)

@@ -17,14 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import FinishReason, Prefetch
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource, ReservationReleased
-from services.worker.core.contracts.transfers import I32, Tier
-from services.worker.core.control import SchedulerControl
-from services.worker.exec.contracts.options import PeerOptions
-from services.worker.exec.contracts.peer_pages import ReadPages, RoomServer
-from services.worker.exec.remote_kv.peer_reader import TcpPeerReader
-from services.worker.exec.remote_kv.room_server import TcpRoomServer
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason, Prefetch
+from rootstock_llm.services.worker.core.contracts.reservations import (
+    RESERVATION_SECRET_BYTES,
+    KvReservation,
+    KvSource,
+    ReservationReleased,
+)
+from rootstock_llm.services.worker.core.contracts.transfers import I32, Tier
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.exec.contracts.options import PeerOptions
+from rootstock_llm.services.worker.exec.contracts.peer_pages import ReadPages, RoomServer
+from rootstock_llm.services.worker.exec.remote_kv.peer_reader import TcpPeerReader
+from rootstock_llm.services.worker.exec.remote_kv.room_server import TcpRoomServer
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS
 from tests.exec.tiered import PAGE_SIZE, Answer, Served, build
 from tests.exec.tiny_models import TinyModel

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.sample_ops import SampleKernels
-from services.worker.core.contracts.plan import BatchPlan, DryParams, ForwardMode, SamplingParams, SlotParams
-from services.worker.exec.sampling.dry import MAX_PENALTY, Repeats
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, DryParams, ForwardMode, SamplingParams, SlotParams
+from rootstock_llm.services.worker.exec.sampling.dry import MAX_PENALTY, Repeats
 from tests.all_pairs import each_pair
 from tests.exec.host_executors import on_both_by_night, on_both_kernels
 from tests.exec.sampling import Sampling

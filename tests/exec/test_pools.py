@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.exec.pools.host_memory import free_memory
-from services.worker.exec.pools.kv_pool import kv_pool_tokens
+from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
+from rootstock_llm.services.worker.exec.pools.kv_pool import kv_pool_tokens
 
 GIB = 1 << 30
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec, Matcher
-from services.worker.core.contracts.messages import Finish, FinishReason, Submit
-from services.worker.core.contracts.plan import DryParams, SamplingParams
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Run
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.loop.text_rules import ModelText
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec, Matcher
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, Submit
+from rootstock_llm.services.worker.core.contracts.plan import DryParams, SamplingParams
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Run
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.loop.text_rules import ModelText
 from tests.core.deployed_config import deployed_config
 from tests.exec.host_executors import build_host_executor
 from tests.grammar import model

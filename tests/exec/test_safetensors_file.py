@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.worker.exec.weights.checkpoint import CheckpointError
-from services.worker.exec.weights.safetensors_file import TensorFiles, TensorPlace, read_header
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
+from rootstock_llm.services.worker.exec.weights.safetensors_file import TensorFiles, TensorPlace, read_header
 
 NAME = "x.weight"
 

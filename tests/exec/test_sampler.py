@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.sample_ops import SampleKernels
-from kernels.reference.sampling import largest, support
-from services.worker.core.contracts.plan import DryParams, RowFault, SamplingParams, SlotParams
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.kernels.reference.sampling import largest, support
+from rootstock_llm.services.worker.core.contracts.plan import DryParams, RowFault, SamplingParams, SlotParams
 from tests.all_pairs import each_value
 from tests.exec.host_executors import on_both_by_night
 from tests.exec.sampling import Sampling
@@ -249,11 +249,11 @@ def test_row_fails_separately_when_parameters_cannot_be_applied(
     sampler.admit(plain)
     with monkeypatch.context() as broken:
         if where == "admit":
-            broken.setattr("services.worker.exec.sampling.slots.past_counts", raising)
+            broken.setattr("rootstock_llm.services.worker.exec.sampling.slots.past_counts", raising)
         sampler.admit(odd)
     with monkeypatch.context() as broken:
         if where == "apply":
-            broken.setattr("services.worker.exec.sampling.dry.Repeats.penalties", raising)
+            broken.setattr("rootstock_llm.services.worker.exec.sampling.dry.Repeats.penalties", raising)
         result = sampler.sample(torch.tensor([LOGITS, LOGITS]), np.array([0, 1], np.int32), np.array([4, 4], np.int32))
     assert result.faults == {1: RowFault.FAILED}
     assert int(result.tokens[0]) == 3

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import FinishReason, Submit
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams
-from services.worker.core.invariants import violations
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Executor, Run
-from services.worker.exec.fake import FakeExecutor
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason, Submit
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams
+from rootstock_llm.services.worker.core.invariants import violations
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Run
+from rootstock_llm.services.worker.exec.fake import FakeExecutor
 from tests.core.deployed_config import deployed_config
 from tests.exec.host_executors import build_host_executor, on_both_kernels
 from tests.exec.tiny_models import MODELS, greedy_answers

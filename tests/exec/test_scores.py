@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.sample_ops import SampleKernels
-from services.worker.core.contracts.plan import RowFault, SamplingParams, ScoreParams, SlotParams
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.fake import FakeExecutor
-from services.worker.exec.sampling import logprob_requests as logprob_wishes
-from services.worker.exec.sampling.logprob_requests import LogprobRequests
-from services.worker.exec.step.passes import POISON
-from services.worker.exec.streams.copies import Readback
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.services.worker.core.contracts.plan import RowFault, SamplingParams, ScoreParams, SlotParams
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.fake import FakeExecutor
+from rootstock_llm.services.worker.exec.sampling import logprob_requests as logprob_wishes
+from rootstock_llm.services.worker.exec.sampling.logprob_requests import LogprobRequests
+from rootstock_llm.services.worker.exec.step.passes import POISON
+from rootstock_llm.services.worker.exec.streams.copies import Readback
 from tests.all_pairs import each_pair, each_value
 from tests.exec.device_doubles import InlineStreams
 from tests.exec.driver import Driver, Sequence, greedy, i32

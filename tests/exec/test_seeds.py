@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
 from tests.exec.driver import Driver, Sequence
 from tests.exec.host_executors import build_host_executor, on_both_kernels
 from tests.exec.tiny_models import MODELS

@@ -11,11 +11,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from services.local import models_reference
-from services.shared.served_config import TABLE, refusal
-from services.worker.exec.loading import load_model
-from services.worker.exec.models.registry import FAMILIES
-from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
+from rootstock_llm.services.local import models_reference
+from rootstock_llm.services.shared.served_config import TABLE, refusal
+from rootstock_llm.services.worker.exec.loading import load_model
+from rootstock_llm.services.worker.exec.models.registry import FAMILIES
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
 from tests.night import NIGHTLY

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.sample_ops import SampleKernels
-from services.worker.core.contracts.plan import RowFault, SamplingParams, SlotParams
-from services.worker.exec.contracts.step_data import Outcome
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.services.worker.core.contracts.plan import RowFault, SamplingParams, SlotParams
+from rootstock_llm.services.worker.exec.contracts.step_data import Outcome
 from tests.exec.host_executors import on_both_by_night, on_both_kernels
 from tests.exec.sampling import Sampling
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.plan import I32, SamplingParams, SlotParams
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter
-from services.worker.exec.contracts.protocol import ExecutorError
-from services.worker.exec.drafting.ngram import NgramDrafter
-from services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.core.contracts.plan import I32, SamplingParams, SlotParams
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter
+from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorError
+from rootstock_llm.services.worker.exec.drafting.ngram import NgramDrafter
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from tests.core.fake_grammar import spec
 from tests.exec.always_guessing import always
 from tests.exec.guesses import Guesses

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.control.flush import flush, parse
-from services.worker.core.contracts.messages import FinishReason
-from services.worker.core.contracts.transfers import OperationKind, PageOperation, Tier
-from services.worker.core.control import SchedulerControl
-from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.tiers.page_copier import PageCopier
-from services.worker.exec.tiers.redis_page_store import RedisPageStore
+from rootstock_llm.services.worker.control.flush import flush, parse
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason
+from rootstock_llm.services.worker.core.contracts.transfers import OperationKind, PageOperation, Tier
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
+from rootstock_llm.services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.draft_folders import write_eagle3
 from tests.exec.remote_kv.rooms import until
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS, came_from, options, prompt

@@ -13,11 +13,11 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.models import transformers_check
-from services.worker.exec.models.registry import NotCovered, config_of
-from services.worker.exec.models.transformers_check import MaskDescription, MaskFunction, Probe
-from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.exec.models import transformers_check
+from rootstock_llm.services.worker.exec.models.registry import NotCovered, config_of
+from rootstock_llm.services.worker.exec.models.transformers_check import MaskDescription, MaskFunction, Probe
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import SHAPE, TinyModel

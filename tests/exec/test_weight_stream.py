@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear
-from kernels.reference import layers as reference
-from services.worker.exec.models.dense import DenseModel
-from services.worker.exec.models.registry import ARCHITECTURES, config_of
-from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
-from services.worker.exec.weights.load_progress import LoadPhases
-from services.worker.exec.weights.load_request import load_weights
-from services.worker.exec.weights.source import Allocated, Filled, RandomSource, WeightReader
-from services.worker.exec.weights.weight_stream import Lane, PinnedSlab, StreamOptions, buffers_of, stream_weights
+from rootstock_llm.kernels.contracts.ops import PackedLinear
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.exec.models.dense import DenseModel
+from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, config_of
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
+from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
+from rootstock_llm.services.worker.exec.weights.load_request import load_weights
+from rootstock_llm.services.worker.exec.weights.source import Allocated, Filled, RandomSource, WeightReader
+from rootstock_llm.services.worker.exec.weights.weight_stream import Lane, PinnedSlab, StreamOptions, buffers_of, stream_weights
 from tests.exec.tiny_models import MODELS
 
 SMALL = StreamOptions(threads=3, staging_bytes=3 * 2 * 1000)  # pieces of 1,000 bytes, so that tensors are cut

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.worker.core.contracts.transfers import Tier
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.tiers.segment_store import SegmentStore
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiered import PAGE_SIZE, SECRET, Answer
 
 POOL_PAGES = 24  # pages for one and a half prompts

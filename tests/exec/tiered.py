@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.core.contracts.messages import Finish, PagesReady, Submit
-from services.worker.core.contracts.plan import RowLogprobs, SamplingParams
-from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.invariants import violations
-from services.worker.core.scheduler import Scheduler
-from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.core.contracts.messages import Finish, PagesReady, Submit
+from rootstock_llm.services.worker.core.contracts.plan import RowLogprobs, SamplingParams
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
+from rootstock_llm.services.worker.core.invariants import violations
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
 

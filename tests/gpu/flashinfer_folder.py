@@ -42,7 +42,9 @@ def add_modules(modules: Path, out: Path) -> list[str]:
     """Copies the compiled modules to the library's folder. Returns their names. Raises ValueError if there are no modules."""
     found = sorted(modules.glob("*/*.so"))
     if not found:
-        raise ValueError(f"{modules} holds no NAME/NAME.so: see services.worker.exec.attention.flashinfer_prebuild --out")
+        raise ValueError(
+            f"{modules} holds no NAME/NAME.so: see rootstock_llm.services.worker.exec.attention.flashinfer_prebuild --out"
+        )
     for module in found:
         place = out / COMPILED / module.parent.name / module.name
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -110,7 +110,9 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
         bench("graphs", "CUDA graphs on and off, 0.6B shape", 180),
         bench("shared-prefix", "requests with one long beginning, 8B shape", 180),
         bench("host-loads", "prefixes from host memory, layer by layer and whole, 0.6B shape", 180),
-        Part("bench-kernels", BENCHMARK, "each kernel by itself", 300, ("-m", "kernels.bench.gpu", "--json", "{out}")),
+        Part(
+            "bench-kernels", BENCHMARK, "each kernel by itself", 300, ("-m", "rootstock_llm.kernels.bench.gpu", "--json", "{out}")
+        ),
         _tests("memory", "memory running out, and its height", 120, *memory),
         _tests("sampling", "logprobs and seeded draws", 120, "tests/gpu/test_logprobs.py", "tests/gpu/test_draws.py"),
         _tests("random-steps", "2,000 random steps beside the fake executor", 300, "tests/exec/test_device_random_steps.py"),

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import Finish, Submit
-from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowLogprobs, SamplingParams
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Executor, Run
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import Finish, Submit
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowLogprobs, SamplingParams
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Run
 from tests.benchmarks.gpu.serving import NoText
 from tests.benchmarks.pinned_config import pinned_config
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 from tests.exec.device_executors import executor_of
 from tests.exec.random_contexts import World, strings, targets
 from tests.exec.tiny_models import TinyModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
 from tests.exec.device_executors import executor_of
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams
-from services.worker.exec.build import DeviceExecutor
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams
+from rootstock_llm.services.worker.exec.build import DeviceExecutor
 from tests.exec.device_executors import GRAPH_ROWS, executor_of
 from tests.exec.driver import Driver, Sequence
 from tests.exec.tiny_models import MODELS

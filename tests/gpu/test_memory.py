@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from services.worker.core.contracts.messages import ErrorCode
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode
 from tests.exec.device_executors import executor_of
 from tests.exec.tiny_models import MODELS
 from tests.gpu.served import Served, config_for, greedy

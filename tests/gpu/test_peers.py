@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
 from tests.exec.test_peers import SAMPLED, Apart, ended, prompt
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS
 from tests.exec.tiered import PAGE_SIZE, Served, build

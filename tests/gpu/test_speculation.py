@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.exec.build import DeviceExecutor
-from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.exec.build import DeviceExecutor
+from rootstock_llm.services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
 from tests.exec.always_guessing import always, now_and_then
 from tests.exec.device_executors import executor_of
 from tests.exec.draft_folders import add_mtp, write_eagle3

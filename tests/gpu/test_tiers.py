@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.core.contracts.transfers import Tier
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.tiers.page_copier import PageCopier
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 from tests.exec.tier_prompts import POOL_PAGES, came_from, options, prompt
 from tests.exec.tiered import Served, build
 from tests.exec.tiny_models import TinyModel

@@ -6,14 +6,14 @@ import random
 from functools import cache
 from pathlib import Path
 
-from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.grammar.compile.forking_compiler import prepare
-from services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler
-from services.worker.grammar.compile.trial import allowed_ids
-from services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
-from services.worker.grammar.match.matcher import ForcedText, MatcherSetup, XgrammarMatcher
-from services.worker.text.step_meter import StepMeter
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
+from rootstock_llm.services.worker.grammar.compile.forking_compiler import prepare
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler
+from rootstock_llm.services.worker.grammar.compile.trial import allowed_ids
+from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
+from rootstock_llm.services.worker.grammar.match.matcher import ForcedText, MatcherSetup, XgrammarMatcher
+from rootstock_llm.services.worker.text.step_meter import StepMeter
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 EOS = (0, 2)

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.schema.formats import PATTERNS
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.grammar.schema.formats import PATTERNS
 from tests.grammar import model
 from tests.night import NIGHTLY
 

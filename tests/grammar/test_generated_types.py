@@ -27,9 +27,9 @@ import pytest
 import typing_extensions
 from pydantic import Field
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.compile.grammar_compiler import Compiled
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 from tests.grammar import model
 from tests.night import NIGHTLY
 

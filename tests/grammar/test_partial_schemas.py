@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
-from services.worker.grammar.compile.grammar_compiler import Compiled
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 from tests.grammar import model
 
 INT = {"type": "integer"}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 from tests.grammar import model
 
 # (pattern, texts that pass, texts that do not)

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels.triton import launch
+from rootstock_llm.kernels.triton import launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
-from kernels.reference import sampling
-from kernels.reference.sampling import draw_token, support, tempered
+from rootstock_llm.kernels.contracts.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
+from rootstock_llm.kernels.reference import sampling
+from rootstock_llm.kernels.reference.sampling import draw_token, support, tempered
 
 ALWAYS = (1 << 31) - 1
 POISON = 777.0

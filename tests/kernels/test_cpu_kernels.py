@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.contracts.row_fault import RowFault
-from kernels.contracts.sample_ops import Measured, SampleKernels
-from kernels.cpu import load_kernels, load_sampling
-from kernels.cpu.build import BuildFailed, built_library
-from kernels.cpu.library import CpuKernels, CpuSampling
-from kernels.reference import layers as reference
-from kernels.reference import sampling as sampling_reference
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.row_fault import RowFault
+from rootstock_llm.kernels.contracts.sample_ops import Measured, SampleKernels
+from rootstock_llm.kernels.cpu import load_kernels, load_sampling
+from rootstock_llm.kernels.cpu.build import BuildFailed, built_library
+from rootstock_llm.kernels.cpu.library import CpuKernels, CpuSampling
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.reference import sampling as sampling_reference
 from tests.all_pairs import each_pair, each_value
 from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of
 
@@ -374,7 +374,7 @@ def test_load_kernels_returns_reference_when_build_fails(
     def no_library() -> None:
         raise BuildFailed("no C++ compiler found")
 
-    monkeypatch.setattr("kernels.cpu.built_library", no_library)
+    monkeypatch.setattr("rootstock_llm.kernels.cpu.built_library", no_library)
     assert load_kernels(1, torch.bfloat16) is reference and load_sampling(1) is reference
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
 

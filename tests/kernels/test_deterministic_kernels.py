@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels, RaggedRows
-from kernels.cpu.build import built_library
-from kernels.cpu.library import CpuKernels
-from kernels.reference import layers
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.kernels.cpu.build import built_library
+from rootstock_llm.kernels.cpu.library import CpuKernels
+from rootstock_llm.kernels.reference import layers
 from tests.all_pairs import each_pair
 
 DTYPES = [torch.float32, torch.bfloat16]

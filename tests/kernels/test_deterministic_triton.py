@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers as reference
-from kernels.triton.attention import attention
-from kernels.triton.attention.attention_plan import Launch, plan_fixed
-from kernels.triton.layers import linear
-from kernels.triton.layers.layers import TritonLayers
-from kernels.triton.layers.linear import OrderedLinear, Tile, Tiles
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.triton.attention import attention
+from rootstock_llm.kernels.triton.attention.attention_plan import Launch, plan_fixed
+from rootstock_llm.kernels.triton.layers import linear
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, Tile, Tiles
 from tests.all_pairs import each_pair
 from tests.kernels.ordered_products import products_in_order
 from tests.kernels.test_deterministic_kernels import CUTS, LENGTH, Context, random, together

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.triton.layers.layers import TritonLayers
-from services.worker.exec.attention.triton_backend import TritonAttention
-from services.worker.exec.build import DeviceParts, assemble_executor
-from services.worker.exec.contracts.protocol import Executor
-from services.worker.exec.loading import load_model
-from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
-from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.services.worker.exec.attention.triton_backend import TritonAttention
+from rootstock_llm.services.worker.exec.build import DeviceParts, assemble_executor
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.exec.loading import load_model
+from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
+from rootstock_llm.services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 from tests.exec.device_executors import options_for
 from tests.exec.random_contexts import World, strings, targets
 from tests.exec.tiny_models import TinyModel

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.bench import gpu
-from kernels.bench.gpu import COLUMNS, KernelFigures, figures_of, write_json
-from kernels.bench.gpu_layers import SHAPES, DecoderShape, cases
-from kernels.bench.gpu_timing import MAX_COPIES, GpuCase, Timing, copies_for
+from rootstock_llm.kernels.bench import gpu
+from rootstock_llm.kernels.bench.gpu import COLUMNS, KernelFigures, figures_of, write_json
+from rootstock_llm.kernels.bench.gpu_layers import SHAPES, DecoderShape, cases
+from rootstock_llm.kernels.bench.gpu_timing import MAX_COPIES, GpuCase, Timing, copies_for
 from tests.night import NIGHTLY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_kernels_compile_for_hopper_at_bench_shapes(name: str) -> None:
     if name != "gpu_layers" and not NIGHTLY:
         pytest.skip("takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", f"kernels.bench.{name}"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", f"rootstock_llm.kernels.bench.{name}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

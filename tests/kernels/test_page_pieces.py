@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.triton import page_pieces
-from services.worker.exec.pools.kv_pool import KVPool
-from services.worker.exec.tiers import page_copier
-from services.worker.exec.tiers.make_tiers import brings_rightly
-from services.worker.exec.tiers.page_copier import PageCopier
+from rootstock_llm.kernels.triton import page_pieces
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
+from rootstock_llm.services.worker.exec.tiers import page_copier
+from rootstock_llm.services.worker.exec.tiers.make_tiers import brings_rightly
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 
 PAGES = 7
 

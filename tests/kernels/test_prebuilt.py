@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cpu import build
-from kernels.cpu.build import VARIANTS, buildable, cpu_features, runnable
-from kernels.cpu.library import CpuKernels
+from rootstock_llm.kernels.cpu import build
+from rootstock_llm.kernels.cpu.build import VARIANTS, buildable, cpu_features, runnable
+from rootstock_llm.kernels.cpu.library import CpuKernels
 from tests.kernels.compiled import COMPILED
 
 V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.row_fault import RowFault
-from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Measured, SampleKernels
-from kernels.cpu.build import built_library
-from kernels.cpu.library import CpuSampling
-from kernels.reference import sampling as sampling_reference
-from services.worker.core.contracts.plan import DryParams, SamplingParams, SlotParams
-from services.worker.exec.sampling.dry import Repeats
-from services.worker.exec.sampling.slots import token_words
+from rootstock_llm.kernels.contracts.row_fault import RowFault
+from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, SEEN, Measured, SampleKernels
+from rootstock_llm.kernels.cpu.build import built_library
+from rootstock_llm.kernels.cpu.library import CpuSampling
+from rootstock_llm.kernels.reference import sampling as sampling_reference
+from rootstock_llm.services.worker.core.contracts.plan import DryParams, SamplingParams, SlotParams
+from rootstock_llm.services.worker.exec.sampling.dry import Repeats
+from rootstock_llm.services.worker.exec.sampling.slots import token_words
 from tests.all_pairs import each_pair, each_value
 from tests.exec.sampling import Sampling, sample_kernels
 from tests.kernels.sampling_case import ALWAYS, Asked, Row, random_cuts, rows_of, sampled, table_of, uniforms

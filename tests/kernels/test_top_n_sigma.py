@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.sample_ops import SampleKernels
-from kernels.cpu.build import built_library
-from kernels.cpu.library import CpuSampling
-from kernels.reference import sampling as sampling_reference
-from kernels.triton.sampling.sampling import TritonSampling
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.kernels.cpu.build import built_library
+from rootstock_llm.kernels.cpu.library import CpuSampling
+from rootstock_llm.kernels.reference import sampling as sampling_reference
+from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 from tests.all_pairs import each_pair
 from tests.kernels.sampling_case import Asked, Row, rows_of, sampled, table_of, uniforms
 
@@ -181,7 +181,7 @@ def test_top_n_sigma_keeps_the_token_when_greedy(back_end: str, device: torch.de
     ("back_end", "programs"), [("cpp", 528), ("torch", 528), ("triton", 528), ("triton", 1)], indirect=["back_end"]
 )
 def test_draw_is_equal_in_any_batch(programs: int, back_end: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.triton.sampling.sampling.PROGRAMS", programs)
+    monkeypatch.setattr("rootstock_llm.kernels.triton.sampling.sampling.PROGRAMS", programs)
     row, asked = float32(NUMBERS.permuted(FALLING)), Asked(0.7, top_n_sigma=1.0, seed=4)
     slots = [asked, Asked(1.0, seed=4), Asked(), Asked(1.0, 20, top_n_sigma=0.5, seed=9)]
     alone = drawn(back_end, row, [Row(0)], slots, device)

@@ -1,4 +1,4 @@
-"""Compares attention in Triton with kernels.reference.layers. Memory that no token attends to holds NaN."""
+"""Compares attention in Triton with rootstock_llm.kernels.reference.layers. Memory that no token attends to holds NaN."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers
-from kernels.triton.attention.attention import (
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.reference import layers
+from rootstock_llm.kernels.triton.attention.attention import (
     AttentionCall,
     AttentionScratch,
     allocate_scratch,
@@ -22,8 +22,16 @@ from kernels.triton.attention.attention import (
     plan_call,
     run_attention,
 )
-from kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, choose_splits, plan_decode, plan_extend, retiled
-from kernels.triton.attention.attention_tiles import deal_splits
+from rootstock_llm.kernels.triton.attention.attention_plan import (
+    Blocks,
+    HeadShape,
+    Launch,
+    choose_splits,
+    plan_decode,
+    plan_extend,
+    retiled,
+)
+from rootstock_llm.kernels.triton.attention.attention_tiles import deal_splits
 from tests.all_pairs import each_pair, each_value
 from tests.night import NIGHTLY
 

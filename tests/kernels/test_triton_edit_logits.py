@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from kernels.contracts.sample_ops import MAX_COUNT
-from kernels.cpu.build import built_library
-from kernels.cpu.library import CpuSampling
-from kernels.reference import sampling as sampling_reference
-from kernels.triton.sampling import edit_logits
+from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT
+from rootstock_llm.kernels.cpu.build import built_library
+from rootstock_llm.kernels.cpu.library import CpuSampling
+from rootstock_llm.kernels.reference import sampling as sampling_reference
+from rootstock_llm.kernels.triton.sampling import edit_logits
 from tests.kernels.sampling_case import POISON, Asked, Row, on_device, rows_of, table_of
 
 CPU = torch.device("cpu")

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.triton.layers.layers import TritonLayers
-from services.worker.core.contracts.messages import FinishReason
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.exec.attention.triton_backend import TritonAttention
-from services.worker.exec.build import DeviceParts, assemble_executor, build_device_executor
-from services.worker.exec.loading import load_model
-from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
-from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.exec.attention.triton_backend import TritonAttention
+from rootstock_llm.services.worker.exec.build import DeviceParts, assemble_executor, build_device_executor
+from rootstock_llm.services.worker.exec.loading import load_model
+from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
+from rootstock_llm.services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 from tests.exec.always_guessing import always
 from tests.exec.device_executors import options_for
 from tests.exec.draft_folders import add_mtp

@@ -1,4 +1,4 @@
-"""Compares the Triton kernels of a layer with kernels.reference.layers, over odd shapes."""
+"""Compares the Triton kernels of a layer with rootstock_llm.kernels.reference.layers, over odd shapes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers as reference
-from kernels.triton.launch import MAX_BLOCK
-from kernels.triton.layers import linear
-from kernels.triton.layers.kv_writes import FEW_TOKENS
-from kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.triton.launch import MAX_BLOCK
+from rootstock_llm.kernels.triton.layers import linear
+from rootstock_llm.kernels.triton.layers.kv_writes import FEW_TOKENS
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 from tests.all_pairs import each_value
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts.sample_ops import Measured
-from kernels.reference import sampling
-from kernels.triton.sampling.sampling import TritonSampling
+from rootstock_llm.kernels.contracts.sample_ops import Measured
+from rootstock_llm.kernels.reference import sampling
+from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 
 POISON = 55
 

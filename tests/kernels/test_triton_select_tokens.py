@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.row_fault import RowFault
-from kernels.contracts.sample_ops import MAX_COUNT, SEEN
-from kernels.reference import sampling as sampling_reference
-from kernels.triton.sampling.sampling import TritonSampling
-from kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
+from rootstock_llm.kernels.contracts.row_fault import RowFault
+from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, SEEN
+from rootstock_llm.kernels.reference import sampling as sampling_reference
+from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
+from rootstock_llm.kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
 from tests.all_pairs import each_value
 from tests.kernels.sampling_case import Asked, Left, Row, could_be, random_cuts, rows_of, sampled, table_of, uniforms
 
@@ -167,7 +167,7 @@ def test_select_tokens_is_independent_of_number_of_programs(
     rows, slots = same_slots(asked, 2)
     logits = noise(2, WIDE, 13).sign()
     many = assert_as_reference(logits, rows, slots, device)
-    monkeypatch.setattr("kernels.triton.sampling.sampling.PROGRAMS", 1)
+    monkeypatch.setattr("rootstock_llm.kernels.triton.sampling.sampling.PROGRAMS", 1)
     assert assert_as_reference(logits, rows, slots, device).tokens.equal(many.tokens)
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.contracts.step_ops import DevicePageTableUpdates, StepKernels
-from kernels.cpu.build import built_library
-from kernels.cpu.library import CpuKernels
-from kernels.reference import layers as reference
-from kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates, StepKernels
+from rootstock_llm.kernels.cpu.build import built_library
+from rootstock_llm.kernels.cpu.library import CpuKernels
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 from tests.all_pairs import each_pair
 
 POISON = -7777

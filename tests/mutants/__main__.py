@@ -71,7 +71,7 @@ def run_pytest(root: Path, log: Path, files: Sequence[str]) -> None:
         os.dup2(file.fileno(), 2)
     os.chdir(root)
     sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "services", "kernels", "rootstock")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "rootstock_llm")]:
         del sys.modules[name]
     status = pytest.main([*files, "-x", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"])
     sys.stdout.flush()
@@ -85,7 +85,7 @@ def copy_of_the_tree(target: Path) -> None:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
-    shutil.copytree(ROOT / "rootstock", target / "rootstock", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "rootstock_llm", target / "rootstock_llm", symlinks=True, dirs_exist_ok=True)
 
 
 def tests_of(revision: str, target: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from services.shared.sampling_parameters import PARAMETERS, Kind, SamplingParameter
+from rootstock_llm.services.shared.sampling_parameters import PARAMETERS, Kind, SamplingParameter
 
 NUMERIC = tuple(row for row in PARAMETERS if row.kind in (Kind.NUMBER, Kind.INTEGER))
 WRONG_TYPES: dict[Kind, tuple[Any, ...]] = {

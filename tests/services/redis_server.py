@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.local.plan import redis_argv
-from services.local.ports import HOST, free_ports
-from services.local.settings import LocalSettings
+from rootstock_llm.services.local.plan import redis_argv
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.settings import LocalSettings
 
 # By `program`: the bundled server and Debian's Redis.
 EITHER_SERVER = [

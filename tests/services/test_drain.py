@@ -20,9 +20,9 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from services.local.ports import HOST, free_ports
-from services.shared.rpc import grpc_server
+from rootstock_llm.protos import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.shared.rpc import grpc_server
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 WAIT_S = 30
@@ -32,7 +32,7 @@ GRACE_S = 120  # seconds; longer than the test, because no part of the test may 
 @contextlib.contextmanager
 def process_of(service: str) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Channel, int]]:
     port, metrics_port = free_ports(2)
-    argv = [sys.executable, "-m", f"services.{service}", "--model", str(DEMO), "--port", str(port)]
+    argv = [sys.executable, "-m", f"rootstock_llm.services.{service}", "--model", str(DEMO), "--port", str(port)]
     argv += ["--metrics-port", str(metrics_port), "--grace-s", str(GRACE_S)]
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
     try:

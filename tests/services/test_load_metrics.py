@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.contracts.protocol import ExecutorStats
-from services.worker.metrics.executor_metrics import ExecutorMetrics
-from services.worker.metrics.loading_metrics import LoadMetrics
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorStats
+from rootstock_llm.services.worker.metrics.executor_metrics import ExecutorMetrics
+from rootstock_llm.services.worker.metrics.loading_metrics import LoadMetrics
 
 
 def info(**values: object) -> LoadedInfo:

@@ -15,8 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.local.ports import HOST, free_ports
-from services.shared.settings import WRONG_SETTINGS
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.shared.settings import WRONG_SETTINGS
 from tests.services.ip_families import EVERYWHERE, LOOPBACKS
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -24,7 +24,7 @@ FLAGS = {"tokenizer": [], "detokenizer": [], "worker": ["--executor", "fake"]}
 
 
 def start(service: str, port: int, metrics_port: int, model: Path = DEMO, host: str = HOST) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", f"services.{service}", "--model", str(model), "--port", str(port)]
+    argv = [sys.executable, "-m", f"rootstock_llm.services.{service}", "--model", str(model), "--port", str(port)]
     argv += ["--metrics-port", str(metrics_port), "--host", host, *FLAGS[service]]
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 

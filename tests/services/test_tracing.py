@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 import pytest
 
-from services.shared.observe.log_fields import FIELDS, trace_fields
-from services.shared.observe.tracing import start_tracing
-from services.shared.settings import ServiceSettings, load
+from rootstock_llm.services.shared.observe.log_fields import FIELDS, trace_fields
+from rootstock_llm.services.shared.observe.tracing import start_tracing
+from rootstock_llm.services.shared.settings import ServiceSettings, load
 from tests.services.collector import CALLER, SAMPLED, TRACE, UNSAMPLED, Collector
 
 MODULES = (
-    "services.gateway.__main__",
-    "services.tokenizer.__main__",
-    "services.detokenizer.__main__",
-    "services.worker.__main__",
+    "rootstock_llm.services.gateway.__main__",
+    "rootstock_llm.services.tokenizer.__main__",
+    "rootstock_llm.services.detokenizer.__main__",
+    "rootstock_llm.services.worker.__main__",
 )
 
 
@@ -32,12 +32,12 @@ def test_tracing_loads_no_tracer_and_no_exporter_when_off() -> None:
     code = f"""
 import importlib, sys
 OURS = (
-    "opentelemetry.sdk.trace", "opentelemetry.exporter", "services.shared.observe.spans"
+    "opentelemetry.sdk.trace", "opentelemetry.exporter", "rootstock_llm.services.shared.observe.spans"
 )
 for name in {MODULES}:
     importlib.import_module(name)
-from services.shared.settings import ServiceSettings, load
-from services.shared.observe.tracing import start_tracing
+from rootstock_llm.services.shared.settings import ServiceSettings, load
+from rootstock_llm.services.shared.observe.tracing import start_tracing
 assert start_tracing(load(ServiceSettings, "test", []), "test") is None
 print([name for name in sys.modules if name.startswith(OURS)])
 assert start_tracing(load(ServiceSettings, "test", ["--otlp-endpoint", "127.0.0.1:1"]), "test") is not None
@@ -117,7 +117,7 @@ def test_unreachable_collector_costs_two_log_lines_and_no_time(caplog: pytest.Lo
     assert tracing is not None
 
     def lines() -> list[logging.LogRecord]:
-        return [record for record in caplog.records if record.name.split(".")[0] in ("services", "opentelemetry")]
+        return [record for record in caplog.records if record.name.split(".")[0] in ("rootstock_llm", "opentelemetry")]
 
     with caplog.at_level(logging.INFO):
         for _ in range(3):
@@ -128,14 +128,14 @@ def test_unreachable_collector_costs_two_log_lines_and_no_time(caplog: pytest.Lo
         tracing.close()
         assert time.monotonic() - begun < 10, "the end of a process does not wait for a collector"
     assert lines()
-    assert all(record.name.startswith("services.shared.observe.span") for record in lines())
+    assert all(record.name.startswith("rootstock_llm.services.shared.observe.span") for record in lines())
     assert len(lines()) <= 2, "one when spans were lost, one at the end"
 
 
 def test_lost_and_resumed_exports_are_one_log_line_each(caplog: pytest.LogCaptureFixture) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    from services.shared.observe.spans import CollectorExporter
+    from rootstock_llm.services.shared.observe.spans import CollectorExporter
 
     sent, failed = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
     results = [sent, *[failed] * 5, sent, sent]

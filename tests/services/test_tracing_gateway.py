@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.collector import CALLER, SAMPLED, TRACE, UNSAMPLED, Collector
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import RawClient, System, wait_until

@@ -11,11 +11,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rootstock.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2, worker_pb2
-from services.shared.hf_tokenizer import load_tokenizer
-from services.shared.observe.spans import Tracing
-from services.shared.observe.tracing import start_tracing
-from services.shared.settings import ServiceSettings, load
+from rootstock_llm.protos import common_pb2, detokenizer_pb2, tokenizer_pb2, worker_pb2
+from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer
+from rootstock_llm.services.shared.observe.spans import Tracing
+from rootstock_llm.services.shared.observe.tracing import start_tracing
+from rootstock_llm.services.shared.settings import ServiceSettings, load
 from tests.services.collector import CALLER, SAMPLED, TRACE, UNSAMPLED, Collector, Received
 from tests.services.detokenizer.test_server import row
 from tests.services.detokenizer.test_server import serving as detokenizer

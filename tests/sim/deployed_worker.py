@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.shared.settings import of_values
-from services.sim.core.run.config_flags import DEVICE_GIB, simulated_config
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.device_limits import resolved
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared.settings import of_values
+from rootstock_llm.services.sim.core.run.config_flags import DEVICE_GIB, simulated_config
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.device_limits import resolved
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 NO_GRAPHS = GraphLimits()
 

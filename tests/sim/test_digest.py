@@ -13,19 +13,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from services.sim.core.__main__ import main
-from services.sim.core.run.digest import NAMES, RunDigest, canonical
-from services.sim.core.run.simulation import Simulation
-from services.sim.core.run.time_models import PRESETS
-from services.sim.core.trace.arrivals import ClosedLoop
-from services.sim.core.trace.trace import read_trace
-from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, Verified
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SamplingParams, SlotParams
-from services.worker.core.contracts.reservations import KvReservation
-from services.worker.core.contracts.transfers import Tier
-from services.worker.core.planning import planner
-from services.worker.core.requests.request import Request
+from rootstock_llm.services.sim.core.__main__ import main
+from rootstock_llm.services.sim.core.run.digest import NAMES, RunDigest, canonical
+from rootstock_llm.services.sim.core.run.simulation import Simulation
+from rootstock_llm.services.sim.core.run.time_models import PRESETS
+from rootstock_llm.services.sim.core.trace.arrivals import ClosedLoop
+from rootstock_llm.services.sim.core.trace.trace import read_trace
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, Verified
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode, SamplingParams, SlotParams
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.planning import planner
+from rootstock_llm.services.worker.core.requests.request import Request
 from tests.sim.deployed_worker import on_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def digest_of(trace: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> s
 
 @pytest.mark.parametrize("flags", [(), ("--no-enable-overlap",), DRAFTS], ids=["overlap", "no overlap", "drafts"])
 def test_digest_is_the_same_in_processes_with_other_hash_seeds(flags: tuple[str, ...], trace: Path) -> None:
-    command = [sys.executable, "-m", "services.sim.core", str(trace), *FLAGS, *flags, "--digest"]
+    command = [sys.executable, "-m", "rootstock_llm.services.sim.core", str(trace), *FLAGS, *flags, "--digest"]
     printed = [
         subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
         for seed in ("0", "4242")

@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.policies import WorkerColumns
-from services.sim.core.run.simulation import Simulation, SimulationError
-from services.sim.core.run.time_models import PRESETS
-from services.sim.core.run.worker import HostTimes
-from services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
-from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
-from services.sim.core.trace.trace import Trace, TraceRequest
-from services.sim.core.trace.workloads import hot_prefix, multi_turn, random_lengths, shared_prefix, two_lengths
-from services.sim.fleet.config import FleetConfig, Kill
-from services.sim.fleet.event_queue import EventQueue
-from services.sim.fleet.gateway import LoadView
-from services.sim.fleet.report import FleetReport, make_report, worst_window
-from services.sim.fleet.simulation import FleetOutcome, FleetSimulation
-from services.sim.fleet.worker import WorkerLoad
-from services.worker.core.contracts.messages import FinishReason
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.gateway.routing.policies import WorkerColumns
+from rootstock_llm.services.sim.core.run.simulation import Simulation, SimulationError
+from rootstock_llm.services.sim.core.run.time_models import PRESETS
+from rootstock_llm.services.sim.core.run.worker import HostTimes
+from rootstock_llm.services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
+from rootstock_llm.services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
+from rootstock_llm.services.sim.core.trace.trace import Trace, TraceRequest
+from rootstock_llm.services.sim.core.trace.workloads import hot_prefix, multi_turn, random_lengths, shared_prefix, two_lengths
+from rootstock_llm.services.sim.fleet.config import FleetConfig, Kill
+from rootstock_llm.services.sim.fleet.event_queue import EventQueue
+from rootstock_llm.services.sim.fleet.gateway import LoadView
+from rootstock_llm.services.sim.fleet.report import FleetReport, make_report, worst_window
+from rootstock_llm.services.sim.fleet.simulation import FleetOutcome, FleetSimulation
+from rootstock_llm.services.sim.fleet.worker import WorkerLoad
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason
+from rootstock_llm.services.worker.exec.fake import TimeModel
 from tests.core.deployed_config import deployed_config
 
 PREFIX_AWARE = str(RoutingPolicy.PREFIX_AWARE)

@@ -1,4 +1,4 @@
-"""Runs python -m services.sim.fleet from end to end: workloads and traces in, tables and JSON out."""
+"""Runs python -m rootstock_llm.services.sim.fleet from end to end: workloads and traces in, tables and JSON out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.routing.config import RoutingPolicy
-from services.sim.core.trace.trace import write_trace
-from services.sim.core.trace.workloads import shared_prefix
-from services.sim.fleet import __main__ as cli
-from services.sim.fleet.workloads import WORKLOADS
+from rootstock_llm.services.gateway.routing.config import RoutingPolicy
+from rootstock_llm.services.sim.core.trace.trace import write_trace
+from rootstock_llm.services.sim.core.trace.workloads import shared_prefix
+from rootstock_llm.services.sim.fleet import __main__ as cli
+from rootstock_llm.services.sim.fleet.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--workers", "3", "--kv-tokens", "16384"]
@@ -35,7 +35,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_command_prints_row_and_line_per_policy(trace: Path) -> None:
-    command = [sys.executable, "-m", "services.sim.fleet", str(trace), *SMALL, "--policies", "all"]
+    command = [sys.executable, "-m", "rootstock_llm.services.sim.fleet", str(trace), *SMALL, "--policies", "all"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for policy in RoutingPolicy:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.sim.core.run.time_models import PRESETS
-from services.sim.core.trace.arrivals import OpenLoop
-from services.sim.core.trace.trace import Trace
-from services.sim.core.trace.workloads import hot_prefix, random_lengths, shared_prefix
-from services.sim.fleet.config import FleetConfig
-from services.sim.fleet.report import FleetReport, make_report
-from services.sim.fleet.simulation import FleetSimulation
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.sim.core.run.time_models import PRESETS
+from rootstock_llm.services.sim.core.trace.arrivals import OpenLoop
+from rootstock_llm.services.sim.core.trace.trace import Trace
+from rootstock_llm.services.sim.core.trace.workloads import hot_prefix, random_lengths, shared_prefix
+from rootstock_llm.services.sim.fleet.config import FleetConfig
+from rootstock_llm.services.sim.fleet.report import FleetReport, make_report
+from rootstock_llm.services.sim.fleet.simulation import FleetSimulation
 from tests.night import NIGHTLY
 from tests.sim.deployed_worker import on_gpu
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.sim.core.run.remote_reads import Wire
-from services.sim.core.run.time_models import PRESETS
-from services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
-from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE, Script
-from services.sim.core.trace.trace import Trace, TraceRequest
-from services.sim.core.trace.workloads import random_lengths, shared_prefix, two_lengths
-from services.sim.fleet.config import FleetConfig, Kill, Roles
-from services.sim.fleet.logs import HandoverLog
-from services.sim.fleet.report import FleetReport, make_report
-from services.sim.fleet.simulation import FleetOutcome, FleetSimulation
-from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.sim.core.run.remote_reads import Wire
+from rootstock_llm.services.sim.core.run.time_models import PRESETS
+from rootstock_llm.services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
+from rootstock_llm.services.sim.core.trace.script import EOS_ID, VOCAB_SIZE, Script
+from rootstock_llm.services.sim.core.trace.trace import Trace, TraceRequest
+from rootstock_llm.services.sim.core.trace.workloads import random_lengths, shared_prefix, two_lengths
+from rootstock_llm.services.sim.fleet.config import FleetConfig, Kill, Roles
+from rootstock_llm.services.sim.fleet.logs import HandoverLog
+from rootstock_llm.services.sim.fleet.report import FleetReport, make_report
+from rootstock_llm.services.sim.fleet.simulation import FleetOutcome, FleetSimulation
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
+from rootstock_llm.services.worker.exec.fake import TimeModel
 from tests.core.deployed_config import deployed_config
 from tests.sim.deployed_worker import on_gpu
 

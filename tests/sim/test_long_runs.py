@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
-from services.worker.core.contracts.messages import FinishReason
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from tests.all_pairs import each_pair, each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, drive, random_prompt

@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.sim.core.run.remote_reads import READ_TIMEOUT_S, OpenReservations, RemoteReads, Wire
-from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, ReservationEvents, proof
-from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull
+from rootstock_llm.services.sim.core.run.remote_reads import READ_TIMEOUT_S, OpenReservations, RemoteReads, Wire
+from rootstock_llm.services.worker.core.contracts.reservations import (
+    KvReservation,
+    KvSource,
+    OpenReservation,
+    ReservationEvents,
+    proof,
+)
+from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull
 
 PAGE_SIZE, PAGE_BYTES = 4, 1000
 WIRE = Wire(bytes_per_s=10_000.0, latency_s=0.5)

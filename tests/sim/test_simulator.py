@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.sim.core.report.report import Report, make_report
-from services.sim.core.run.simulation import HostTimes, Outcome, Simulation
-from services.sim.core.run.time_models import PRESETS
-from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
-from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE, Script
-from services.sim.core.trace.trace import Trace, TraceRequest
-from services.sim.core.trace.workloads import multi_turn, random_lengths, scores, shared_prefix, storm
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, FinishReason
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.sim.core.report.report import Report, make_report
+from rootstock_llm.services.sim.core.run.simulation import HostTimes, Outcome, Simulation
+from rootstock_llm.services.sim.core.run.time_models import PRESETS
+from rootstock_llm.services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
+from rootstock_llm.services.sim.core.trace.script import EOS_ID, VOCAB_SIZE, Script
+from rootstock_llm.services.sim.core.trace.trace import Trace, TraceRequest
+from rootstock_llm.services.sim.core.trace.workloads import multi_turn, random_lengths, scores, shared_prefix, storm
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason
+from rootstock_llm.services.worker.exec.fake import TimeModel
 from tests.all_pairs import each_value
 from tests.core.deployed_config import deployed_config
 

@@ -1,4 +1,4 @@
-"""Runs python -m services.sim.core from end to end: generates, runs, prints and draws traces."""
+"""Runs python -m rootstock_llm.services.sim.core from end to end: generates, runs, prints and draws traces."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.sim.core import __main__ as cli
-from services.sim.core.report.timeline import BINS, mean_of_gauge, mean_of_intervals
-from services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config, simulated_model
-from services.worker.core.contracts.config import SchedulePolicy
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.device_limits import resolved
-from services.worker.scheduler_config import scheduler_config
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.sim.core import __main__ as cli
+from rootstock_llm.services.sim.core.report.timeline import BINS, mean_of_gauge, mean_of_intervals
+from rootstock_llm.services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config, simulated_model
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.device_limits import resolved
+from rootstock_llm.services.worker.scheduler_config import scheduler_config
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -44,7 +44,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 def test_command_runs_trace_and_draws_timeline(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
-    command = [sys.executable, "-m", "services.sim.core", str(trace), *SMALL, "--timeline", str(picture)]
+    command = [sys.executable, "-m", "rootstock_llm.services.sim.core", str(trace), *SMALL, "--timeline", str(picture)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for word in ("16: 16 finished", "hit rate", "TTFT", "TPOT", "E2E", "retractions", "KV in use", "wall time"):
@@ -154,7 +154,7 @@ def test_run_imports_neither_torch_nor_matplotlib(trace: Path) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = sys.modules["matplotlib"] = None
-from services.sim.core.__main__ import main
+from rootstock_llm.services.sim.core.__main__ import main
 assert main([{str(trace)!r}, "--num-pages", "512"]) == 0
 sys.exit(main([{str(trace)!r}, "--timeline", "run.png"]))
 """

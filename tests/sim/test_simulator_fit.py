@@ -11,8 +11,8 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
-from services.sim.core import __main__ as cli
-from services.sim.core.run.time_models import (
+from rootstock_llm.services.sim.core import __main__ as cli
+from rootstock_llm.services.sim.core.run.time_models import (
     PRESETS,
     MeasureShape,
     StepTiming,
@@ -24,7 +24,7 @@ from services.sim.core.run.time_models import (
     time_model_json,
     write_timings,
 )
-from services.worker.exec.fake import FakeExecutor, TimeModel
+from rootstock_llm.services.worker.exec.fake import FakeExecutor, TimeModel
 from tests.core.deployed_config import deployed_config
 
 TRUE = TimeModel(base=3e-3, per_prefill_token=4e-5, per_row=2e-5, per_context_token=5e-8)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from services.sim.core.report.report import Report, make_report
-from services.sim.core.run.simulation import Outcome, Simulation
-from services.sim.core.run.time_models import PRESETS, load_time_model
-from services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
-from services.sim.core.trace.trace import Trace, TraceRequest, read_trace, write_trace
-from services.sim.core.trace.workloads import grammars
-from services.worker.core.contracts.plan import ForwardMode
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.sim.core.report.report import Report, make_report
+from rootstock_llm.services.sim.core.run.simulation import Outcome, Simulation
+from rootstock_llm.services.sim.core.run.time_models import PRESETS, load_time_model
+from rootstock_llm.services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
+from rootstock_llm.services.sim.core.trace.trace import Trace, TraceRequest, read_trace, write_trace
+from rootstock_llm.services.sim.core.trace.workloads import grammars
+from rootstock_llm.services.worker.core.contracts.plan import ForwardMode
+from rootstock_llm.services.worker.exec.fake import TimeModel
 from tests.sim.deployed_worker import on_gpu
 
 H200 = PRESETS["h200-8b"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.sim.core.report.report import Report, make_report
-from services.sim.core.run.simulation import Outcome, Simulation
-from services.sim.core.run.time_models import PRESETS
-from services.sim.core.trace.arrivals import ClosedLoop
-from services.sim.core.trace.trace import Trace
-from services.sim.core.trace.workloads import shared_prefix, storm
-from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.sim.core.report.report import Report, make_report
+from rootstock_llm.services.sim.core.run.simulation import Outcome, Simulation
+from rootstock_llm.services.sim.core.run.time_models import PRESETS
+from rootstock_llm.services.sim.core.trace.arrivals import ClosedLoop
+from rootstock_llm.services.sim.core.trace.trace import Trace
+from rootstock_llm.services.sim.core.trace.workloads import shared_prefix, storm
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.exec.fake import TimeModel
 from tests.all_pairs import each_value
 from tests.sim.deployed_worker import on_gpu
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.sim.core.trace.trace import Trace, TraceError, TraceRequest, read_trace, write_trace
-from services.sim.core.trace.workloads import multi_turn, random_lengths, scores, shared_prefix, storm
+from rootstock_llm.services.sim.core.trace.trace import Trace, TraceError, TraceRequest, read_trace, write_trace
+from rootstock_llm.services.sim.core.trace.workloads import multi_turn, random_lengths, scores, shared_prefix, storm
 
 FULL = TraceRequest(
     1.5, (3, (1 << 64) - 1), 100, 20, 200, priority=-2, salt="a", routing_key="k", lora="l", session="s", think_s=0.25

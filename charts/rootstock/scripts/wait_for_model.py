@@ -48,6 +48,6 @@ while not is_whole(folder, source):
         if still == MAX_STILL:
             sys.exit(
                 f"{folder} holds {', '.join(names)} and no tokenizer.json. Make one where transformers is installed:"
-                f" `python -m services.worker.text.convert_tokenizer {folder}`."
+                f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}`."
             )
     time.sleep(PERIOD_S)

@@ -55,7 +55,7 @@ imagePullPolicy: {{ . }}
 command:
   - python
   - -m
-  - services.shared.fetch
+  - rootstock_llm.services.shared.fetch
   {{- range .arguments }}
   - {{ . | quote }}
   {{- end }}

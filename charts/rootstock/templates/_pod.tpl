@@ -85,7 +85,7 @@ image: {{ include "rootstock.componentImage" . }}
 {{- with .root.Values.image.pullPolicy }}
 imagePullPolicy: {{ . }}
 {{- end }}
-command: [python, -m, services.{{ .component }}]
+command: [python, -m, rootstock_llm.services.{{ .component }}]
 envFrom:
   - configMapRef:
       name: {{ include "rootstock.componentName" . }}

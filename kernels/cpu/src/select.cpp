@@ -9,7 +9,7 @@
 namespace rootstock {
 namespace {
 
-constexpr int32_t kNanLogits = 1, kNoTokenAllowed = 3;  // values of kernels.contracts.row_fault.RowFault
+constexpr int32_t kNanLogits = 1, kNoTokenAllowed = 3;  // values of rootstock_llm.kernels.contracts.row_fault.RowFault
 
 struct Choice {
     int64_t token;

@@ -1,4 +1,4 @@
-// The slots' sampling parameters and the rows to sample: kernels.contracts.sample_ops.SlotTable and SampleRows as addresses.
+// The slots' sampling parameters and the rows to sample: rootstock_llm.kernels.contracts.sample_ops.SlotTable and SampleRows as addresses.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace rootstock {
 
-// Columns of the parameters, in the order of kernels.contracts.sample_ops.SlotColumn.
+// Columns of the parameters, in the order of rootstock_llm.kernels.contracts.sample_ops.SlotColumn.
 enum Column : int {
     kSeedLow, kSeedHigh, kTemperature, kTopK, kTopP, kMinP, kRepetition, kFrequency, kPresence,
     kEditedUntil, kStoppedUntil, kNumBiases, kNumStops, kCounts, kWords, kTopNSigma, kWidth = 16

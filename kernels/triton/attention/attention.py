@@ -1,4 +1,4 @@
-"""Launches paged attention in Triton, with the signatures of kernels.contracts.ops.Kernels."""
+"""Launches paged attention in Triton, with the signatures of rootstock_llm.kernels.contracts.ops.Kernels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.triton.attention.attention_kernel import attention_kernel
-from kernels.triton.attention.attention_merge import merge_kernel
-from kernels.triton.attention.attention_plan import (
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.triton.attention.attention_kernel import attention_kernel
+from rootstock_llm.kernels.triton.attention.attention_merge import merge_kernel
+from rootstock_llm.kernels.triton.attention.attention_plan import (
     MAX_SPLITS,
     MIN_DOT,
     HeadShape,
@@ -22,7 +22,7 @@ from kernels.triton.attention.attention_plan import (
     plan_extend,
     reach,
 )
-from kernels.triton.launch import chained
+from rootstock_llm.kernels.triton.launch import chained
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention.attention_block import fold_tile, load_rows
-from kernels.triton.attention.attention_merge import (
+from rootstock_llm.kernels.triton.attention.attention_block import fold_tile, load_rows
+from rootstock_llm.kernels.triton.attention.attention_merge import (
     fold_splits,
     merge_tile,
     split_number,
@@ -15,8 +15,8 @@ from kernels.triton.attention.attention_merge import (
     store_split,
     take_first,
 )
-from kernels.triton.attention.attention_tiles import find_lanes, find_places, find_span, find_work
-from kernels.triton.launch import last_to_end, take_turn
+from rootstock_llm.kernels.triton.attention.attention_tiles import find_lanes, find_places, find_span, find_work
+from rootstock_llm.kernels.triton.launch import last_to_end, take_turn
 
 
 # Triton compiles no variant for a step's numbers or for the alignment of its columns in a larger buffer.

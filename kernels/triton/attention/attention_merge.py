@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention.attention_block import fold_tile, load_rows
-from kernels.triton.attention.attention_tiles import find_lanes, find_span, find_split, find_tile, fixed_split
+from rootstock_llm.kernels.triton.attention.attention_block import fold_tile, load_rows
+from rootstock_llm.kernels.triton.attention.attention_tiles import find_lanes, find_span, find_split, find_tile, fixed_split
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import misfit, require_contiguous
-from kernels.triton.launch import begin_next, block_of, chained, take_turn, wait_for_last, warps_for
+from rootstock_llm.kernels.contracts.ops import misfit, require_contiguous
+from rootstock_llm.kernels.triton.launch import begin_next, block_of, chained, take_turn, wait_for_last, warps_for
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows, misfit, require_contiguous
-from kernels.triton.launch import block_of, chained, take_turn, warps_for
+from rootstock_llm.kernels.contracts.ops import RaggedRows, misfit, require_contiguous
+from rootstock_llm.kernels.triton.launch import block_of, chained, take_turn, warps_for
 
 FEW_TOKENS = 64  # largest number of tokens with small tiles, which fill more of the device
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear, RaggedRows, misfit
-from kernels.reference import layers
-from kernels.triton.attention import attention
-from kernels.triton.layers import elementwise, kv_writes, step
-from kernels.triton.layers.linear import OrderedLinear, one_row_linear
+from rootstock_llm.kernels.contracts.ops import PackedLinear, RaggedRows, misfit
+from rootstock_llm.kernels.reference import layers
+from rootstock_llm.kernels.triton.attention import attention
+from rootstock_llm.kernels.triton.layers import elementwise, kv_writes, step
+from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, one_row_linear
 
 
 class TritonLayers:

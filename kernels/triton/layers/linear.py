@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear, misfit, require_contiguous
-from kernels.triton.attention.attention_block import dot
-from kernels.triton.launch import begin_next, chained, fetch_ahead, last_to_end, wait_for_last
+from rootstock_llm.kernels.contracts.ops import PackedLinear, misfit, require_contiguous
+from rootstock_llm.kernels.triton.attention.attention_block import dot
+from rootstock_llm.kernels.triton.launch import begin_next, chained, fetch_ahead, last_to_end, wait_for_last
 
 MAX_DEPTH = 4096  # largest depth that a program of one row holds at a time
 ELEMENTS = 4096  # elements of the weight that such a program holds at a time

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows, misfit, require_contiguous
-from kernels.contracts.step_ops import DevicePageTableUpdates
+from rootstock_llm.kernels.contracts.ops import RaggedRows, misfit, require_contiguous
+from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates
 
 UPDATE_BLOCK, FEW_TOKENS, MANY_TOKENS, INDEX_BLOCK, INDEX_PARTS = 128, 32, 512, 256, 8
 ROW_COLUMNS = ["slots", "starts", "num_tokens", "offsets"]

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import misfit, require_contiguous
-from kernels.contracts.sample_ops import MAX_COUNT, SampleRows, SlotColumn, SlotTable
-from kernels.triton.sampling.select_keys import int_param, is_edited, real_param
-from kernels.triton.sampling.select_peaks import ROW_COLUMNS
+from rootstock_llm.kernels.contracts.ops import misfit, require_contiguous
+from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, SampleRows, SlotColumn, SlotTable
+from rootstock_llm.kernels.triton.sampling.select_keys import int_param, is_edited, real_param
+from rootstock_llm.kernels.triton.sampling.select_peaks import ROW_COLUMNS
 
 BLOCK, LIST_BLOCK = 4096, 128
 REPETITION = tl.constexpr(int(SlotColumn.REPETITION))

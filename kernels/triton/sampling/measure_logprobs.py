@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import misfit, require_contiguous
-from kernels.contracts.sample_ops import MAX_TOP as MOST_TOP
-from kernels.contracts.sample_ops import Measured
+from rootstock_llm.kernels.contracts.ops import misfit, require_contiguous
+from rootstock_llm.kernels.contracts.sample_ops import MAX_TOP as MOST_TOP
+from rootstock_llm.kernels.contracts.sample_ops import Measured
 
 TILE, TILES_OF_SPAN = 2048, 4
 MAX_TOP = tl.constexpr(MOST_TOP)

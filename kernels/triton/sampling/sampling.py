@@ -6,15 +6,15 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.contracts.ops import misfit, require_contiguous
-from kernels.contracts.sample_ops import Measured, SampleRows, SlotTable
-from kernels.triton.sampling import edit_logits, measure_logprobs
-from kernels.triton.sampling.measure_logprobs import MeasureScratch
-from kernels.triton.sampling.select_draw import draw_kernel
-from kernels.triton.sampling.select_keys import MAX_VOCAB
-from kernels.triton.sampling.select_peaks import peaks_kernel
-from kernels.triton.sampling.select_rounds import round_kernel, tally_kernel
-from kernels.triton.sampling.select_scratch import GROUP, PEAK_TILE, ROUNDS, TALLY_TILE, TILE, SelectScratch
+from rootstock_llm.kernels.contracts.ops import misfit, require_contiguous
+from rootstock_llm.kernels.contracts.sample_ops import Measured, SampleRows, SlotTable
+from rootstock_llm.kernels.triton.sampling import edit_logits, measure_logprobs
+from rootstock_llm.kernels.triton.sampling.measure_logprobs import MeasureScratch
+from rootstock_llm.kernels.triton.sampling.select_draw import draw_kernel
+from rootstock_llm.kernels.triton.sampling.select_keys import MAX_VOCAB
+from rootstock_llm.kernels.triton.sampling.select_peaks import peaks_kernel
+from rootstock_llm.kernels.triton.sampling.select_rounds import round_kernel, tally_kernel
+from rootstock_llm.kernels.triton.sampling.select_scratch import GROUP, PEAK_TILE, ROUNDS, TALLY_TILE, TILE, SelectScratch
 
 PROGRAMS = 528  # approximate number of programs of a launch over all rows: four per multiprocessor of a large GPU
 

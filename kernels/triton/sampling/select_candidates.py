@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.sampling.select_keys import (
+from rootstock_llm.kernels.triton.sampling.select_keys import (
     KEY_END,
     LIKELIEST,
     MIN_P,
@@ -26,7 +26,7 @@ from kernels.triton.sampling.select_keys import (
     nucleus_goal,
     real_param,
 )
-from kernels.triton.sampling.select_scratch import CANDIDATES, GROUP
+from rootstock_llm.kernels.triton.sampling.select_scratch import CANDIDATES, GROUP
 
 STEPS = tl.constexpr(4)  # pivots per step of a search
 BATCH = tl.constexpr(16)  # groups that are read at a time

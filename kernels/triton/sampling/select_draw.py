@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.contracts.row_fault import RowFault
-from kernels.contracts.sample_ops import MAX_COUNT, SlotColumn
-from kernels.triton.sampling.select_candidates import STEPS, draw_candidates, gather, group_keys
-from kernels.triton.sampling.select_keys import (
+from rootstock_llm.kernels.contracts.row_fault import RowFault
+from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, SlotColumn
+from rootstock_llm.kernels.triton.sampling.select_candidates import STEPS, draw_candidates, gather, group_keys
+from rootstock_llm.kernels.triton.sampling.select_keys import (
     GREEDY,
     KEY_END,
     LIKELIEST,
@@ -34,10 +34,10 @@ from kernels.triton.sampling.select_keys import (
     real_param,
     uniform_of,
 )
-from kernels.triton.sampling.select_peaks import ROW_COLUMNS, is_finite
-from kernels.triton.sampling.select_rounds import first_bracket, first_pivots, row_of, sigma_key
-from kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
-from kernels.triton.sampling.select_wide import cut_row, walk
+from rootstock_llm.kernels.triton.sampling.select_peaks import ROW_COLUMNS, is_finite
+from rootstock_llm.kernels.triton.sampling.select_rounds import first_bracket, first_pivots, row_of, sigma_key
+from rootstock_llm.kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
+from rootstock_llm.kernels.triton.sampling.select_wide import cut_row, walk
 
 COUNTS = tl.constexpr(int(SlotColumn.COUNTS))
 NAN_LOGITS = tl.constexpr(int(RowFault.NAN_LOGITS))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.contracts.sample_ops import SlotColumn
+from rootstock_llm.kernels.contracts.sample_ops import SlotColumn
 
 MAX_VOCAB = 1 << 18
 KEY_END = tl.constexpr(0x41F80000)  # bits of 31.0: a token with a larger key has mass 0
@@ -65,7 +65,7 @@ def kind_of(slot_params, slot, vocab_size):
 def key_of(x, peak, temperature):
     """Returns int32 keys of logits x <= peak.
 
-    They are the bits of the float32 that kernels.reference.sampling.support() cuts by, negated.
+    They are the bits of the float32 that rootstock_llm.kernels.reference.sampling.support() cuts by, negated.
     """
     return tl.div_rn(peak - x, temperature + tl.zeros_like(x)).to(tl.int32, bitcast=True)
 
@@ -96,7 +96,7 @@ def nucleus_goal(total, top_p):
 
 @triton.jit
 def mixed(value):
-    """Returns the finaliser of splitmix64 of a uint64; see kernels.reference.sampling."""
+    """Returns the finaliser of splitmix64 of a uint64; see rootstock_llm.kernels.reference.sampling."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)

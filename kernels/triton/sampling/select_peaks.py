@@ -8,8 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.sampling.select_keys import GREEDY, LIKELIEST, NUCLEUS, TOP_N_SIGMA, is_edited, kind_of, real_param
-from kernels.triton.sampling.select_scratch import GROUP, PIVOTS, ROUNDS
+from rootstock_llm.kernels.triton.sampling.select_keys import (
+    GREEDY,
+    LIKELIEST,
+    NUCLEUS,
+    TOP_N_SIGMA,
+    is_edited,
+    kind_of,
+    real_param,
+)
+from rootstock_llm.kernels.triton.sampling.select_scratch import GROUP, PIVOTS, ROUNDS
 
 ROW_COLUMNS = ["slots", "positions", "mask_rows", "loss_offsets"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.sampling.select_keys import (
+from rootstock_llm.kernels.triton.sampling.select_keys import (
     KEY_END,
     MIN_P,
     NO_KEY,
@@ -27,8 +27,8 @@ from kernels.triton.sampling.select_keys import (
     nucleus_goal,
     real_param,
 )
-from kernels.triton.sampling.select_peaks import ROW_COLUMNS, is_finite
-from kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
+from rootstock_llm.kernels.triton.sampling.select_peaks import ROW_COLUMNS, is_finite
+from rootstock_llm.kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.sampling.select_keys import MAX_VOCAB
+from rootstock_llm.kernels.triton.sampling.select_keys import MAX_VOCAB
 
 PEAK_TILE = 2048  # logits per tile of the first stage
 TALLY_TILE = 4096  # logits per tile of the tally

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.sampling.select_keys import (
+from rootstock_llm.kernels.triton.sampling.select_keys import (
     KEY_END,
     MIN_P,
     NUCLEUS,
@@ -22,8 +22,15 @@ from kernels.triton.sampling.select_keys import (
     nucleus_goal,
     real_param,
 )
-from kernels.triton.sampling.select_rounds import first_bracket, first_pivots, keys_of_tile, measure, narrowed, next_pivots
-from kernels.triton.sampling.select_scratch import PIVOTS
+from rootstock_llm.kernels.triton.sampling.select_rounds import (
+    first_bracket,
+    first_pivots,
+    keys_of_tile,
+    measure,
+    narrowed,
+    next_pivots,
+)
+from rootstock_llm.kernels.triton.sampling.select_scratch import PIVOTS
 
 
 @triton.jit

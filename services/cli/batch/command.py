@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from services.cli.batch.transfer import content_of, endpoint_of, shown
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.flags import add_server_flags, target_of
-from services.cli.shared.server import Server
-from services.cli.shared.terminal import Terminal
-from services.shared.observe.progress import Progress
+from rootstock_llm.services.cli.batch.transfer import content_of, endpoint_of, shown
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.flags import add_server_flags, target_of
+from rootstock_llm.services.cli.shared.server import Server
+from rootstock_llm.services.cli.shared.terminal import Terminal
+from rootstock_llm.services.shared.observe.progress import Progress
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 ENDED = ("completed", "failed", "expired", "cancelled")

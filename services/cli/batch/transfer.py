@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.server import PIECE_BYTES, Content
-from services.cli.shared.terminal import Terminal
-from services.shared.observe.progress import Progress
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.server import PIECE_BYTES, Content
+from rootstock_llm.services.cli.shared.terminal import Terminal
+from rootstock_llm.services.shared.observe.progress import Progress
 
 SHOW_EVERY_S = 0.2  # seconds between two updates of the progress bar
 

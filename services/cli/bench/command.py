@@ -22,17 +22,17 @@ import aiohttp
 import orjson
 import uvloop
 
-from services.cli.bench import machine, report
-from services.cli.bench.client import Endpoint, Outcome, first_model, open_http
-from services.cli.bench.flags import DEFAULT_CONCURRENCY, PATHS
-from services.cli.bench.load import Player, closed_loop, open_loop, poisson_arrivals
-from services.cli.bench.spec import Spec
-from services.cli.bench.workload import Session, make_sessions, make_warmup
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.flags import Target, target_of
-from services.cli.shared.server import hint_of, unreachable
-from services.cli.shared.terminal import Terminal
-from services.shared.observe.progress import Progress
+from rootstock_llm.services.cli.bench import machine, report
+from rootstock_llm.services.cli.bench.client import Endpoint, Outcome, first_model, open_http
+from rootstock_llm.services.cli.bench.flags import DEFAULT_CONCURRENCY, PATHS
+from rootstock_llm.services.cli.bench.load import Player, closed_loop, open_loop, poisson_arrivals
+from rootstock_llm.services.cli.bench.spec import Spec
+from rootstock_llm.services.cli.bench.workload import Session, make_sessions, make_warmup
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.flags import Target, target_of
+from rootstock_llm.services.cli.shared.server import hint_of, unreachable
+from rootstock_llm.services.cli.shared.terminal import Terminal
+from rootstock_llm.services.shared.observe.progress import Progress
 
 SHOW_EVERY_S = 0.5
 

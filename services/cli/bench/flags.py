@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from services.cli.bench.spec import WORKLOADS, Spec
-from services.cli.shared.flags import add_server_flags, json_object
+from rootstock_llm.services.cli.bench.spec import WORKLOADS, Spec
+from rootstock_llm.services.cli.shared.flags import add_server_flags, json_object
 
 DEFAULT_CONCURRENCY = 16
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

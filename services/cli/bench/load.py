@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 import aiohttp
 import numpy as np
 
-from services.cli.bench.client import Endpoint, Outcome, stream
-from services.cli.bench.workload import Content, Session
+from rootstock_llm.services.cli.bench.client import Endpoint, Outcome, stream
+from rootstock_llm.services.cli.bench.workload import Content, Session
 
 ARRIVAL_STREAM = 10  # not a stream of the workload, so that another rate leaves the prompts as they are
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from services.cli.bench.client import Outcome
+from rootstock_llm.services.cli.bench.client import Outcome
 
 WIDTH = 50
 STATISTICS = ("Mean", "Median", "P90", "P99")  # the first fields of Distribution, in their order

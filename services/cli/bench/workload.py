@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from services.cli.bench.spec import Spec, check
+from rootstock_llm.services.cli.bench.spec import Spec, check
 
 Content: TypeAlias = str | tuple[int, ...]
 

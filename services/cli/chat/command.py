@@ -7,14 +7,14 @@ import contextlib
 import os
 import sys
 
-from services.cli.chat.conversation import Conversation
-from services.cli.chat.repl import Repl
-from services.cli.shared.answers import CHAT, print_answer
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.flags import add_server_flags, target_of
-from services.cli.shared.requests import add_request_flags, fields_of, model_of
-from services.cli.shared.server import Server
-from services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli.chat.conversation import Conversation
+from rootstock_llm.services.cli.chat.repl import Repl
+from rootstock_llm.services.cli.shared.answers import CHAT, print_answer
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.flags import add_server_flags, target_of
+from rootstock_llm.services.cli.shared.requests import add_request_flags, fields_of, model_of
+from rootstock_llm.services.cli.shared.server import Server
+from rootstock_llm.services.cli.shared.terminal import Terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

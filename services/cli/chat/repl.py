@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from services.cli.chat.conversation import Conversation
-from services.cli.shared.answers import CHAT, Answer, ask
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.requests import models_of
-from services.cli.shared.server import Server
-from services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli.chat.conversation import Conversation
+from rootstock_llm.services.cli.shared.answers import CHAT, Answer, ask
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.requests import models_of
+from rootstock_llm.services.cli.shared.server import Server
+from rootstock_llm.services.cli.shared.terminal import Terminal
 
 PROMPT, CONTINUED = "> ", ". "
 HELP = """\

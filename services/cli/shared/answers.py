@@ -11,9 +11,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.cli.shared.exits import CommandFailed
-from services.cli.shared.server import Server, cut_off
-from services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli.shared.exits import CommandFailed
+from rootstock_llm.services.cli.shared.server import Server, cut_off
+from rootstock_llm.services.cli.shared.terminal import Terminal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Clock = Callable[[], float]

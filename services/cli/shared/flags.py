@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL, KEY = "ROOTSTOCK_URL", "ROOTSTOCK_API_KEY"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.flags import json_object
-from services.cli.shared.server import Server
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.flags import json_object
+from rootstock_llm.services.cli.shared.server import Server
 
 NAMES = ("max_tokens", "temperature", "top_p", "seed", "stop")
 

@@ -13,8 +13,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.flags import KEY, URL, Target
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.flags import KEY, URL, Target
 
 MAX_LINE_BYTES = 64 << 20  # longest line of an event stream
 PIECE_BYTES = 1 << 16  # bytes of a file that are read or sent at a time

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.flags import add_server_flags, target_of
-from services.cli.shared.server import Server
-from services.cli.shared.terminal import Terminal
-from services.cli.status.standing import Observer, Standing
-from services.cli.status.table import lines
-from services.cli.status.trouble import troubles
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.flags import add_server_flags, target_of
+from rootstock_llm.services.cli.shared.server import Server
+from rootstock_llm.services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli.status.standing import Observer, Standing
+from rootstock_llm.services.cli.status.table import lines
+from rootstock_llm.services.cli.status.trouble import troubles
 
 REPORT_S = 1.1  # seconds in which every worker reports its load at least once
 

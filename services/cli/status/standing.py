@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
 
 GONE, GONE_FOR_S = "gone", 60.0
 RATE_VALID_S = 5.0  # seconds without a newer report after which a rate is unknown

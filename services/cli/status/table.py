@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import wrap
 
-from services.cli.shared.terminal import Terminal, harmless
-from services.cli.status.standing import Standing, Worker
-from services.cli.status.trouble import troubles
+from rootstock_llm.services.cli.shared.terminal import Terminal, harmless
+from rootstock_llm.services.cli.status.standing import Standing, Worker
+from rootstock_llm.services.cli.status.trouble import troubles
 
 GAP = "  "
 LEAST_NAME = 10  # columns that a worker's name gets at least

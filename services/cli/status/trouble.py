@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from services.cli.status.standing import Standing, Surroundings, Worker
+from rootstock_llm.services.cli.status.standing import Standing, Surroundings, Worker
 
 SERVING = frozenset(("ready", "silent"))
 FULL = 0.98  # used share of a KV pool from which the pool counts as full

@@ -10,12 +10,12 @@ from urllib.parse import parse_qs
 from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rootstock.v1 import control_pb2 as pb
-from services.gateway.api.request_body import joined_salt
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.generation.origin import Caller
-from services.shared.control_values import SELECTED, put_values
-from services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_NAME_CHARS, MAX_REQUEST_ID_CHARS
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.services.gateway.api.request_body import joined_salt
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.shared.control_values import SELECTED, put_values
+from rootstock_llm.services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_NAME_CHARS, MAX_REQUEST_ID_CHARS
 
 MAX_TIMEOUT_S = 3600.0
 MAX_WORKER_CHARS = 512  # longest id or address

@@ -14,17 +14,17 @@ from functools import partial
 
 import grpc
 
-from rootstock.v1 import gateway_pb2 as pb
-from rootstock.v1 import gateway_pb2_grpc
-from services.gateway.discovery.watch import Discovery
-from services.gateway.generation.abort import AbortScope, PeerAnswer
-from services.gateway.keys.key_table import KeyTable
-from services.gateway.remote.connection import StreamBroken, answer_of
-from services.shared.limits import MAX_REQUEST_ID_CHARS
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.control_token import authorization
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
-from services.shared.tls.roles import Role
+from rootstock_llm.protos import gateway_pb2 as pb
+from rootstock_llm.protos import gateway_pb2_grpc
+from rootstock_llm.services.gateway.discovery.watch import Discovery
+from rootstock_llm.services.gateway.generation.abort import AbortScope, PeerAnswer
+from rootstock_llm.services.gateway.keys.key_table import KeyTable
+from rootstock_llm.services.gateway.remote.connection import StreamBroken, answer_of
+from rootstock_llm.services.shared.limits import MAX_REQUEST_ID_CHARS
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.control_token import authorization
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 

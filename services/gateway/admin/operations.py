@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from services.gateway.admin import bodies
-from services.gateway.admin.bodies import Abort, AdminBody, ControlBody, Load, SelectedPages
-from services.gateway.admin.workers import ControlledWorkers, WorkerDirectory, WorkerResult
-from services.gateway.generation.abort import Aborter, AbortScope
-from services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.admin import bodies
+from rootstock_llm.services.gateway.admin.bodies import Abort, AdminBody, ControlBody, Load, SelectedPages
+from rootstock_llm.services.gateway.admin.workers import ControlledWorkers, WorkerDirectory, WorkerResult
+from rootstock_llm.services.gateway.generation.abort import Aborter, AbortScope
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
 
 
 class AdminResult(NamedTuple):

@@ -21,20 +21,20 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.admin import bodies as bodies
-from services.gateway.admin.operations import ROUTES, AdminOperation, AdminOperations
-from services.gateway.admin.workers import ControlledWorkers, WorkerDirectory
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.generation.abort import Aborter
-from services.gateway.generation.bodies import BodyBudget, ClientGone
-from services.gateway.generation.errors import CLIENT_CLOSED, ApiError, Headers, internal
-from services.gateway.http.body import held_body
-from services.gateway.http.http_server import CannotListen, served_beside
-from services.gateway.observe.access_log import ERROR_CODE, AccessLog
-from services.gateway.observe.metrics import OTHER
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.control_token import accepts, require_token_beyond_loopback
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.gateway.admin import bodies as bodies
+from rootstock_llm.services.gateway.admin.operations import ROUTES, AdminOperation, AdminOperations
+from rootstock_llm.services.gateway.admin.workers import ControlledWorkers, WorkerDirectory
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.generation.abort import Aborter
+from rootstock_llm.services.gateway.generation.bodies import BodyBudget, ClientGone
+from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, ApiError, Headers, internal
+from rootstock_llm.services.gateway.http.body import held_body
+from rootstock_llm.services.gateway.http.http_server import CannotListen, served_beside
+from rootstock_llm.services.gateway.observe.access_log import ERROR_CODE, AccessLog
+from rootstock_llm.services.gateway.observe.metrics import OTHER
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.control_token import accepts, require_token_beyond_loopback
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.dispatch.dispatcher import Dispatcher
-from services.gateway.dispatch.model_pool import AnyLink, ModelPool
-from services.gateway.observe.metrics import KeySigns
-from services.shared.tls.mutual_tls import MutualTls
+from rootstock_llm.services.gateway.dispatch.dispatcher import Dispatcher
+from rootstock_llm.services.gateway.dispatch.model_pool import AnyLink, ModelPool
+from rootstock_llm.services.gateway.observe.metrics import KeySigns
+from rootstock_llm.services.shared.tls.mutual_tls import MutualTls
 
 QUIET_S = 2.5  # seconds without a load report after which a worker is silent; it sends one each second
 

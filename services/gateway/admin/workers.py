@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from rootstock.v1 import control_pb2_grpc
-from services.gateway.dispatch.model_pool import PREFILL, AnyLink, ModelPool
-from services.gateway.generation.errors import ApiError, unavailable
-from services.shared.control_values import as_json
-from services.shared.rpc.control_token import authorization
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
-from services.shared.tls.roles import Role
+from rootstock_llm.protos import control_pb2_grpc
+from rootstock_llm.services.gateway.dispatch.model_pool import PREFILL, AnyLink, ModelPool
+from rootstock_llm.services.gateway.generation.errors import ApiError, unavailable
+from rootstock_llm.services.shared.control_values import as_json
+from rootstock_llm.services.shared.rpc.control_token import authorization
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.tls.roles import Role
 
 RETRY_AFTER_S = 1  # seconds after which a client retries while no worker is known
 

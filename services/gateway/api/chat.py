@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import tokenizer_pb2, worker_pb2
-from services.gateway.api import prompts
-from services.gateway.api.constraints import Named
-from services.gateway.api.generation_params import check_token_ids, generation_of
-from services.gateway.api.prompts import UNBOUNDED, for_an_answer
-from services.gateway.api.request_body import SamplingBody, ThinkingBody, ThinkingSwitch, check_turn, dump_json
-from services.gateway.api.tools import NO_TOOLS, ToolUse, constrained
-from services.gateway.generation.body_fields import TEXT_ALONE, AnswerBody, FieldNames
-from services.gateway.generation.errors import bad_request
-from services.gateway.generation.origin import Caller, Origin
-from services.gateway.generation.request import (
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import tokenizer_pb2, worker_pb2
+from rootstock_llm.services.gateway.api import prompts
+from rootstock_llm.services.gateway.api.constraints import Named
+from rootstock_llm.services.gateway.api.generation_params import check_token_ids, generation_of
+from rootstock_llm.services.gateway.api.prompts import UNBOUNDED, for_an_answer
+from rootstock_llm.services.gateway.api.request_body import SamplingBody, ThinkingBody, ThinkingSwitch, check_turn, dump_json
+from rootstock_llm.services.gateway.api.tools import NO_TOOLS, ToolUse, constrained
+from rootstock_llm.services.gateway.generation.body_fields import TEXT_ALONE, AnswerBody, FieldNames
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.gateway.generation.origin import Caller, Origin
+from rootstock_llm.services.gateway.generation.request import (
     GenerationParams,
     GenerationRequest,
     ModelInfo,
@@ -31,11 +31,11 @@ from services.gateway.generation.request import (
     check_chars,
     check_sets,
 )
-from services.gateway.output.output_parser import MakeParser, MakeParsing, Parsing
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.shared import limits
-from services.shared.output_formats import NONE, OutputFormats
-from services.shared.sampling_parameters import Api, SamplingDefaults
+from rootstock_llm.services.gateway.output.output_parser import MakeParser, MakeParsing, Parsing
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.output_formats import NONE, OutputFormats
+from rootstock_llm.services.shared.sampling_parameters import Api, SamplingDefaults
 
 Message = Mapping[str, Any]  # role, content, and where it has them reasoning_content, tool_calls and tool_call_id
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", …}}

@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.api.request_body import ConstraintBody, load_json
-from services.gateway.generation.errors import ApiError, bad_request
-from services.shared import limits
-from services.shared.json_schema import too_large
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.api.request_body import ConstraintBody, load_json
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.json_schema import too_large
 
 Named = tuple[str, pb.Grammar]  # client's field, and its grammar
 

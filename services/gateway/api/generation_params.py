@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.api.constraints import Named
-from services.gateway.api.request_body import PlacedBody, SamplingBody
-from services.gateway.generation.body_fields import SCORE, TEXT_ALONE, AnswerBody, FieldNames
-from services.gateway.generation.errors import bad_request
-from services.gateway.generation.request import GenerationParams, one_step
-from services.shared.sampling_parameters import (
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.api.constraints import Named
+from rootstock_llm.services.gateway.api.request_body import PlacedBody, SamplingBody
+from rootstock_llm.services.gateway.generation.body_fields import SCORE, TEXT_ALONE, AnswerBody, FieldNames
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.gateway.generation.request import GenerationParams, one_step
+from rootstock_llm.services.shared.sampling_parameters import (
     ALLOWED_TOKEN_IDS,
     BANNED_TOKEN_IDS,
     DRY_SEQUENCE_BREAKERS,

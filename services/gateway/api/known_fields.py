@@ -16,9 +16,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.generation.errors import ApiError
-from services.shared import limits
-from services.shared.sampling_parameters import UNSERVED, Api, of_api
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.sampling_parameters import UNSERVED, Api, of_api
 
 Neutral = Mapping[str, tuple[Any, ...]]  # name → values that ask for nothing
 

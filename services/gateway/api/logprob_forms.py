@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-from services.gateway.generation.choice import Choice, Delta
-from services.gateway.generation.logprobs import LogprobRow, values_per_token
-from services.gateway.generation.request import GenerationParams
-from services.gateway.remote.token_texts import ModelTexts
+from rootstock_llm.services.gateway.generation.choice import Choice, Delta
+from rootstock_llm.services.gateway.generation.logprobs import LogprobRow, values_per_token
+from rootstock_llm.services.gateway.generation.request import GenerationParams
+from rootstock_llm.services.gateway.remote.token_texts import ModelTexts
 
 SLICE_VALUES = 4096  # values per slice; some milliseconds of rendering
 LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.v1 import tokenizer_pb2
-from services.gateway.api.generation_params import check_token_ids
-from services.gateway.generation.body_fields import FieldNames
-from services.gateway.generation.errors import ApiError, bad_request, context_length_exceeded, internal
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import ModelInfo, PromptInput, check_chars
-from services.gateway.generation.trace import EncodeCall
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.shared import limits
-from services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES
+from rootstock_llm.protos import tokenizer_pb2
+from rootstock_llm.services.gateway.api.generation_params import check_token_ids
+from rootstock_llm.services.gateway.generation.body_fields import FieldNames
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request, context_length_exceeded, internal
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import ModelInfo, PromptInput, check_chars
+from rootstock_llm.services.gateway.generation.trace import EncodeCall
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
-from rootstock.v1 import worker_pb2
-from services.gateway.api.known_fields import unserved
-from services.gateway.generation.body_fields import Body
-from services.gateway.generation.errors import ApiError, bad_request
-from services.shared import limits
-from services.shared.index.prefix_index import cache_namespace
-from services.shared.sampling_parameters import Api, Kind, of_api
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.api.known_fields import unserved
+from rootstock_llm.services.gateway.generation.body_fields import Body
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.index.prefix_index import cache_namespace
+from rootstock_llm.services.shared.sampling_parameters import Api, Kind, of_api
 
 WRITTEN_LEVELS = 254  # that orjson writes at most
 MAX_NAME_CHARS = 64  # characters of a client's own field name that an error shows

@@ -13,18 +13,18 @@ from typing import Any
 
 import orjson
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.api.constraints import structural_tag
-from services.gateway.api.known_fields import hosted_type, own_name
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.generation.request import GenerationParams
-from services.gateway.output.output_parser import MakeParsing, ParserSetup, Parsing
-from services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
-from services.gateway.output.tags.layouts import ORIGIN, Layout, LayoutOrigin, regex, schema
-from services.gateway.output.tags.structural_tags import Tag, after_reasoning, call_tag, calls_or_answer
-from services.shared import limits
-from services.shared.json_schema import too_large
-from services.shared.output_formats import NONE, OutputFormats
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.api.constraints import structural_tag
+from rootstock_llm.services.gateway.api.known_fields import hosted_type, own_name
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.generation.request import GenerationParams
+from rootstock_llm.services.gateway.output.output_parser import MakeParsing, ParserSetup, Parsing
+from rootstock_llm.services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
+from rootstock_llm.services.gateway.output.tags.layouts import ORIGIN, Layout, LayoutOrigin, regex, schema
+from rootstock_llm.services.gateway.output.tags.structural_tags import Tag, after_reasoning, call_tag, calls_or_answer
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.json_schema import too_large
+from rootstock_llm.services.shared.output_formats import NONE, OutputFormats
 
 FALLBACK = "hermes"  # format of calls that are forced from a model without a known format
 _NAME = re.compile(f"[a-zA-Z0-9_.:-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")

@@ -21,23 +21,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from services.gateway.background.journal import STORE_AWAY, Journal, JournalSink, held
-from services.gateway.background.ports import Answers
-from services.gateway.generation.choice import Choice, EarlierOutput
-from services.gateway.generation.errors import ApiError, internal, timed_out
-from services.gateway.generation.origin import Caller, Origin
-from services.gateway.generation.request import GenerationRequest, ModelVersion
-from services.gateway.generation.running import KeyAdmission
-from services.gateway.generation.usage import access_state
-from services.gateway.observe.access_log import AccessLog
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
-from services.gateway.store.background_past import pages
-from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, Stored
-from services.gateway.store.background_store import BackgroundStore
-from services.gateway.store.lease import Lease, LeaseLost
-from services.gateway.store.state_store import StoreAway
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.background.journal import STORE_AWAY, Journal, JournalSink, held
+from rootstock_llm.services.gateway.background.ports import Answers
+from rootstock_llm.services.gateway.generation.choice import Choice, EarlierOutput
+from rootstock_llm.services.gateway.generation.errors import ApiError, internal, timed_out
+from rootstock_llm.services.gateway.generation.origin import Caller, Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest, ModelVersion
+from rootstock_llm.services.gateway.generation.running import KeyAdmission
+from rootstock_llm.services.gateway.generation.usage import access_state
+from rootstock_llm.services.gateway.observe.access_log import AccessLog
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
+from rootstock_llm.services.gateway.store.background_past import pages
+from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, Stored
+from rootstock_llm.services.gateway.store.background_store import BackgroundStore
+from rootstock_llm.services.gateway.store.lease import Lease, LeaseLost
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

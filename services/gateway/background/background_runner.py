@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
-from services.gateway.generation.errors import ApiError, internal, unavailable
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus
-from services.gateway.store.background_store import BackgroundStore
-from services.gateway.store.lease import Lease, LeaseLost
-from services.gateway.store.state_store import StoreAway
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.generation.errors import ApiError, internal, unavailable
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus
+from rootstock_llm.services.gateway.store.background_store import BackgroundStore
+from rootstock_llm.services.gateway.store.lease import Lease, LeaseLost
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

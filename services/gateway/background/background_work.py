@@ -8,27 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from services.gateway.background.background_run import BackgroundRun, First, RunPorts
-from services.gateway.background.background_runner import BackgroundRunner
-from services.gateway.background.follow import Follow, Streams
-from services.gateway.background.journal import Journal
-from services.gateway.background.ports import Answers
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.generation.choice import Choice
-from services.gateway.generation.errors import ApiError, unavailable
-from services.gateway.generation.origin import Caller
-from services.gateway.generation.request import GenerationRequest, ModelVersion
-from services.gateway.generation.running import KeyAdmission
-from services.gateway.observe.access_log import AccessLog
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.service.sink import RunGeneration
-from services.gateway.store.background_record import OPEN, BackgroundOrder, BackgroundStatus, Stored
-from services.gateway.store.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
-from services.gateway.store.lease import Lease, LeaseLost
-from services.gateway.store.owner import owner_of
-from services.gateway.store.state_redis import StateRedis
-from services.gateway.store.state_store import StoreAway
-from services.shared.limits import MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
+from rootstock_llm.services.gateway.background.background_run import BackgroundRun, First, RunPorts
+from rootstock_llm.services.gateway.background.background_runner import BackgroundRunner
+from rootstock_llm.services.gateway.background.follow import Follow, Streams
+from rootstock_llm.services.gateway.background.journal import Journal
+from rootstock_llm.services.gateway.background.ports import Answers
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.generation.choice import Choice
+from rootstock_llm.services.gateway.generation.errors import ApiError, unavailable
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.generation.request import GenerationRequest, ModelVersion
+from rootstock_llm.services.gateway.generation.running import KeyAdmission
+from rootstock_llm.services.gateway.observe.access_log import AccessLog
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.service.sink import RunGeneration
+from rootstock_llm.services.gateway.store.background_record import OPEN, BackgroundOrder, BackgroundStatus, Stored
+from rootstock_llm.services.gateway.store.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
+from rootstock_llm.services.gateway.store.lease import Lease, LeaseLost
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.gateway.store.state_redis import StateRedis
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.shared.limits import MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
 
 CANCEL_S = 5.0  # seconds that a cancellation by another caller may take
 LOOK_S = 0.05  # seconds between two reads of the status during a cancellation

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from services.gateway.generation.errors import OPENAI
-from services.gateway.store.background_record import Page
-from services.gateway.store.background_store import BackgroundStore
-from services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.gateway.generation.errors import OPENAI
+from rootstock_llm.services.gateway.store.background_record import Page
+from rootstock_llm.services.gateway.store.background_store import BackgroundStore
+from rootstock_llm.services.gateway.store.state_store import StoreAway
 
 POLL_S, LONGEST_POLL_S = 0.15, 1.0  # seconds between two reads of the store: after an event, and in a long silence
 AWAY_S = 30.0  # seconds that a stream waits for an unreachable store

@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from services.gateway.background.ports import Json, Story
-from services.gateway.generation.choice import Choice, Delta, EarlierOutput
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.request import GenerationRequest, ModelVersion
-from services.gateway.generation.running import Phase, RunningRequest
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.service.sink import Silence, Sink
-from services.gateway.store.background_past import BackgroundPast, pages
-from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Stored
-from services.gateway.store.background_store import BackgroundStore, WriteResult
-from services.gateway.store.lease import Lease, LeaseLost
-from services.gateway.store.state_store import StoreAway
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.background.ports import Json, Story
+from rootstock_llm.services.gateway.generation.choice import Choice, Delta, EarlierOutput
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.request import GenerationRequest, ModelVersion
+from rootstock_llm.services.gateway.generation.running import Phase, RunningRequest
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.service.sink import Silence, Sink
+from rootstock_llm.services.gateway.store.background_past import BackgroundPast, pages
+from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Stored
+from rootstock_llm.services.gateway.store.background_store import BackgroundStore, WriteResult
+from rootstock_llm.services.gateway.store.lease import Lease, LeaseLost
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from services.gateway.generation.choice import Delta
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.running import RunningRequest
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.service.sink import Prepare
-from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Stored
+from rootstock_llm.services.gateway.generation.choice import Delta
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.service.sink import Prepare
+from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Stored
 
 Json = dict[str, Any]
 

@@ -22,21 +22,21 @@ from typing import TypeVar
 
 import orjson
 
-from services.gateway.batches import line_results
-from services.gateway.batches.input_lines import BadLine, Line, check, numbered, read_line
-from services.gateway.batches.lanes import Lanes
-from services.gateway.batches.line_call import LineCalls, Told
-from services.gateway.batches.line_results import CANCELLED, EXPIRED, answered, not_executed
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.generation.origin import Caller
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus
-from services.gateway.store.batch_store import BatchStore, LineResult
-from services.gateway.store.file_store import FileStore
-from services.gateway.store.lease import Lease
-from services.gateway.store.state_store import StoreAway
-from services.gateway.store.stored_files import ERRORS, OUTPUT, FileGone, StoredFile
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.batches import line_results
+from rootstock_llm.services.gateway.batches.input_lines import BadLine, Line, check, numbered, read_line
+from rootstock_llm.services.gateway.batches.lanes import Lanes
+from rootstock_llm.services.gateway.batches.line_call import LineCalls, Told
+from rootstock_llm.services.gateway.batches.line_results import CANCELLED, EXPIRED, answered, not_executed
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus
+from rootstock_llm.services.gateway.store.batch_store import BatchStore, LineResult
+from rootstock_llm.services.gateway.store.file_store import FileStore
+from rootstock_llm.services.gateway.store.lease import Lease
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT, FileGone, StoredFile
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

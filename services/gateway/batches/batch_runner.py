@@ -9,19 +9,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.gateway.batches.batch_run import BatchRun
-from services.gateway.batches.lanes import Lanes
-from services.gateway.batches.line_call import LineCalls
-from services.gateway.batches.line_results import CANCELLED, EXPIRED
-from services.gateway.generation.errors import KEY_NOT_HERE, ApiError
-from services.gateway.generation.origin import Caller
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.store.batch_record import BatchOrder, BatchStatus, Unreadable
-from services.gateway.store.batch_store import BatchStore, WaitingBatch, batch_lease
-from services.gateway.store.file_store import FileStore
-from services.gateway.store.lease import Lease, LeaseLost, Leases
-from services.gateway.store.state_store import StoreAway
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.batches.batch_run import BatchRun
+from rootstock_llm.services.gateway.batches.lanes import Lanes
+from rootstock_llm.services.gateway.batches.line_call import LineCalls
+from rootstock_llm.services.gateway.batches.line_results import CANCELLED, EXPIRED
+from rootstock_llm.services.gateway.generation.errors import KEY_NOT_HERE, ApiError
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.store.batch_record import BatchOrder, BatchStatus, Unreadable
+from rootstock_llm.services.gateway.store.batch_store import BatchStore, WaitingBatch, batch_lease
+from rootstock_llm.services.gateway.store.file_store import FileStore
+from rootstock_llm.services.gateway.store.lease import Lease, LeaseLost, Leases
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from services.gateway.batches.batch_runner import BatchRunner, RunnerStores
-from services.gateway.batches.lanes import Lanes
-from services.gateway.batches.line_call import LineCalls
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.generation.origin import Caller
-from services.gateway.observe.access_log import AccessLog
-from services.gateway.observe.metrics import GatewayMetrics, StoreSigns
-from services.gateway.service.service import Attendance
-from services.gateway.service.sink import MakeOperation, RunGeneration
-from services.gateway.store.batch_store import BatchStore
-from services.gateway.store.file_store import FileStore
-from services.gateway.store.lease import Leases
-from services.gateway.store.state_redis import StateRedis
-from services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.gateway.batches.batch_runner import BatchRunner, RunnerStores
+from rootstock_llm.services.gateway.batches.lanes import Lanes
+from rootstock_llm.services.gateway.batches.line_call import LineCalls
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.observe.access_log import AccessLog
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics, StoreSigns
+from rootstock_llm.services.gateway.service.service import Attendance
+from rootstock_llm.services.gateway.service.sink import MakeOperation, RunGeneration
+from rootstock_llm.services.gateway.store.batch_store import BatchStore
+from rootstock_llm.services.gateway.store.file_store import FileStore
+from rootstock_llm.services.gateway.store.lease import Leases
+from rootstock_llm.services.gateway.store.state_redis import StateRedis
+from rootstock_llm.services.gateway.store.state_store import StoreAway
 
 MEMORY_LOOK_S = 5.0  # seconds between two looks at the store's memory
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.request_body import load_json
-from services.shared import limits
+from rootstock_llm.services.gateway.api.request_body import load_json
+from rootstock_llm.services.shared import limits
 
 METHOD = "POST"
 SEVERAL = 2  # different models after which no more are collected

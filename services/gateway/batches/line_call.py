@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.gateway.batches.line_results import LineResponse
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.generation.errors import OPENAI
-from services.gateway.generation.origin import Caller, Origin
-from services.gateway.generation.usage import access_state
-from services.gateway.observe.access_log import AccessLog
-from services.gateway.service.sink import CollectedAnswer, GenerationCall, MakeOperation, RunGeneration
-from services.shared.limits import MAX_BATCH_RESULT_BYTES
+from rootstock_llm.services.gateway.batches.line_results import LineResponse
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.generation.errors import OPENAI
+from rootstock_llm.services.gateway.generation.origin import Caller, Origin
+from rootstock_llm.services.gateway.generation.usage import access_state
+from rootstock_llm.services.gateway.observe.access_log import AccessLog
+from rootstock_llm.services.gateway.service.sink import CollectedAnswer, GenerationCall, MakeOperation, RunGeneration
+from rootstock_llm.services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

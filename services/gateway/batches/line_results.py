@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from services.gateway.batches.input_lines import Line
-from services.gateway.store.batch_store import LineResult
-from services.gateway.store.stored_files import ERRORS, OUTPUT
-from services.shared.limits import MAX_BATCH_RESULT_BYTES
+from rootstock_llm.services.gateway.batches.input_lines import Line
+from rootstock_llm.services.gateway.store.batch_store import LineResult
+from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT
+from rootstock_llm.services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 _WHY = {

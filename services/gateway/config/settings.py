@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from services.gateway.discovery.endpoints import check_target
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.shared.limits import MAX_BATCH_LINES, MAX_BODY_BYTES, MAX_FILE_BYTES
-from services.shared.settings import ServiceSettings
+from rootstock_llm.services.gateway.discovery.endpoints import check_target
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.shared.limits import MAX_BATCH_LINES, MAX_BODY_BYTES, MAX_FILE_BYTES
+from rootstock_llm.services.shared.settings import ServiceSettings
 
 
 def _split_commas(value: Any) -> Any:

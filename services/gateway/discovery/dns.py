@@ -8,8 +8,8 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
-from services.gateway.discovery.endpoints import DnsTarget, Endpoints, join_address
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.discovery.endpoints import DnsTarget, Endpoints, join_address
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import urllib3
 from kubernetes import client, config
 
-from services.gateway.discovery.endpoints import join_address
+from rootstock_llm.services.gateway.discovery.endpoints import join_address
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "default"

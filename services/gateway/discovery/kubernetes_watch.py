@@ -21,9 +21,9 @@ from typing import Any
 import urllib3
 from kubernetes import client, config
 
-from services.gateway.discovery.dns import DnsWatch, Resolve
-from services.gateway.discovery.endpoints import DnsTarget, Endpoints, KubernetesTarget
-from services.gateway.discovery.kubernetes_api import (
+from rootstock_llm.services.gateway.discovery.dns import DnsWatch, Resolve
+from rootstock_llm.services.gateway.discovery.endpoints import DnsTarget, Endpoints, KubernetesTarget
+from rootstock_llm.services.gateway.discovery.kubernetes_api import (
     GONE,
     WATCH_S,
     KubernetesApiError,
@@ -34,7 +34,7 @@ from services.gateway.discovery.kubernetes_api import (
     number_of,
     own_namespace,
 )
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

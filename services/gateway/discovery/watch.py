@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from services.gateway.discovery import dns
-from services.gateway.discovery.endpoints import (
+from rootstock_llm.services.gateway.discovery import dns
+from rootstock_llm.services.gateway.discovery.endpoints import (
     DnsTarget,
     Endpoints,
     KubernetesTarget,
@@ -17,10 +17,10 @@ from services.gateway.discovery.endpoints import (
     merge_endpoints,
     parse_target,
 )
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 if TYPE_CHECKING:
-    from services.gateway.discovery.kubernetes_watch import KubernetesService, LoadClient
+    from rootstock_llm.services.gateway.discovery.kubernetes_watch import KubernetesService, LoadClient
 
 __all__ = ["Discovery", "check_target"]
 
@@ -85,8 +85,8 @@ class Discovery:
 
     def _service(self, target: KubernetesTarget, heard: Callable[[Endpoints], None]) -> KubernetesService:
         # Imported here, because the Kubernetes client is the gateway's largest import.
-        from services.gateway.discovery.kubernetes_api import load_client
-        from services.gateway.discovery.kubernetes_watch import KubernetesService
+        from rootstock_llm.services.gateway.discovery.kubernetes_api import load_client
+        from rootstock_llm.services.gateway.discovery.kubernetes_watch import KubernetesService
 
         return KubernetesService(target, heard, self._dns_refresh_s, self._resolve, self._load_client or load_client)
 

@@ -19,25 +19,25 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.dispatch import sessions
-from services.gateway.dispatch.fleet import Fleet
-from services.gateway.dispatch.placement import Home, Link, Placement, Pool, PrefetchedPages, reservation_of
-from services.gateway.dispatch.refusals import Refusals, error_of_finish
-from services.gateway.dispatch.waiting import ModelCatalog, Pace, Waiting
-from services.gateway.generation.choice import Choice
-from services.gateway.generation.errors import ApiError, internal, unavailable
-from services.gateway.generation.request import ModelVersion
-from services.gateway.generation.running import RunningRequest
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.remote.connection import StreamBroken
-from services.gateway.remote.detokenizer_link import DetokPool
-from services.gateway.routing import session_home
-from services.gateway.routing.policies import Pick
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.dispatch import sessions
+from rootstock_llm.services.gateway.dispatch.fleet import Fleet
+from rootstock_llm.services.gateway.dispatch.placement import Home, Link, Placement, Pool, PrefetchedPages, reservation_of
+from rootstock_llm.services.gateway.dispatch.refusals import Refusals, error_of_finish
+from rootstock_llm.services.gateway.dispatch.waiting import ModelCatalog, Pace, Waiting
+from rootstock_llm.services.gateway.generation.choice import Choice
+from rootstock_llm.services.gateway.generation.errors import ApiError, internal, unavailable
+from rootstock_llm.services.gateway.generation.request import ModelVersion
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.remote.connection import StreamBroken
+from rootstock_llm.services.gateway.remote.detokenizer_link import DetokPool
+from rootstock_llm.services.gateway.routing import session_home
+from rootstock_llm.services.gateway.routing.policies import Pick
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 

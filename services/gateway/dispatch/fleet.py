@@ -9,23 +9,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from rootstock.v1 import worker_pb2
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.dispatch.model_pool import AnyLink, ModelPool
-from services.gateway.dispatch.placement import Link, Placement, Pool
-from services.gateway.generation.request import ModelInfo, ModelVersion
-from services.gateway.index.mirror import IndexMirror
-from services.gateway.remote.connection import Patience
-from services.gateway.remote.replicas import Replicas
-from services.gateway.remote.worker_link import LinkEvents, WorkerLink
-from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.fair_queue import FairQueue
-from services.gateway.routing.policies import make_policy
-from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
-from services.shared.sampling_parameters import API_DEFAULTS, DEFAULT_NAMES, SamplingDefaults, default_fault
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.dispatch.model_pool import AnyLink, ModelPool
+from rootstock_llm.services.gateway.dispatch.placement import Link, Placement, Pool
+from rootstock_llm.services.gateway.generation.request import ModelInfo, ModelVersion
+from rootstock_llm.services.gateway.index.mirror import IndexMirror
+from rootstock_llm.services.gateway.remote.connection import Patience
+from rootstock_llm.services.gateway.remote.replicas import Replicas
+from rootstock_llm.services.gateway.remote.worker_link import LinkEvents, WorkerLink
+from rootstock_llm.services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.gateway.routing.fair_queue import FairQueue
+from rootstock_llm.services.gateway.routing.policies import make_policy
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, DEFAULT_NAMES, SamplingDefaults, default_fault
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
-from services.gateway.dispatch.fleet import Fleet
-from services.gateway.index.mirror import IndexMirror
-from services.gateway.observe.metrics import PREFIX
-from services.gateway.routing.breaker import BreakerState
-from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.observe.readings import Reading, Readings, Value
+from rootstock_llm.services.gateway.dispatch.fleet import Fleet
+from rootstock_llm.services.gateway.index.mirror import IndexMirror
+from rootstock_llm.services.gateway.observe.metrics import PREFIX
+from rootstock_llm.services.gateway.routing.breaker import BreakerState
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.shared.observe.readings import Reading, Readings, Value
 
 INDEX = f"{PREFIX}index_"
 

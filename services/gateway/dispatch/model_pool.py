@@ -9,11 +9,11 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.v1 import worker_pb2
-from services.gateway.generation.request import ModelInfo, ModelVersion
-from services.gateway.remote.worker_link import OpenChoice, WorkerLink
-from services.gateway.routing.fair_queue import FairQueue
-from services.gateway.routing.policies import (
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.generation.request import ModelInfo, ModelVersion
+from rootstock_llm.services.gateway.remote.worker_link import OpenChoice, WorkerLink
+from rootstock_llm.services.gateway.routing.fair_queue import FairQueue
+from rootstock_llm.services.gateway.routing.policies import (
     HOST_SAVES,
     STORAGE_SAVES,
     Hits,
@@ -26,7 +26,7 @@ from services.gateway.routing.policies import (
     hits_of,
     pick_prefill,
 )
-from services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
 TRIES_ONE_IN = 16  # requests of which one reads KV from a source that has reported that reading does not pay

@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.dispatch.model_pool import ModelPool, reads
-from services.gateway.generation.choice import Choice, EarlierOutput
-from services.gateway.generation.request import ModelVersion
-from services.gateway.generation.running import RunningRequest
-from services.gateway.remote.worker_link import WorkerLink
-from services.shared.index.prefix_index import block_hashes, split_hashes
-from services.shared.sampling_parameters import DEFAULT_NAMES
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.dispatch.model_pool import ModelPool, reads
+from rootstock_llm.services.gateway.generation.choice import Choice, EarlierOutput
+from rootstock_llm.services.gateway.generation.request import ModelVersion
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.remote.worker_link import WorkerLink
+from rootstock_llm.services.shared.index.prefix_index import block_hashes, split_hashes
+from rootstock_llm.services.shared.sampling_parameters import DEFAULT_NAMES
 
 Link: TypeAlias = "WorkerLink[Placement]"
 Pool: TypeAlias = "ModelPool[Placement]"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.generation.choice import Choice
-from services.gateway.generation.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.generation.request import GenerationParams
-from services.gateway.observe.metrics import GatewayMetrics
-from services.shared.field_refusal import why_of
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.generation.choice import Choice
+from rootstock_llm.services.gateway.generation.errors import (
+    MAX_DETAIL_CHARS,
+    ApiError,
+    bad_request,
+    internal,
+    timed_out,
+    unavailable,
+)
+from rootstock_llm.services.gateway.generation.request import GenerationParams
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.shared.field_refusal import why_of
 
 SESSION_ID = "session.session_id"  # the field that a worker names if it has no such session
 GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name

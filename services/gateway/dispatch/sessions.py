@@ -8,12 +8,19 @@ from typing import NamedTuple, TypeVar
 
 import grpc
 
-from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.gateway.generation.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.routing.session_home import new_session_id, owned_id, worker_index
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
-from services.shared.tls.roles import Role
+from rootstock_llm.protos import worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.gateway.generation.errors import (
+    MAX_DETAIL_CHARS,
+    ApiError,
+    bad_request,
+    internal,
+    timed_out,
+    unavailable,
+)
+from rootstock_llm.services.gateway.routing.session_home import new_session_id, owned_id, worker_index
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 

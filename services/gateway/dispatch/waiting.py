@@ -13,17 +13,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.dispatch import sessions
-from services.gateway.dispatch.placement import Placement, Pool
-from services.gateway.dispatch.refusals import Refusals
-from services.gateway.dispatch.sessions import SessionWorker
-from services.gateway.generation.errors import ApiError, model_not_allowed, unknown_model
-from services.gateway.generation.origin import Caller
-from services.gateway.generation.request import ModelInfo, ModelVersion
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.routing.fair_queue import Placed, QueueFull
-from services.shared.limits import PRIORITY_RANGE
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.dispatch import sessions
+from rootstock_llm.services.gateway.dispatch.placement import Placement, Pool
+from rootstock_llm.services.gateway.dispatch.refusals import Refusals
+from rootstock_llm.services.gateway.dispatch.sessions import SessionWorker
+from rootstock_llm.services.gateway.generation.errors import ApiError, model_not_allowed, unknown_model
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.generation.request import ModelInfo, ModelVersion
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.routing.fair_queue import Placed, QueueFull
+from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 
 LOOK_S = 0.5  # seconds between two looks of a request whose model may still appear
 BACKGROUND = 2 * PRIORITY_RANGE[0]  # below every priority of a request

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)

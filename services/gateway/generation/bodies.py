@@ -11,16 +11,16 @@ import gc
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from services.gateway.generation.errors import CLIENT_CLOSED, ApiError, unavailable
-from services.gateway.observe.metrics import GatewayMetrics
-from services.shared.limits import (
+from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, ApiError, unavailable
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.shared.limits import (
     JSON_VALUE_BYTES,
     MAX_JSON_VALUES,
     MAX_WAITING_BODIES,
     SMALL_BODY_BYTES,
     SMALL_BODY_POOL_BYTES,
 )
-from services.shared.memory import trim_heap
+from rootstock_llm.services.shared.memory import trim_heap
 
 TRIM_BYTES = 1 << 20  # the allocator reuses the memory of a smaller body for the next one
 TRIM_S = 1.0  # seconds from the end of a large body to the trim, which then serves several bodies

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.shared.sampling_parameters import Api, renamed
+from rootstock_llm.services.shared.sampling_parameters import Api, renamed
 
 
 class Body(BaseModel):

@@ -14,16 +14,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.generation.decoding import Decoding
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.logprobs import EMPTY_TABLE, NO_LOGPROBS, LogprobSpan, LogprobTable
-from services.gateway.generation.origin import Caller, Origin
-from services.gateway.generation.request import GenerationParams, ModelVersion, PromptInput
-from services.gateway.generation.trace import RequestTrace
-from services.gateway.output.output_parser import CallDropped, CallStart, Event, OutputParser, Parsing, PlainText
-from services.gateway.routing import session_home
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.generation.decoding import Decoding
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.logprobs import EMPTY_TABLE, NO_LOGPROBS, LogprobSpan, LogprobTable
+from rootstock_llm.services.gateway.generation.origin import Caller, Origin
+from rootstock_llm.services.gateway.generation.request import GenerationParams, ModelVersion, PromptInput
+from rootstock_llm.services.gateway.generation.trace import RequestTrace
+from rootstock_llm.services.gateway.output.output_parser import CallDropped, CallStart, Event, OutputParser, Parsing, PlainText
+from rootstock_llm.services.gateway.routing import session_home
 
 TIERS = ("device", "host", "storage")  # SGLang's names for tiers of cached KV
 _FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}

@@ -10,8 +10,8 @@ from asyncio import TimerHandle
 from collections.abc import Sequence
 from typing import Protocol
 
-from rootstock.v1 import detokenizer_pb2
-from services.gateway.generation.errors import ApiError
+from rootstock_llm.protos import detokenizer_pb2
+from rootstock_llm.services.gateway.generation.errors import ApiError
 
 PATIENT_IDS = 64  # ids per message of a response that is no stream, because a message costs more than its ids
 PROMPT_TAIL = 5  # last ids of the prompt, which the first decoded text depends on

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rootstock.v1 import worker_pb2
+from rootstock_llm.protos import worker_pb2
 
 
 class LogprobRow(NamedTuple):

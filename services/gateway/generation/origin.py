@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from services.gateway.generation.trace import EncodeCall, RequestTrace, begin_trace
-from services.shared.limits import PRIORITY_RANGE
+from rootstock_llm.services.gateway.generation.trace import EncodeCall, RequestTrace, begin_trace
+from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 
 if TYPE_CHECKING:
-    from services.shared.observe.spans import Tracing
+    from rootstock_llm.services.shared.observe.spans import Tracing
 
 _DIGEST_BYTES = 16
 _PURPOSE = b"rootstock-salt"  # 16 bytes at most

@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.generation.body_fields import TEXT_ALONE, AnswerBody, FieldNames
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.generation.logprobs import values_per_token
-from services.gateway.generation.origin import Caller
-from services.gateway.output.output_parser import Parsing
-from services.shared import limits
-from services.shared.index.prefix_index import cache_namespace, root_hash
-from services.shared.sampling_parameters import API_DEFAULTS, SamplingDefaults
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.generation.body_fields import TEXT_ALONE, AnswerBody, FieldNames
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.generation.logprobs import values_per_token
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.output.output_parser import Parsing
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.index.prefix_index import cache_namespace, root_hash
+from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, SamplingDefaults
 
 _UINT64_MASK = (1 << 64) - 1
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.generation.choice import Choice, Series
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationParams, GenerationRequest, ModelInfo, PromptInput
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.generation.choice import Choice, Series
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import GenerationParams, GenerationRequest, ModelInfo, PromptInput
 
 
 class Phase(Enum):

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import tokenizer_pb2, worker_pb2
-from services.gateway.generation.errors import CLIENT_CLOSED, ApiError
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import tokenizer_pb2, worker_pb2
+from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, ApiError
 
 if TYPE_CHECKING:
-    from services.shared.observe.spans import Span, Tracing
+    from rootstock_llm.services.shared.observe.spans import Span, Tracing
 
 REQUEST_ID = "rootstock.request_id"
 ENDED_BY = "rootstock.ended_by"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.generation.choice import TIERS, Choice, Ending
-from services.gateway.generation.running import RunningRequest
-from services.gateway.observe.access_log import ABORTED, ERROR_CODE, GENERATION, INTERRUPTED, GenerationFields
+from rootstock_llm.services.gateway.generation.choice import TIERS, Choice, Ending
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.observe.access_log import ABORTED, ERROR_CODE, GENERATION, INTERRUPTED, GenerationFields
 
 
 def usage_of(request: RunningRequest) -> dict[str, Any]:

@@ -17,18 +17,18 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.generation.bodies import ClientGone, RequestBody
-from services.gateway.generation.choice import Delta
-from services.gateway.generation.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
-from services.gateway.generation.origin import NOBODY, OMITTED_TOOLS, Origin
-from services.gateway.generation.request import GenerationRequest
-from services.gateway.generation.running import RunningRequest
-from services.gateway.generation.usage import generation_state
-from services.gateway.http.body import BodyReader, ClientWatch, cut, gone_of, read_body
-from services.gateway.observe.access_log import CUT, ERROR_CODE
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.service.sink import (
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.generation.bodies import ClientGone, RequestBody
+from rootstock_llm.services.gateway.generation.choice import Delta
+from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
+from rootstock_llm.services.gateway.generation.origin import NOBODY, OMITTED_TOOLS, Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.generation.usage import generation_state
+from rootstock_llm.services.gateway.http.body import BodyReader, ClientWatch, cut, gone_of, read_body
+from rootstock_llm.services.gateway.observe.access_log import CUT, ERROR_CODE
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.service.sink import (
     CollectedAnswer,
     Detached,
     GenerationCall,
@@ -42,8 +42,8 @@ from services.gateway.service.sink import (
     commented,
     headers_of,
 )
-from services.shared import limits
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from starlette.types import Receive, Scope
 
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.generation.bodies import BodyBudget, ClientGone, Gone, RequestBody, body_too_large
-from services.gateway.generation.errors import CLIENT_CLOSED, ApiError, unavailable
-from services.shared import limits
-from services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.generation.bodies import BodyBudget, ClientGone, Gone, RequestBody, body_too_large
+from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, ApiError, unavailable
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
 
 # Names of callables in a scope's extensions
 GONE = "rootstock.gone"  # async; returns when the client has closed its connection

@@ -27,10 +27,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from services.gateway.generation.errors import ApiError, unavailable
-from services.gateway.http.body import CUT, GONE, WATCH
-from services.gateway.http.connection_table import ConnectionTable
-from services.shared.limits import MAX_HEAD_BYTES
+from rootstock_llm.services.gateway.generation.errors import ApiError, unavailable
+from rootstock_llm.services.gateway.http.body import CUT, GONE, WATCH
+from rootstock_llm.services.gateway.http.connection_table import ConnectionTable
+from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES
 
 CHUNKED_BYTES = 4096  # parsed at once of a chunked body, because pipelined requests may follow its end
 MOST_PIPELINED = (

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.generation.errors import OPENAI, AnswerForm, ApiError, Headers, internal
-from services.gateway.generation.origin import NOBODY, OMITTED_TOOLS, Caller
-from services.gateway.keys.key_ring import KeyRing
-from services.gateway.observe.access_log import ERROR_CODE, AccessLog
-from services.gateway.observe.metrics import OTHER, GatewayMetrics
-from services.shared.limits import MAX_REQUEST_ID_CHARS
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.generation.errors import OPENAI, AnswerForm, ApiError, Headers, internal
+from rootstock_llm.services.gateway.generation.origin import NOBODY, OMITTED_TOOLS, Caller
+from rootstock_llm.services.gateway.keys.key_ring import KeyRing
+from rootstock_llm.services.gateway.observe.access_log import ERROR_CODE, AccessLog
+from rootstock_llm.services.gateway.observe.metrics import OTHER, GatewayMetrics
+from rootstock_llm.services.shared.limits import MAX_REQUEST_ID_CHARS
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

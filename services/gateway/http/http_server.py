@@ -15,10 +15,10 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.generation.errors import ApiError
-from services.gateway.http.connection import Connection, ConnectionLimits
-from services.gateway.http.connection_table import ConnectionTable, connections_allowed, open_files_allowed
-from services.shared.limits import MAX_HEAD_SECONDS
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.http.connection import Connection, ConnectionLimits
+from rootstock_llm.services.gateway.http.connection_table import ConnectionTable, connections_allowed, open_files_allowed
+from rootstock_llm.services.shared.limits import MAX_HEAD_SECONDS
 
 BACKLOG = 2048
 TURNS = 2  # turns of the event loop before a listener closes; each turn accepts all waiting connections

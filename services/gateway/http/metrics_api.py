@@ -8,7 +8,7 @@ from __future__ import annotations
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.errors import ApiError
 
 
 class MetricsApi:

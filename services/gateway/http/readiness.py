@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from services.shared.rpc.grpc_server import HealthService
+from rootstock_llm.services.shared.rpc.grpc_server import HealthService
 
 
 class Readiness:

@@ -11,7 +11,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

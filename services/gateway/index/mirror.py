@@ -25,8 +25,8 @@ from typing import Any, cast
 
 from redis.exceptions import RedisError
 
-from services.gateway.routing.prefix_index import Applied, MirroredOwners, PrefixIndex
-from services.shared.index.prefix_index import (
+from rootstock_llm.services.gateway.routing.prefix_index import Applied, MirroredOwners, PrefixIndex
+from rootstock_llm.services.shared.index.prefix_index import (
     HASH_BYTES,
     LEASE_TTL_S,
     BlockTier,
@@ -37,8 +37,8 @@ from services.shared.index.prefix_index import (
     own_key,
     workers_key,
 )
-from services.shared.index.redis_client import redis_client
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.index.redis_client import redis_client
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The program `rootstock keys` (python -m services.gateway.keys), which makes API keys and lists the keys of a file."""
+"""The program `rootstock keys`, or python -m rootstock_llm.services.gateway.keys: makes API keys and lists the keys of a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import orjson
 
-from services.gateway.keys.flags import add_flags
-from services.gateway.keys.key_table import ApiKey, BadKeys, KeyFile, digest_of, parse_keys, time_of
+from rootstock_llm.services.gateway.keys.flags import add_flags
+from rootstock_llm.services.gateway.keys.key_table import ApiKey, BadKeys, KeyFile, digest_of, parse_keys, time_of
 
 PREFIX = "rsk-"
 SECRET_BYTES = 32
@@ -72,7 +72,9 @@ def _row(key: ApiKey, now: float) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.gateway.keys", description="Makes and lists API keys.")
+    parser = argparse.ArgumentParser(
+        prog="python -m rootstock_llm.services.gateway.keys", description="Makes and lists API keys."
+    )
     add_flags(parser)
     return run(parser.parse_args(argv))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.gateway.keys.key_table import ApiKey
-from services.gateway.keys.share import Share, ShareReply, ShareReport
-from services.gateway.keys.usage import BUCKETS, Concurrent, PerMinute, Usage, seconds_until
+from rootstock_llm.services.gateway.keys.key_table import ApiKey
+from rootstock_llm.services.gateway.keys.share import Share, ShareReply, ShareReport
+from rootstock_llm.services.gateway.keys.usage import BUCKETS, Concurrent, PerMinute, Usage, seconds_until
 
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrency"
 KINDS = (REQUESTS, TOKENS, CONCURRENT)

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.gateway.generation.errors import ApiError, key_not_here
-from services.gateway.generation.origin import NOBODY, Caller
-from services.gateway.keys.key_budget import KeyBudget, OverLimit
-from services.gateway.keys.key_table import ApiKey, KeyFile, KeyShares, KeyTable, digest_of, time_of
-from services.gateway.keys.share import Share
-from services.gateway.keys.share_store import ShareRefill, ShareStore
-from services.gateway.observe.metrics import GatewayMetrics, KeySigns
+from rootstock_llm.services.gateway.generation.errors import ApiError, key_not_here
+from rootstock_llm.services.gateway.generation.origin import NOBODY, Caller
+from rootstock_llm.services.gateway.keys.key_budget import KeyBudget, OverLimit
+from rootstock_llm.services.gateway.keys.key_table import ApiKey, KeyFile, KeyShares, KeyTable, digest_of, time_of
+from rootstock_llm.services.gateway.keys.share import Share
+from rootstock_llm.services.gateway.keys.share_store import ShareRefill, ShareStore
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics, KeySigns
 
 START_S = 2.0  # longest wait for the first exchange of shares with Redis, in seconds
 _NO_KEYS = KeyTable()

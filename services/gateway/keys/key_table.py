@@ -22,8 +22,8 @@ from typing import Any
 
 import orjson
 
-from services.shared import limits
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.gateway.keys.usage import BUCKET_S, WINDOW_S, Usage, seconds_until
+from rootstock_llm.services.gateway.keys.usage import BUCKET_S, WINDOW_S, Usage, seconds_until
 
 ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds after which no use from before the loss of Redis is counted
 YIELD_S = 6.0  # seconds after yielding to other gateways in which a share requests no reserve

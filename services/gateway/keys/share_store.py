@@ -23,10 +23,10 @@ from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 
-from services.gateway.keys.key_budget import KeyBudget
-from services.gateway.keys.share import ShareReply, ShareReport
-from services.gateway.keys.usage import bucket_of
-from services.shared.index.redis_client import redis_client
+from rootstock_llm.services.gateway.keys.key_budget import KeyBudget
+from rootstock_llm.services.gateway.keys.share import ShareReply, ShareReport
+from rootstock_llm.services.gateway.keys.usage import bucket_of
+from rootstock_llm.services.shared.index.redis_client import redis_client
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict
 
 import orjson
 
-from services.shared.observe import log_fields
+from rootstock_llm.services.shared.observe import log_fields
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.shared.observe.histogram import LabelledHistogram
-from services.shared.observe.metrics_server import LATENCY_BUCKETS_S
-from services.shared.observe.readings import Reading, Readings, Value
+from rootstock_llm.services.shared.observe.histogram import LabelledHistogram
+from rootstock_llm.services.shared.observe.metrics_server import LATENCY_BUCKETS_S
+from rootstock_llm.services.shared.observe.readings import Reading, Readings, Value
 
 PREFIX = "rootstock_gateway_"
 RATE_LIMITS = ("requests", "tokens", "concurrency")

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from services.gateway.output.output_parser import (
+from rootstock_llm.services.gateway.output.output_parser import (
     CallArguments,
     CallDropped,
     CallEnd,
@@ -16,7 +16,7 @@ from services.gateway.output.output_parser import (
     Reasoning,
     Text,
 )
-from services.gateway.output.source import Marks
+from rootstock_llm.services.gateway.output.source import Marks
 
 BLANKS = " \t\r\n"
 _TAIL_CHARS = 31  # longer than any incomplete mark

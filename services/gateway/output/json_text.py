@@ -16,9 +16,9 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from services.gateway.output.parameter_types import quoted
-from services.gateway.output.source import SPACE, Malformed, Sink, Source, Steps, discard
-from services.shared.limits import MAX_CALL_DEPTH
+from rootstock_llm.services.gateway.output.parameter_types import quoted
+from rootstock_llm.services.gateway.output.source import SPACE, Malformed, Sink, Source, Steps, discard
+from rootstock_llm.services.shared.limits import MAX_CALL_DEPTH
 
 _SCALAR = re.compile(r"[-+.0-9A-Za-z_]*")
 _SCALAR_CHARS = 400  # longest number that is accepted; every finite float is shorter

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.shared.output_formats import OutputFormats
+from rootstock_llm.services.shared.output_formats import OutputFormats
 
 
 @dataclass(frozen=True, slots=True)

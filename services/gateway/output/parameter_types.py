@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.output.output_parser import Schema
-from services.shared.json_schema import is_annotation
+from rootstock_llm.services.gateway.output.output_parser import Schema
+from rootstock_llm.services.shared.json_schema import is_annotation
 
 _MAX_REFERENCES = 16  # depth to which references and options are followed from a parameter's schema
 _MAX_LOOKS = 1024  # parts of a schema that are examined

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.gateway.output.event_writer import EventWriter
-from services.gateway.output.json_text import Breaks, mended
-from services.gateway.output.output_parser import Event, ParserSetup, Schema
-from services.gateway.output.source import Malformed, Marks, Source, Steps, discard
+from rootstock_llm.services.gateway.output.event_writer import EventWriter
+from rootstock_llm.services.gateway.output.json_text import Breaks, mended
+from rootstock_llm.services.gateway.output.output_parser import Event, ParserSetup, Schema
+from rootstock_llm.services.gateway.output.source import Malformed, Marks, Source, Steps, discard
 
 _BEFORE_END = re.compile(r"[ \t\r\n\]}]*")
 MAX_REREAD_CHARS = 128  # longest text of a failed attempt that is parsed again; the head of a call is about as long

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from services.shared.limits import MAX_HELD_CALL_CHARS
+from rootstock_llm.services.shared.limits import MAX_HELD_CALL_CHARS
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # a coroutine that yields when it needs more text

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.dialer import StaleChannel
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.dialer import StaleChannel
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import grpc
 
-from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
-from services.gateway.discovery.endpoints import Endpoints
-from services.gateway.generation.decoding import Decoding
-from services.gateway.generation.errors import internal, unavailable
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.remote.connection import (
+from rootstock_llm.protos import detokenizer_pb2, detokenizer_pb2_grpc
+from rootstock_llm.services.gateway.discovery.endpoints import Endpoints
+from rootstock_llm.services.gateway.generation.decoding import Decoding
+from rootstock_llm.services.gateway.generation.errors import internal, unavailable
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.remote.connection import (
     ANY_MODEL,
     INFO_S,
     Duplex,
@@ -33,10 +33,10 @@ from services.gateway.remote.connection import (
     serves_model,
     until_lost,
 )
-from services.gateway.remote.replicas import Replicas
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
-from services.shared.tls.roles import Role
+from rootstock_llm.services.gateway.remote.replicas import Replicas
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 

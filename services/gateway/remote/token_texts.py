@@ -9,12 +9,12 @@ from functools import partial
 
 import grpc
 
-from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
-from services.gateway.generation.errors import unavailable
-from services.gateway.generation.request import ModelInfo
-from services.gateway.remote.connection import StreamBroken, answer_of
-from services.shared.limits import MAX_TOKEN_TEXTS
-from services.shared.observe.log_fields import fields
+from rootstock_llm.protos import detokenizer_pb2, detokenizer_pb2_grpc
+from rootstock_llm.services.gateway.generation.errors import unavailable
+from rootstock_llm.services.gateway.generation.request import ModelInfo
+from rootstock_llm.services.gateway.remote.connection import StreamBroken, answer_of
+from rootstock_llm.services.shared.limits import MAX_TOKEN_TEXTS
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

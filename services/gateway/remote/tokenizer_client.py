@@ -14,18 +14,25 @@ from contextlib import suppress
 
 import grpc
 
-from rootstock.v1 import tokenizer_pb2
-from services.gateway.discovery.endpoints import Endpoints
-from services.gateway.generation.body_fields import CHAT, NO_NAMES, FieldNames
-from services.gateway.generation.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.generation.trace import EncodeCall
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.remote.connection import ANY_MODEL
-from services.gateway.remote.replicas import Replicas
-from services.gateway.remote.tokenizer_replica import EncodeFailed, TokenizerReplica
-from services.shared.observe.log_fields import fields, trace_fields
-from services.shared.output_formats import OutputFormats
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.protos import tokenizer_pb2
+from rootstock_llm.services.gateway.discovery.endpoints import Endpoints
+from rootstock_llm.services.gateway.generation.body_fields import CHAT, NO_NAMES, FieldNames
+from rootstock_llm.services.gateway.generation.errors import (
+    MAX_DETAIL_CHARS,
+    ApiError,
+    bad_request,
+    internal,
+    timed_out,
+    unavailable,
+)
+from rootstock_llm.services.gateway.generation.trace import EncodeCall
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.remote.connection import ANY_MODEL
+from rootstock_llm.services.gateway.remote.replicas import Replicas
+from rootstock_llm.services.gateway.remote.tokenizer_replica import EncodeFailed, TokenizerReplica
+from rootstock_llm.services.shared.observe.log_fields import fields, trace_fields
+from rootstock_llm.services.shared.output_formats import OutputFormats
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 

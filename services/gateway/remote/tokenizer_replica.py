@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 
-from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from services.gateway.generation.trace import EncodeCall
-from services.gateway.remote.connection import (
+from rootstock_llm.protos import tokenizer_pb2, tokenizer_pb2_grpc
+from rootstock_llm.services.gateway.generation.trace import EncodeCall
+from rootstock_llm.services.gateway.remote.connection import (
     ANY_MODEL,
     INFO_S,
     Duplex,
@@ -28,11 +28,11 @@ from services.gateway.remote.connection import (
     serves_model,
     until_unreachable,
 )
-from services.shared import limits
-from services.shared.observe.log_fields import fields
-from services.shared.output_formats import OutputFormats, known
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
-from services.shared.tls.roles import Role
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.output_formats import OutputFormats, known
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from services.gateway.generation.request import ModelVersion
-from services.gateway.remote.connection import Duplex, Patience, StreamBroken, keep_connected, until_lost
-from services.gateway.routing.breaker import CircuitBreaker
-from services.shared.observe.log_fields import fields
-from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
-from services.shared.tls.roles import Role
+from rootstock_llm.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.gateway.generation.request import ModelVersion
+from rootstock_llm.services.gateway.remote.connection import Duplex, Patience, StreamBroken, keep_connected, until_lost
+from rootstock_llm.services.gateway.routing.breaker import CircuitBreaker
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.shared.index.prefix_index import BLOCK_TOKENS, BlockTier
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, BlockTier
 
 MOST_QUEUED_TOKENS = 1 << 15  # prompt tokens at a prefill worker beyond which another prompt would wait longer than it gains
 REASONS = (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.shared.index.prefix_index import BlockTier, IndexEvent
+from rootstock_llm.services.shared.index.prefix_index import BlockTier, IndexEvent
 
 _DEVICE = int(BlockTier.DEVICE)  # an int, because comparing enum members is slow
 _Shards = list[dict[bytes, int]]  # masks by hash, in one dict per first byte of the hash

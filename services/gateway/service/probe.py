@@ -9,18 +9,24 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.dispatch.dispatcher import Dispatcher
-from services.gateway.dispatch.placement import Link, Pool
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.generation.choice import Delta
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationParams, GenerationRequest, ModelInfo, PromptInput, one_step
-from services.gateway.generation.running import RunningRequest
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.service.sink import GenerationCall, RunGeneration, Sink
-from services.shared.limits import PRIORITY_RANGE
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.dispatch.dispatcher import Dispatcher
+from rootstock_llm.services.gateway.dispatch.placement import Link, Pool
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.generation.choice import Delta
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import (
+    GenerationParams,
+    GenerationRequest,
+    ModelInfo,
+    PromptInput,
+    one_step,
+)
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.service.sink import GenerationCall, RunGeneration, Sink
+from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 
 RECENT_S = 2.0  # seconds for which the last step proves that a worker computes
 TRY_S = 10.0  # seconds for the trial request

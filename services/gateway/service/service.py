@@ -7,24 +7,24 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.generation.abort import AbortScope
-from services.gateway.generation.bodies import BodyBudget, ClientGone
-from services.gateway.generation.choice import Choice, Series
-from services.gateway.generation.errors import ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.generation.request import GenerationRequest, check_logprobs, most_tokens
-from services.gateway.generation.running import Phase, Releaser, RunningRequest
-from services.gateway.generation.usage import usage_of
-from services.gateway.keys.key_ring import KeyRing
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.service.sink import GenerationCall, Sink
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.generation.abort import AbortScope
+from rootstock_llm.services.gateway.generation.bodies import BodyBudget, ClientGone
+from rootstock_llm.services.gateway.generation.choice import Choice, Series
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request, internal, timed_out, unavailable
+from rootstock_llm.services.gateway.generation.request import GenerationRequest, check_logprobs, most_tokens
+from rootstock_llm.services.gateway.generation.running import Phase, Releaser, RunningRequest
+from rootstock_llm.services.gateway.generation.usage import usage_of
+from rootstock_llm.services.gateway.keys.key_ring import KeyRing
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.service.sink import GenerationCall, Sink
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from services.shared.observe.spans import Tracing
+    from rootstock_llm.services.shared.observe.spans import Tracing
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from services.gateway.generation.bodies import Gone, RequestBody
-from services.gateway.generation.choice import Delta
-from services.gateway.generation.errors import AnswerForm, ApiError, Headers
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationRequest
-from services.gateway.generation.running import KeyAdmission, RunningRequest
-from services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.generation.bodies import Gone, RequestBody
+from rootstock_llm.services.gateway.generation.choice import Delta
+from rootstock_llm.services.gateway.generation.errors import AnswerForm, ApiError, Headers
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest
+from rootstock_llm.services.gateway.generation.running import KeyAdmission, RunningRequest
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 
 T = TypeVar("T")
 Respond = Callable[[Any, Any, Any], Awaitable[None]]  # an ASGI application: scope, receive, send

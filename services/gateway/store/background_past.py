@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rootstock.v1 import worker_pb2
-from services.gateway.store import background_scripts as scripts
-from services.gateway.store.lease import LeaseLost
-from services.gateway.store.state_redis import READS, StateRedis
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.store import background_scripts as scripts
+from rootstock_llm.services.gateway.store.lease import LeaseLost
+from rootstock_llm.services.gateway.store.state_redis import READS, StateRedis
 
 PAGE_ITEMS, PAGE_BYTES = 128, 256 << 10  # limits of one page
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.generation.request import ModelVersion
-from services.gateway.store.background_past import BackgroundPast
+from rootstock_llm.services.gateway.generation.request import ModelVersion
+from rootstock_llm.services.gateway.store.background_past import BackgroundPast
 
 
 class BackgroundStatus(StrEnum):

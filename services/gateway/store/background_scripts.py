@@ -7,7 +7,7 @@ READS or WRITES is complete. The other scripts are appended to READS or to the f
 
 from __future__ import annotations
 
-from services.gateway.store.state_redis import READS, WRITES
+from rootstock_llm.services.gateway.store.state_redis import READS, WRITES
 
 _ACCOUNTS = """
 local now = redis.call('TIME')

@@ -48,10 +48,10 @@ from typing import Any
 
 import orjson
 
-from services.gateway.generation.request import ModelVersion
-from services.gateway.store import background_scripts as scripts
-from services.gateway.store.background_past import ID_BYTES, PAGE_BYTES, PAGE_ITEMS, BackgroundPast, Lengths
-from services.gateway.store.background_record import (
+from rootstock_llm.services.gateway.generation.request import ModelVersion
+from rootstock_llm.services.gateway.store import background_scripts as scripts
+from rootstock_llm.services.gateway.store.background_past import ID_BYTES, PAGE_BYTES, PAGE_ITEMS, BackgroundPast, Lengths
+from rootstock_llm.services.gateway.store.background_record import (
     BackgroundOrder,
     BackgroundStatus,
     FinalRecords,
@@ -60,10 +60,10 @@ from services.gateway.store.background_record import (
     Stored,
     order_of,
 )
-from services.gateway.store.lease import Lease, Leases
-from services.gateway.store.state_redis import READS, StateRedis
-from services.shared.limits import MAX_BACKGROUND_BYTES
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.gateway.store.lease import Lease, Leases
+from rootstock_llm.services.gateway.store.state_redis import READS, StateRedis
+from rootstock_llm.services.shared.limits import MAX_BACKGROUND_BYTES
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

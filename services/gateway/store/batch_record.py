@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.gateway.store.state_store import StoreAway
 
 
 class BatchStatus(StrEnum):

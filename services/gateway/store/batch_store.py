@@ -15,12 +15,12 @@ from typing import Any
 
 import orjson
 
-from services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus, Unreadable, record_of
-from services.gateway.store.file_store import page
-from services.gateway.store.lease import Lease, Leases
-from services.gateway.store.state_redis import READS, WRITES, StateRedis
-from services.gateway.store.stored_files import ERRORS, OUTPUT, OwnerKeys, StoredFile, accounts
-from services.shared.limits import MAX_BATCH_WINDOW_S
+from rootstock_llm.services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus, Unreadable, record_of
+from rootstock_llm.services.gateway.store.file_store import page
+from rootstock_llm.services.gateway.store.lease import Lease, Leases
+from rootstock_llm.services.gateway.store.state_redis import READS, WRITES, StateRedis
+from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT, OwnerKeys, StoredFile, accounts
+from rootstock_llm.services.shared.limits import MAX_BATCH_WINDOW_S
 
 _OPEN = "state:batches:open"
 SAMPLES = 10  # a call of waiting() looks at one in SAMPLES of the batches beyond the limit per owner

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from services.gateway.store.state_redis import READS, WRITES, StateRedis
-from services.gateway.store.stored_files import FileGone, OwnerKeys, StoredFile, accounts, loaded
-from services.shared.limits import FILE_CHUNK_BYTES
+from rootstock_llm.services.gateway.store.state_redis import READS, WRITES, StateRedis
+from rootstock_llm.services.gateway.store.stored_files import FileGone, OwnerKeys, StoredFile, accounts, loaded
+from rootstock_llm.services.shared.limits import FILE_CHUNK_BYTES
 
 UPLOAD_S = 3600  # lifetime of a chunk before its file is sealed, in seconds
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.store.state_redis import READS, WRITES, StateRedis
+from rootstock_llm.services.gateway.store.state_redis import READS, WRITES, StateRedis
 
 # The same token may ask again after a lost reply. It also gets an expired lease back if no other gateway has taken it.
 _KEEP = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.generation.errors import bad_request
-from services.shared import limits
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.shared import limits
 
 
 def check_metadata(given: Any) -> dict[str, str]:

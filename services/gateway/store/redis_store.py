@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.store.state_redis import READS, StateRedis
-from services.gateway.store.state_store import Changed, StoredRecord
-from services.shared.limits import MAX_RECORD_BYTES
+from rootstock_llm.services.gateway.store.state_redis import READS, StateRedis
+from rootstock_llm.services.gateway.store.state_store import Changed, StoredRecord
+from rootstock_llm.services.shared.limits import MAX_RECORD_BYTES
 
 _FORGET = """
 local function forget(name)

@@ -9,8 +9,8 @@ from typing import Any
 
 from redis import exceptions
 
-from services.gateway.store.state_store import StoreAway
-from services.shared.index.redis_client import redis_client
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.shared.index.redis_client import redis_client
 
 TIMEOUT_S = 2.0  # time limit of one attempt
 PAUSE_S = 0.1  # seconds between two attempts

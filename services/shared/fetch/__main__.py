@@ -1,4 +1,4 @@
-"""python -m services.shared.fetch FOLDER SOURCE …: downloads each model into its folder, which appears when it is complete.
+"""python -m rootstock_llm.services.shared.fetch FOLDER SOURCE …: downloads each model. Its folder appears when it is complete.
 
 SOURCE is a hub id (with @revision if it is not main), s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or the path of a folder. A complete
 model is not downloaded again, and an interrupted download resumes. Checksums are compared with the source's. A model
@@ -26,9 +26,9 @@ import signal
 import sys
 from pathlib import Path
 
-from services.shared.fetch.download import fetch
-from services.shared.fetch.files import DownloadStore, Unfetchable, Unserved
-from services.shared.fetch.stores import S3, Folder, Gcs, Hub
+from rootstock_llm.services.shared.fetch.download import fetch
+from rootstock_llm.services.shared.fetch.files import DownloadStore, Unfetchable, Unserved
+from rootstock_llm.services.shared.fetch.stores import S3, Folder, Gcs, Hub
 
 
 def store_of(source: str) -> DownloadStore:

@@ -20,15 +20,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TextIO
 
-from services.shared.fetch.files import CHUNK, WANTED, DownloadStore, RemoteFile, Unfetchable, Unserved
-from services.shared.fetch.http_client import ask, patiently
-from services.shared.hf_tokenizer import TOKENIZER_FILE, VOCABULARIES
-from services.shared.observe.progress import Progress
-from services.shared.served_config import refusal
+from rootstock_llm.services.shared.fetch.files import CHUNK, WANTED, DownloadStore, RemoteFile, Unfetchable, Unserved
+from rootstock_llm.services.shared.fetch.http_client import ask, patiently
+from rootstock_llm.services.shared.hf_tokenizer import TOKENIZER_FILE, VOCABULARIES
+from rootstock_llm.services.shared.observe.progress import Progress
+from rootstock_llm.services.shared.served_config import refusal
 
 AT_ONCE = 4  # files downloaded at a time
 CONFIG = "config.json"
-CONVERTER = "services.worker.text.convert_tokenizer"  # in a process of its own: only the worker's image has it
+CONVERTER = "rootstock_llm.services.worker.text.convert_tokenizer"  # in a process of its own: only the worker's image has it
 BAR_S = 0.25  # pause between two updates of a progress bar
 
 

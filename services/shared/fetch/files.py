@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from services.shared.fetch.http_client import Headers
+from rootstock_llm.services.shared.fetch.http_client import Headers
 
 TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 WANTED = (*TOKENIZER, "*.safetensors")  # other formats, such as pickles, are not downloaded

@@ -21,8 +21,8 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from services.shared.fetch.files import RemoteFile, digest, is_wanted, unequal
-from services.shared.fetch.http_client import Headers, answer_json, ask, encoded, patiently
+from rootstock_llm.services.shared.fetch.files import RemoteFile, digest, is_wanted, unequal
+from rootstock_llm.services.shared.fetch.http_client import Headers, answer_json, ask, encoded, patiently
 
 
 class Folder:

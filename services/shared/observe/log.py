@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from services.shared.observe.log_fields import FIELDS
+from rootstock_llm.services.shared.observe.log_fields import FIELDS
 
 
 class JsonFormatter(logging.Formatter):

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 STEP = "step"  # field of a log record that `make run` shows to its user
 GB = "GB"

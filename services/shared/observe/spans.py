@@ -21,7 +21,7 @@ from opentelemetry.trace import Span as OtelSpan
 from opentelemetry.trace import SpanKind, StatusCode, Tracer, format_span_id, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

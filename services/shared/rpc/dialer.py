@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.shared.observe.log_fields import fields
-from services.shared.rpc import grpc_server
-from services.shared.tls.certificate_files import LOOK_S
-from services.shared.tls.handshake import why_refused
-from services.shared.tls.mutual_tls import MutualTls
-from services.shared.tls.roles import Role
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.shared.tls.certificate_files import LOOK_S
+from rootstock_llm.services.shared.tls.handshake import why_refused
+from rootstock_llm.services.shared.tls.mutual_tls import MutualTls
+from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 

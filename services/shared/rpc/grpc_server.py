@@ -16,10 +16,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from services.shared.limits import MAX_MESSAGE_BYTES
-from services.shared.observe.log_fields import fields
-from services.shared.tls.mutual_tls import TOKEN_KEY, MutualTls
-from services.shared.tls.roles import Role
+from rootstock_llm.services.shared.limits import MAX_MESSAGE_BYTES
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.tls.mutual_tls import TOKEN_KEY, MutualTls
+from rootstock_llm.services.shared.tls.roles import Role
 
 CLOSE_S = 1.0  # smallest time for connections to close, also after the grace period
 ENDED = 128 + signal.SIGTERM  # exit status of a process that SIGTERM ends, by the shells' convention

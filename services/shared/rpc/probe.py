@@ -1,7 +1,7 @@
 """Checks the health of a service once and exits with a status, for an image's HEALTHCHECK and for use in a shell.
 
-    python -m services.shared.rpc.probe 127.0.0.1:7003 --service worker     gRPC health; without --service: liveness
-    python -m services.shared.rpc.probe http://127.0.0.1:8000/health        HTTP GET
+    python -m rootstock_llm.services.shared.rpc.probe 127.0.0.1:7003 --service worker     gRPC health; without --service: liveness
+    python -m rootstock_llm.services.shared.rpc.probe http://127.0.0.1:8000/health        HTTP GET
 
 Exit status 0: the service is serving, or the HTTP status is 200 to 399. Exit status 1: any other result, with one line on stderr.
 Exit status 2: a wrong command line.
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.shared.rpc.grpc_server import LIVENESS
+from rootstock_llm.services.shared.rpc.grpc_server import LIVENESS
 
 SERVING, FAILING = 0, 1
 
@@ -56,7 +56,7 @@ def check_http(url: str, timeout_s: float) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m services.shared.rpc.probe", description="Checks the health of a service once."
+        prog="python -m rootstock_llm.services.shared.rpc.probe", description="Checks the health of a service once."
     )
     parser.add_argument("target", help="host:port of a gRPC health service, or an http:// or https:// URL")
     parser.add_argument("--service", default=LIVENESS, help="name in the gRPC health service; empty: liveness")

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 import grpc
 
-from services.shared.rpc import grpc_server
-from services.shared.rpc.control_token import accepts
-from services.shared.rpc.grpc_server import PortGuard
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.shared.rpc.control_token import accepts
+from rootstock_llm.services.shared.rpc.grpc_server import PortGuard
 
 METADATA_KEY = "authorization"
 

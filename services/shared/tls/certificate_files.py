@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.shared.observe.log_fields import fields
-from services.shared.tls.handshake import Named, shown
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.tls.handshake import Named, shown
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.shared.tls.roles import Role
+from rootstock_llm.services.shared.tls.roles import Role
 
 LIMIT_S = 3.0  # time limit of a diagnosis
 REFUSED_S = 0.5  # time in which a server refuses the client's certificate after the handshake has ended here

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import grpc
 
-from services.shared.settings import TlsSettings
-from services.shared.tls.certificate_files import CertificateFiles, Certificates
-from services.shared.tls.roles import Role
-from services.shared.tls.token_file import TokenFile
+from rootstock_llm.services.shared.settings import TlsSettings
+from rootstock_llm.services.shared.tls.certificate_files import CertificateFiles, Certificates
+from rootstock_llm.services.shared.tls.roles import Role
+from rootstock_llm.services.shared.tls.token_file import TokenFile
 
 TOKEN_KEY = "rootstock-token"  # metadata key of the token in each call
 

@@ -12,8 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-from services.shared.observe.log_fields import fields
-from services.shared.tls.certificate_files import LOOK_S, BadTls
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.tls.certificate_files import LOOK_S, BadTls
 
 logger = logging.getLogger(__name__)
 

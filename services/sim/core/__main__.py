@@ -1,14 +1,14 @@
-"""python -m services.sim.core TRACE | generate KIND | fit SOURCE, or `rootstock sim`. Each has --help."""
+"""python -m rootstock_llm.services.sim.core TRACE | generate KIND | fit SOURCE, or `rootstock sim`. Each has --help."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 
-from services.sim.core import fit_command, generate_command, run_command
-from services.sim.core.report.timeline import NoPicture
-from services.sim.core.run.simulation import SimulationError
-from services.worker.exec.contracts.protocol import ExecutorError
+from rootstock_llm.services.sim.core import fit_command, generate_command, run_command
+from rootstock_llm.services.sim.core.report.timeline import NoPicture
+from rootstock_llm.services.sim.core.run.simulation import SimulationError
+from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorError
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"generate": generate_command.main, "fit": fit_command.main}
 

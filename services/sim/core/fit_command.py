@@ -1,4 +1,4 @@
-"""python -m services.sim.core fit SOURCE: fits a time model to measured steps."""
+"""python -m rootstock_llm.services.sim.core fit SOURCE: fits a time model to measured steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from services.shared.settings import of_values
-from services.sim.core.run.config_flags import add_setting_flag
-from services.sim.core.run.time_models import (
+from rootstock_llm.services.shared.settings import of_values
+from rootstock_llm.services.sim.core.run.config_flags import add_setting_flag
+from rootstock_llm.services.sim.core.run.time_models import (
     MeasureShape,
     StepTiming,
     fit_time_model,
@@ -22,9 +22,9 @@ from services.sim.core.run.time_models import (
     time_model_json,
     write_timings,
 )
-from services.worker.device_limits import resolved
-from services.worker.scheduler_config import scheduler_config
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.device_limits import resolved
+from rootstock_llm.services.worker.scheduler_config import scheduler_config
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 
 def main(argv: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _measure_model(args: argparse.Namespace) -> list[StepTiming]:
     # Imported here, because only a measurement needs torch.
-    from services.worker.exec.build import DeviceOptions, build_device_executor
+    from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
 
     shape, settings = MeasureShape(args.batches, args.prompts, args.output), _settings(args)
     most = max(args.batches) + (settings.chunked_prefill_size or max(args.batches) * max(shape.prompts))

@@ -1,4 +1,4 @@
-"""python -m services.sim.core generate KIND OUT: writes a trace."""
+"""python -m rootstock_llm.services.sim.core generate KIND OUT: writes a trace."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.sim.core.trace import workloads
-from services.sim.core.trace.trace import Trace, write_trace
+from rootstock_llm.services.sim.core.trace import workloads
+from rootstock_llm.services.sim.core.trace.trace import Trace, write_trace
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""python -m services.sim.core TRACE: runs a trace and prints the figures."""
+"""python -m rootstock_llm.services.sim.core TRACE: runs a trace and prints the figures."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from services.sim.core.report.report import as_dict, as_table, make_report
-from services.sim.core.report.timeline import check_drawable, draw_timeline
-from services.sim.core.run.config_flags import NUM_PAGES, add_config_flags, settings_of, simulated_config
-from services.sim.core.run.digest import RunDigest
-from services.sim.core.run.simulation import Simulation
-from services.sim.core.run.time_models import PRESETS, load_time_model
-from services.sim.core.run.worker import HostTimes
-from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
-from services.sim.core.trace.trace import BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, Trace, read_trace
-from services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.sim.core.report.report import as_dict, as_table, make_report
+from rootstock_llm.services.sim.core.report.timeline import check_drawable, draw_timeline
+from rootstock_llm.services.sim.core.run.config_flags import NUM_PAGES, add_config_flags, settings_of, simulated_config
+from rootstock_llm.services.sim.core.run.digest import RunDigest
+from rootstock_llm.services.sim.core.run.simulation import Simulation
+from rootstock_llm.services.sim.core.run.time_models import PRESETS, load_time_model
+from rootstock_llm.services.sim.core.run.worker import HostTimes
+from rootstock_llm.services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
+from rootstock_llm.services.sim.core.trace.trace import BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, Trace, read_trace
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
 
 
 def main(argv: Sequence[str]) -> None:

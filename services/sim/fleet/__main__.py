@@ -1,4 +1,4 @@
-"""python -m services.sim.fleet, or `rootstock sim fleet`: runs a fleet on a trace and compares routing policies."""
+"""python -m rootstock_llm.services.sim.fleet, or `rootstock sim fleet`: runs a fleet on a trace and compares routing policies."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config
-from services.sim.core.run.remote_reads import Wire
-from services.sim.core.run.simulation import SimulationError
-from services.sim.core.run.time_models import PRESETS, load_time_model
-from services.sim.core.run.worker import HostTimes
-from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
-from services.sim.core.trace.trace import Trace, read_trace
-from services.sim.fleet.config import MIN_TOKENS, FleetConfig, Kill, Roles
-from services.sim.fleet.report import FleetReport, as_dict, as_role_table, as_table, make_report
-from services.sim.fleet.simulation import FleetSimulation
-from services.sim.fleet.workloads import WORKLOADS
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config
+from rootstock_llm.services.sim.core.run.remote_reads import Wire
+from rootstock_llm.services.sim.core.run.simulation import SimulationError
+from rootstock_llm.services.sim.core.run.time_models import PRESETS, load_time_model
+from rootstock_llm.services.sim.core.run.worker import HostTimes
+from rootstock_llm.services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
+from rootstock_llm.services.sim.core.trace.trace import Trace, read_trace
+from rootstock_llm.services.sim.fleet.config import MIN_TOKENS, FleetConfig, Kill, Roles
+from rootstock_llm.services.sim.fleet.report import FleetReport, as_dict, as_role_table, as_table, make_report
+from rootstock_llm.services.sim.fleet.simulation import FleetSimulation
+from rootstock_llm.services.sim.fleet.workloads import WORKLOADS
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 KV_TOKENS = 800_000  # tokens of KV of an 8B model on one large accelerator
 KV_BYTES = 131_072  # bytes of KV per token of the same model in bfloat16

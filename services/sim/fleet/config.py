@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from services.gateway.routing.config import RoutingConfig
-from services.sim.core.run.remote_reads import Wire
-from services.sim.core.run.worker import HostTimes
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.gateway.routing.config import RoutingConfig
+from rootstock_llm.services.sim.core.run.remote_reads import Wire
+from rootstock_llm.services.sim.core.run.worker import HostTimes
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.exec.fake import TimeModel
 
 MIN_TOKENS = 512  # default of the gateway's --disaggregation-min-tokens
 

@@ -13,20 +13,28 @@ from hashlib import blake2b
 
 import numpy as np
 
-from services.gateway.routing.fair_queue import FairQueue, Placed
-from services.gateway.routing.policies import Pick, RoutingQuery, SharingMeter, WorkerColumns, hits_of, make_policy, pick_prefill
-from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.prefix_index import BlockTier, block_hashes, cache_namespace, split_hashes
-from services.sim.core.run.worker import submit_message
-from services.sim.core.trace.script import Script
-from services.sim.core.trace.trace import Trace
-from services.sim.fleet.config import FleetConfig
-from services.sim.fleet.event_queue import EventQueue
-from services.sim.fleet.worker import FleetWorker, PrefetchMessage, WorkerLoad, namespace_root, worker_name
-from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, PeerOutput, Prefetch, Submit
-from services.worker.core.contracts.reservations import KvSource
-from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.loop.inbox import Abort, PrefetchMore
+from rootstock_llm.services.gateway.routing.fair_queue import FairQueue, Placed
+from rootstock_llm.services.gateway.routing.policies import (
+    Pick,
+    RoutingQuery,
+    SharingMeter,
+    WorkerColumns,
+    hits_of,
+    make_policy,
+    pick_prefill,
+)
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.shared.index.prefix_index import BlockTier, block_hashes, cache_namespace, split_hashes
+from rootstock_llm.services.sim.core.run.worker import submit_message
+from rootstock_llm.services.sim.core.trace.script import Script
+from rootstock_llm.services.sim.core.trace.trace import Trace
+from rootstock_llm.services.sim.fleet.config import FleetConfig
+from rootstock_llm.services.sim.fleet.event_queue import EventQueue
+from rootstock_llm.services.sim.fleet.worker import FleetWorker, PrefetchMessage, WorkerLoad, namespace_root, worker_name
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, PeerOutput, Prefetch, Submit
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.worker.loop.inbox import Abort, PrefetchMore
 
 
 class LoadView:

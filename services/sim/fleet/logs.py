@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gateway.routing.policies import Pick
-from services.sim.core.run.logs import RequestLog
-from services.worker.core.contracts.messages import Finish
+from rootstock_llm.services.gateway.routing.policies import Pick
+from rootstock_llm.services.sim.core.run.logs import RequestLog
+from rootstock_llm.services.worker.core.contracts.messages import Finish
 
 F64 = NDArray[np.float64]
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.report.report import Quantiles
-from services.sim.fleet.config import Roles
-from services.sim.fleet.simulation import FleetOutcome
-from services.sim.fleet.worker import WorkerTally
+from rootstock_llm.services.sim.core.report.report import Quantiles
+from rootstock_llm.services.sim.fleet.config import Roles
+from rootstock_llm.services.sim.fleet.simulation import FleetOutcome
+from rootstock_llm.services.sim.fleet.worker import WorkerTally
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,18 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from services.sim.core.run.remote_reads import OpenReservations, RemoteReads
-from services.sim.core.run.simulation import SimulationError
-from services.sim.core.trace.arrivals import Arrivals
-from services.sim.core.trace.script import Script
-from services.sim.core.trace.trace import Trace
-from services.sim.fleet.config import FleetConfig, Kill
-from services.sim.fleet.event_queue import EventQueue
-from services.sim.fleet.gateway import FleetGateway
-from services.sim.fleet.logs import FleetLog
-from services.sim.fleet.worker import FleetWorker, PrefetchMessage, WorkerTally, worker_name
-from services.worker.core.contracts.messages import FinishReason, PeerOutput, Submit
-from services.worker.core.contracts.reservations import KvSource
+from rootstock_llm.services.sim.core.run.remote_reads import OpenReservations, RemoteReads
+from rootstock_llm.services.sim.core.run.simulation import SimulationError
+from rootstock_llm.services.sim.core.trace.arrivals import Arrivals
+from rootstock_llm.services.sim.core.trace.script import Script
+from rootstock_llm.services.sim.core.trace.trace import Trace
+from rootstock_llm.services.sim.fleet.config import FleetConfig, Kill
+from rootstock_llm.services.sim.fleet.event_queue import EventQueue
+from rootstock_llm.services.sim.fleet.gateway import FleetGateway
+from rootstock_llm.services.sim.fleet.logs import FleetLog
+from rootstock_llm.services.sim.fleet.worker import FleetWorker, PrefetchMessage, WorkerTally, worker_name
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason, PeerOutput, Submit
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource
 
 MAX_SILENCE_S = 600.0  # longest time without any output while requests are open
 

@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from services.shared.index.prefix_index import block_hash, root_hash
-from services.sim.core.run.executor import SimRun
-from services.sim.core.run.remote_reads import RemoteReads
-from services.sim.core.run.worker import STUCK_WAIT_S, SimWorker
-from services.sim.core.trace.script import Script
-from services.sim.fleet.config import FleetConfig
-from services.sim.fleet.event_queue import EventQueue
-from services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, ReservationReleased
-from services.worker.core.control import SchedulerControl
-from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
-from services.worker.loop.inbox import Abort, PrefetchMore
+from rootstock_llm.services.shared.index.prefix_index import block_hash, root_hash
+from rootstock_llm.services.sim.core.run.executor import SimRun
+from rootstock_llm.services.sim.core.run.remote_reads import RemoteReads
+from rootstock_llm.services.sim.core.run.worker import STUCK_WAIT_S, SimWorker
+from rootstock_llm.services.sim.core.trace.script import Script
+from rootstock_llm.services.sim.fleet.config import FleetConfig
+from rootstock_llm.services.sim.fleet.event_queue import EventQueue
+from rootstock_llm.services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit
+from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, ReservationReleased
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
+from rootstock_llm.services.worker.loop.inbox import Abort, PrefetchMore
 
 MODEL = "simulated"
 IDLE_CHECK_S = 1.0  # period of the idle worker's loop, which ends expired KV reservations

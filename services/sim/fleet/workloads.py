@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.sim.core.trace import workloads
-from services.sim.core.trace.trace import Trace
+from rootstock_llm.services.sim.core.trace import workloads
+from rootstock_llm.services.sim.core.trace.trace import Trace
 
 PREFIX, SUFFIX, OUTPUT = 2048, 128, 256  # tokens
 

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from itertools import combinations, product
 from typing import Any, Literal, NamedTuple
 
-from services.tokenizer.history.turns import (
+from rootstock_llm.services.tokenizer.history.turns import (
     CONSEQUENT,
     REPAIRS,
     STRICT,

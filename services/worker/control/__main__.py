@@ -1,4 +1,4 @@
-"""python -m services.worker.control, or `rootstock control`: calls an operation of one worker and prints its response as JSON."""
+"""`rootstock control`, or python -m rootstock_llm.services.worker.control: calls an operation of one worker."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import grpc
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from services.shared.rpc.control_token import read_token
-from services.shared.rpc.dialer import Dialer
-from services.shared.settings import ENV_PREFIX, TlsSettings, load_given
-from services.shared.tls.mutual_tls import mutual_tls
-from services.shared.tls.roles import Role
-from services.worker.control.command_line import PARSERS, WrongWords, call, failure
-from services.worker.control.flags import OPERATIONS, add_flags
+from rootstock_llm.services.shared.rpc.control_token import read_token
+from rootstock_llm.services.shared.rpc.dialer import Dialer
+from rootstock_llm.services.shared.settings import ENV_PREFIX, TlsSettings, load_given
+from rootstock_llm.services.shared.tls.mutual_tls import mutual_tls
+from rootstock_llm.services.shared.tls.roles import Role
+from rootstock_llm.services.worker.control.command_line import PARSERS, WrongWords, call, failure
+from rootstock_llm.services.worker.control.flags import OPERATIONS, add_flags
 
 PROG = "rootstock control"  # begins each line on stderr
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m services.worker.control",
+        prog="python -m rootstock_llm.services.worker.control",
         description="Calls one operation of one worker's control service.",
         epilog=OPERATIONS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

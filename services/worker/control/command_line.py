@@ -9,14 +9,14 @@ import grpc
 import orjson
 from google.protobuf.message import Message
 
-from rootstock.v1 import control_pb2 as pb
-from rootstock.v1 import control_pb2_grpc
-from services.shared.control_values import SELECTED, Scalar, as_json, put_values
-from services.shared.rpc.control_token import authorization
-from services.shared.rpc.dialer import Dialer
-from services.shared.rpc.token_check import METADATA_KEY
-from services.shared.tls.roles import Role
-from services.worker.control.flush import OF_SALT
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.protos import control_pb2_grpc
+from rootstock_llm.services.shared.control_values import SELECTED, Scalar, as_json, put_values
+from rootstock_llm.services.shared.rpc.control_token import authorization
+from rootstock_llm.services.shared.rpc.dialer import Dialer
+from rootstock_llm.services.shared.rpc.token_check import METADATA_KEY
+from rootstock_llm.services.shared.tls.roles import Role
+from rootstock_llm.services.worker.control.flush import OF_SALT
 
 
 class WrongWords(ValueError):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from services.shared.control_values import SELECTED
-from services.shared.limits import MAX_CACHE_SALT_CHARS
-from services.worker.core.contracts.transfers import Deleted, Selection, Tier
-from services.worker.core.control import SchedulerControl
-from services.worker.exec.contracts.operations import DeleteStored
-from services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.shared.control_values import SELECTED
+from rootstock_llm.services.shared.limits import MAX_CACHE_SALT_CHARS
+from rootstock_llm.services.worker.core.contracts.transfers import Deleted, Selection, Tier
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 
 # A prefix of the device must not return from the host. A storage is made to outlive a flush of both.
 USUAL = (Tier.DEVICE, Tier.HOST)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.shared.control_values import Scalar
-from services.worker.control.occupation import MemoryPart, Occupation
-from services.worker.control.profiles import Profiles
-from services.worker.core.control import SchedulerControl
-from services.worker.loop.inbox import Pace
+from rootstock_llm.services.shared.control_values import Scalar
+from rootstock_llm.services.worker.control.occupation import MemoryPart, Occupation
+from rootstock_llm.services.worker.control.profiles import Profiles
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.loop.inbox import Pace
 
 MAX_STEP_DELAY_S = 10.0
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
-from services.worker.core.contracts.messages import PauseMode
-from services.worker.core.control import SchedulerControl
-from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
-from services.worker.exec.contracts.protocol import Executor
-from services.worker.identity.model_identity import ServedWeights
-from services.worker.identity.weights_revision import WeightsChanged
+from rootstock_llm.services.worker.core.contracts.messages import PauseMode
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.identity.model_identity import ServedWeights
+from rootstock_llm.services.worker.identity.weights_revision import WeightsChanged
 
 
 class MemoryPart(enum.Enum):

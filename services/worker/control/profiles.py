@@ -6,8 +6,8 @@ import re
 import time
 from pathlib import Path
 
-from services.worker.exec.contracts.operations import OperationRefused, StartProfile, StopProfile
-from services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.exec.contracts.operations import OperationRefused, StartProfile, StopProfile
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _ODD = re.compile(r"[^A-Za-z0-9._-]")

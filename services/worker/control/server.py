@@ -9,15 +9,15 @@ from pathlib import Path
 
 import grpc
 
-from rootstock.v1 import control_pb2_grpc
-from services.shared.rpc.control_token import read_token, require_token_beyond_loopback
-from services.shared.rpc.grpc_server import PortGuard
-from services.shared.rpc.token_check import start_guarded_server
-from services.worker.control.profiles import Profiles
-from services.worker.control.servicer import ControlServicer
-from services.worker.exec.contracts.peer_pages import PeerRate
-from services.worker.identity.model_identity import ServedWeights
-from services.worker.loop.inbox import Command
+from rootstock_llm.protos import control_pb2_grpc
+from rootstock_llm.services.shared.rpc.control_token import read_token, require_token_beyond_loopback
+from rootstock_llm.services.shared.rpc.grpc_server import PortGuard
+from rootstock_llm.services.shared.rpc.token_check import start_guarded_server
+from rootstock_llm.services.worker.control.profiles import Profiles
+from rootstock_llm.services.worker.control.servicer import ControlServicer
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerRate
+from rootstock_llm.services.worker.identity.model_identity import ServedWeights
+from rootstock_llm.services.worker.loop.inbox import Command
 
 logger = logging.getLogger(__name__)
 

@@ -13,23 +13,23 @@ from typing import Any
 
 import grpc
 
-from rootstock.v1 import control_pb2 as pb
-from rootstock.v1 import control_pb2_grpc
-from services.shared.control_values import enum_word, put_values, value_from_pb
-from services.shared.observe.log_fields import fields
-from services.worker.control import internal_state
-from services.worker.control.flush import Flushed, flush, parse
-from services.worker.control.internal_state import InternalState
-from services.worker.control.occupation import MemoryPart, Occupation
-from services.worker.control.profiles import Profiles
-from services.worker.core.contracts.messages import PauseMode
-from services.worker.core.contracts.transfers import Deleted
-from services.worker.core.control import SchedulerControl
-from services.worker.exec.contracts.operations import OperationRefused
-from services.worker.exec.contracts.peer_pages import PeerRate
-from services.worker.exec.contracts.protocol import Executor
-from services.worker.identity.model_identity import ServedWeights
-from services.worker.loop.inbox import Action, Barrier, Command, LoopEnded, NotIdle, Pace
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.protos import control_pb2_grpc
+from rootstock_llm.services.shared.control_values import enum_word, put_values, value_from_pb
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.control import internal_state
+from rootstock_llm.services.worker.control.flush import Flushed, flush, parse
+from rootstock_llm.services.worker.control.internal_state import InternalState
+from rootstock_llm.services.worker.control.occupation import MemoryPart, Occupation
+from rootstock_llm.services.worker.control.profiles import Profiles
+from rootstock_llm.services.worker.core.contracts.messages import PauseMode
+from rootstock_llm.services.worker.core.contracts.transfers import Deleted
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.exec.contracts.operations import OperationRefused
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerRate
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.identity.model_identity import ServedWeights
+from rootstock_llm.services.worker.loop.inbox import Action, Barrier, Command, LoopEnded, NotIdle, Pace
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.contracts.config import UNCHUNKED, SchedulePolicy, SchedulerConfig
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import PauseMode, TraceEvent
-from services.worker.core.contracts.transfers import Tier
-from services.worker.core.invariants import violations
-from services.worker.core.kv.radix_cache import is_retired, retired_name, salt_of_tree
-from services.worker.core.requests.finish import CANCELLED
-from services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.contracts.config import UNCHUNKED, SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.messages import PauseMode, TraceEvent
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.invariants import violations
+from rootstock_llm.services.worker.core.kv.radix_cache import is_retired, retired_name, salt_of_tree
+from rootstock_llm.services.worker.core.requests.finish import CANCELLED
+from rootstock_llm.services.worker.core.scheduler import Scheduler
 
 Tunable = int | float | str | bool
 

@@ -6,13 +6,13 @@ from collections import Counter
 
 import numpy as np
 
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.other_tiers import OtherTiers
-from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Phase
-from services.worker.core.requests.sessions import SessionTable
-from services.worker.core.requests.waiting_queue import HeldCapacity
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.other_tiers import OtherTiers
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.requests.queues import RequestQueues
+from rootstock_llm.services.worker.core.requests.request import Phase
+from rootstock_llm.services.worker.core.requests.sessions import SessionTable
+from rootstock_llm.services.worker.core.requests.waiting_queue import HeldCapacity
 
 
 def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, tiers: OtherTiers | None) -> list[str]:

@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.counters import COUNTER_NAMES, Counters, StepStats
-from services.worker.core.contracts.grammar import GrammarBook, GrammarSpec, Matcher
-from services.worker.core.contracts.messages import (
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.counters import COUNTER_NAMES, Counters, StepStats
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarBook, GrammarSpec, Matcher
+from rootstock_llm.services.worker.core.contracts.messages import (
     ErrorCode,
     Finish,
     FinishReason,
@@ -23,26 +23,26 @@ from services.worker.core.contracts.messages import (
     Prefetch,
     Submit,
 )
-from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
-from services.worker.core.contracts.reservations import KvSource, ReservationEvents, ReservationReleased
-from services.worker.core.contracts.transfers import Fact, PageOperation
-from services.worker.core.kv.backup_queue import BackupQueue
-from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
-from services.worker.core.kv.memory import KVMemory, KVShape
-from services.worker.core.kv.other_tiers import TierStats
-from services.worker.core.planning.committer import Committer
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.core.planning.planner import Planner
-from services.worker.core.planning.step_rows import Extend, Step
-from services.worker.core.requests.finish import CANCELLED, TextRules, refusal, refused
-from services.worker.core.requests.lifecycle import RequestLifecycle, TraceLog
-from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns, make_request
-from services.worker.core.requests.reservations import KvReservations
-from services.worker.core.requests.sessions import SessionTable
-from services.worker.core.tiers.page_keys import PageKeys
-from services.worker.core.tiers.prefetches import wanted_ahead
-from services.worker.core.tiers.tiers import TierLimits, Tiers
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource, ReservationEvents, ReservationReleased
+from rootstock_llm.services.worker.core.contracts.transfers import Fact, PageOperation
+from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
+from rootstock_llm.services.worker.core.kv.memory import KVMemory, KVShape
+from rootstock_llm.services.worker.core.kv.other_tiers import TierStats
+from rootstock_llm.services.worker.core.planning.committer import Committer
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.core.planning.planner import Planner
+from rootstock_llm.services.worker.core.planning.step_rows import Extend, Step
+from rootstock_llm.services.worker.core.requests.finish import CANCELLED, TextRules, refusal, refused
+from rootstock_llm.services.worker.core.requests.lifecycle import RequestLifecycle, TraceLog
+from rootstock_llm.services.worker.core.requests.queues import RequestQueues
+from rootstock_llm.services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns, make_request
+from rootstock_llm.services.worker.core.requests.reservations import KvReservations
+from rootstock_llm.services.worker.core.requests.sessions import SessionTable
+from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
+from rootstock_llm.services.worker.core.tiers.prefetches import wanted_ahead
+from rootstock_llm.services.worker.core.tiers.tiers import TierLimits, Tiers
 
 TIER_FIELDS = tuple(field.name for field in fields(TierStats))
 

@@ -11,46 +11,46 @@ from typing import TypeVar
 
 import torch
 
-from kernels.contracts.step_ops import BringPieces
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.plan import VERIFIED_TOKENS
-from services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
-from services.worker.exec.attention.choose import choose_attention
-from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.drafter import Kept
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.contracts.options import DeviceOptions
-from services.worker.exec.contracts.peer_pages import RoomServer
-from services.worker.exec.contracts.protocol import ExecutorStats
-from services.worker.exec.device import device_of, load_target, streams_of
-from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
-from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.kernel_set import KernelSet, bring_pieces, copies, sample_kernels
-from services.worker.exec.loading import load_again, load_model
-from services.worker.exec.memory_parts import MemoryParts, NoModel
-from services.worker.exec.models.dense import Decoder
-from services.worker.exec.models.loaded_model import LoadedModel
-from services.worker.exec.pools import kv_pool
-from services.worker.exec.pools.embedding_pool import EmbeddingPool
-from services.worker.exec.pools.host_memory import free_memory
-from services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerKV, PoolTooSmall, kv_pool_tokens
-from services.worker.exec.sampling.logprob_requests import PIECE_BYTES
-from services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
-from services.worker.exec.sizing import PoolNeeds, pages_of_device
-from services.worker.exec.speculation import NO_DRAFT, Drafting, load_draft
-from services.worker.exec.step.cuda_graph_runner import CudaGraphMemory, CudaGraphRunner, GraphMemory, graph_sizes
-from services.worker.exec.step.drafted_steps import DraftedSteps
-from services.worker.exec.step.idle_steps import StepBounds, largest_step
-from services.worker.exec.step.model_runner import DeviceRunner
-from services.worker.exec.step.passes import POISON, ForwardPass
-from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.streams.returned_memory import return_cached, return_memory
-from services.worker.exec.tiers.make_tiers import make_mover
-from services.worker.exec.tiers.page_copier import PageCopier, PieceCopies, PoolReader
-from services.worker.exec.tiers.page_mover import PageMover
-from services.worker.exec.warm_up import PROMPTS, warm_up
-from services.worker.exec.weights.load_progress import LoadPhases
-from services.worker.exec.weights.load_request import LoadRequest
+from rootstock_llm.kernels.contracts.step_ops import BringPieces
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
+from rootstock_llm.services.worker.exec.attention.choose import choose_attention
+from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.contracts.drafter import Kept
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
+from rootstock_llm.services.worker.exec.contracts.peer_pages import RoomServer
+from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorStats
+from rootstock_llm.services.worker.exec.device import device_of, load_target, streams_of
+from rootstock_llm.services.worker.exec.eager_cost import graph_limits, measured_eager_cost
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.kernel_set import KernelSet, bring_pieces, copies, sample_kernels
+from rootstock_llm.services.worker.exec.loading import load_again, load_model
+from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
+from rootstock_llm.services.worker.exec.models.dense import Decoder
+from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
+from rootstock_llm.services.worker.exec.pools import kv_pool
+from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool
+from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerKV, PoolTooSmall, kv_pool_tokens
+from rootstock_llm.services.worker.exec.sampling.logprob_requests import PIECE_BYTES
+from rootstock_llm.services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
+from rootstock_llm.services.worker.exec.sizing import PoolNeeds, pages_of_device
+from rootstock_llm.services.worker.exec.speculation import NO_DRAFT, Drafting, load_draft
+from rootstock_llm.services.worker.exec.step.cuda_graph_runner import CudaGraphMemory, CudaGraphRunner, GraphMemory, graph_sizes
+from rootstock_llm.services.worker.exec.step.drafted_steps import DraftedSteps
+from rootstock_llm.services.worker.exec.step.idle_steps import StepBounds, largest_step
+from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner
+from rootstock_llm.services.worker.exec.step.passes import POISON, ForwardPass
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.services.worker.exec.streams.returned_memory import return_cached, return_memory
+from rootstock_llm.services.worker.exec.tiers.make_tiers import make_mover
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier, PieceCopies, PoolReader
+from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
+from rootstock_llm.services.worker.exec.warm_up import PROMPTS, warm_up
+from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
+from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 
 logger = logging.getLogger(__name__)
 

@@ -8,17 +8,17 @@ from typing import TypeVar
 
 import torch
 
-from kernels.contracts.ops import Kernels
-from kernels.contracts.step_ops import LayerKernels
-from services.worker.exec.contracts.options import DeviceOptions
-from services.worker.exec.kernel_set import layer_kernels, numerics
-from services.worker.exec.streams.cuda_streams import CudaStreams, Streams
-from services.worker.exec.streams.host_streams import HostStreams
-from services.worker.exec.weights.checkpoint import Checkpoint
-from services.worker.exec.weights.load_progress import LoadPhases
-from services.worker.exec.weights.load_request import LoadTarget, load_weights
-from services.worker.exec.weights.source import WeightReader
-from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
+from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.kernels.contracts.step_ops import LayerKernels
+from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
+from rootstock_llm.services.worker.exec.kernel_set import layer_kernels, numerics
+from rootstock_llm.services.worker.exec.streams.cuda_streams import CudaStreams, Streams
+from rootstock_llm.services.worker.exec.streams.host_streams import HostStreams
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
+from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
+from rootstock_llm.services.worker.exec.weights.load_request import LoadTarget, load_weights
+from rootstock_llm.services.worker.exec.weights.source import WeightReader
+from rootstock_llm.services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 
 T = TypeVar("T")
 

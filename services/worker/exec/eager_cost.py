@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.exec.attention.backend import AttentionBatch
-from services.worker.exec.contracts.step_data import ForwardBatch, SampleBatch
-from services.worker.exec.step.idle_steps import idle_decode
-from services.worker.exec.step.model_runner import DeviceRunner
-from services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch
+from rootstock_llm.services.worker.exec.contracts.step_data import ForwardBatch, SampleBatch
+from rootstock_llm.services.worker.exec.step.idle_steps import idle_decode
+from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 STEPS = 20  # steps per measurement
 

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.contracts.reservations import ReservationEvents
-from services.worker.core.contracts.transfers import Deleted, Fact, PageOperation
-from services.worker.exec.contracts.operations import (
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, StepResult
+from rootstock_llm.services.worker.core.contracts.reservations import ReservationEvents
+from rootstock_llm.services.worker.core.contracts.transfers import Deleted, Fact, PageOperation
+from rootstock_llm.services.worker.exec.contracts.operations import (
     DeleteStored,
     Operation,
     OperationRefused,
@@ -26,11 +26,11 @@ from services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
-from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
-from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorError, Masks, Run
-from services.worker.exec.step.model_runner import DeviceRunner, StepRun
-from services.worker.exec.streams.copies import Readback
-from services.worker.exec.tiers.page_mover import PageMover
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
+from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorError, Masks, Run
+from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner, StepRun
+from rootstock_llm.services.worker.exec.streams.copies import Readback
+from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
 

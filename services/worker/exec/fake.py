@@ -14,12 +14,33 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
-from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SamplingParams, StepResult
-from services.worker.core.contracts.reservations import OpenReservation, ReservationEvents, ReservationReleased, proof
-from services.worker.core.contracts.transfers import EARLY_S, NO_PAGES, UNASKED, Deleted, Fact, OperationKind, PageOperation, Pull
-from services.worker.core.tiers.page_keys import tag_of
-from services.worker.exec.contracts.operations import (
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
+from rootstock_llm.services.worker.core.contracts.plan import (
+    BatchPlan,
+    PromptLogprobs,
+    RowFault,
+    RowLogprobs,
+    SamplingParams,
+    StepResult,
+)
+from rootstock_llm.services.worker.core.contracts.reservations import (
+    OpenReservation,
+    ReservationEvents,
+    ReservationReleased,
+    proof,
+)
+from rootstock_llm.services.worker.core.contracts.transfers import (
+    EARLY_S,
+    NO_PAGES,
+    UNASKED,
+    Deleted,
+    Fact,
+    OperationKind,
+    PageOperation,
+    Pull,
+)
+from rootstock_llm.services.worker.core.tiers.page_keys import tag_of
+from rootstock_llm.services.worker.exec.contracts.operations import (
     DeleteStored,
     Operation,
     OperationRefused,
@@ -27,7 +48,7 @@ from services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
-from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorError, Masks, Run
+from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorError, Masks, Run
 
 I32 = NDArray[np.int32]
 FAKE_EMBEDDING_SIZE = 4

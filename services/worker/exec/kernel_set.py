@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-import kernels
-from kernels.contracts.sample_ops import SampleKernels
-from kernels.contracts.step_ops import BringPieces, LayerKernels
-from kernels.cpu import load_copies, load_kernels, load_sampling
-from kernels.cpu.build import built_library, cpu_features
-from kernels.cpu.library import CpuCopies
-from kernels.reference import layers as reference
+from rootstock_llm import kernels
+from rootstock_llm.kernels.contracts.sample_ops import SampleKernels
+from rootstock_llm.kernels.contracts.step_ops import BringPieces, LayerKernels
+from rootstock_llm.kernels.cpu import load_copies, load_kernels, load_sampling
+from rootstock_llm.kernels.cpu.build import built_library, cpu_features
+from rootstock_llm.kernels.cpu.library import CpuCopies
+from rootstock_llm.kernels.reference import layers as reference
 
 TRITON_SOURCES = Path(kernels.__file__).parent / "triton"
 AUTO, TRITON, CPP, TORCH = "auto", "triton", "cpp", "torch"
@@ -54,7 +54,7 @@ def layer_kernels(
         if deterministic:
             raise ValueError("torch's kernels are not deterministic: the sums of a row depend on how many rows a step has")
         return reference
-    from kernels.triton.layers.layers import TritonLayers
+    from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 
     return TritonLayers(device, deterministic)
 
@@ -82,7 +82,7 @@ def bring_pieces(name: str, device: torch.device) -> BringPieces | None:
     """
     if _chosen(name, device) != TRITON or device.type != "cuda":
         return None
-    from kernels.triton.page_pieces import bring_pieces as bring
+    from rootstock_llm.kernels.triton.page_pieces import bring_pieces as bring
 
     return bring
 
@@ -126,6 +126,6 @@ def sample_kernels(name: str, device: torch.device, num_threads: int, max_rows: 
         return reference
     if chosen == CPP:
         return load_sampling(num_threads)
-    from kernels.triton.sampling.sampling import TritonSampling
+    from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 
     return TritonSampling(max_rows, vocab_size, device)

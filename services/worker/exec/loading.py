@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from kernels.contracts.step_ops import LayerKernels
-from kernels.cpu import load_kernels
-from services.shared import served_config
-from services.worker.exec.models.dense import Decoder, DenseConfig
-from services.worker.exec.models.loaded_model import LoadedModel
-from services.worker.exec.models.registry import ARCHITECTURES, NotCovered, config_of
-from services.worker.exec.models.rope import rope_table
-from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.weights.checkpoint import (
+from rootstock_llm.kernels.contracts.step_ops import LayerKernels
+from rootstock_llm.kernels.cpu import load_kernels
+from rootstock_llm.services.shared import served_config
+from rootstock_llm.services.worker.exec.models.dense import Decoder, DenseConfig
+from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
+from rootstock_llm.services.worker.exec.models.registry import ARCHITECTURES, NotCovered, config_of
+from rootstock_llm.services.worker.exec.models.rope import rope_table
+from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
+from rootstock_llm.services.worker.exec.weights.checkpoint import (
     Checkpoint,
     CheckpointError,
     UnsupportedModel,
@@ -30,7 +30,7 @@ from services.worker.exec.weights.checkpoint import (
     read_json_list,
     resolve_dtype,
 )
-from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
+from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 
 MODULES = "modules.json"
 KINDS = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
@@ -84,9 +84,9 @@ def load_model(request: LoadRequest) -> LoadedModel:
 
 def _refuse_by_config(request: LoadRequest, config: Any) -> None:
     """Refuses a model of transformers before its weights are opened. Raises UnsupportedModel."""
-    from services.worker.exec.models.encoder import is_encoder
-    from services.worker.exec.models.transformers_check import refuse_by_config
-    from services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
+    from rootstock_llm.services.worker.exec.models.encoder import is_encoder
+    from rootstock_llm.services.worker.exec.models.transformers_check import refuse_by_config
+    from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
 
     if is_causal_head(config) or (is_base(config) and not is_encoder(config)):
         refuse_by_config(config, request.context_len)
@@ -130,8 +130,8 @@ def _native(opened: _Opened, config: DenseConfig) -> LoadedModel:
 
 
 def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:
-    from services.worker.exec.models.encoder import is_encoder
-    from services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
+    from rootstock_llm.services.worker.exec.models.encoder import is_encoder
+    from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
 
     if opened.target.numerics is not None:
         raise UnsupportedModel(
@@ -148,8 +148,8 @@ def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:
 
 
 def _causal(opened: _Opened, generates: bool) -> LoadedModel:
-    from services.worker.exec.models.transformers_check import load_causal
-    from services.worker.exec.models.transformers_model import max_context
+    from rootstock_llm.services.worker.exec.models.transformers_check import load_causal
+    from rootstock_llm.services.worker.exec.models.transformers_model import max_context
 
     context = opened.context(max_context(opened.config))
     with opened.request.phases.timed("weights"):
@@ -171,7 +171,7 @@ def _causal(opened: _Opened, generates: bool) -> LoadedModel:
 
 
 def _encoder(opened: _Opened) -> LoadedModel:
-    from services.worker.exec.models.encoder import load_encoder
+    from rootstock_llm.services.worker.exec.models.encoder import load_encoder
 
     with opened.request.phases.timed("weights"):
         loaded = load_encoder(opened.request.folder, opened.config, opened.dtype)

@@ -8,12 +8,12 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
-from services.worker.exec.pools.kv_pool import NO_POOL, KVPool
-from services.worker.exec.step.model_runner import DeviceRunner
-from services.worker.exec.streams.returned_memory import return_memory
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
+from rootstock_llm.services.worker.exec.pools.kv_pool import NO_POOL, KVPool
+from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner
+from rootstock_llm.services.worker.exec.streams.returned_memory import return_memory
 
 
 class NoModel:

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from services.worker.exec.pools import kv_pool
-from services.worker.exec.pools.kv_pool import LayerKV, PoolTooSmall
-from services.worker.exec.step.model_runner import DeviceRunner
-from services.worker.exec.streams.returned_memory import return_memory
+from rootstock_llm.services.worker.exec.pools import kv_pool
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, PoolTooSmall
+from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner
+from rootstock_llm.services.worker.exec.streams.returned_memory import return_memory
 
 RESERVE = 512 << 20  # bytes of the device that stay free, because libraries allocate some at any time
 PARTS = ("weights", "activation_peak", "graphs", "workspace")

@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.core.contracts.plan import I32
-from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter, DraftModel, Kept
-from services.worker.exec.contracts.operations import ReleaseMemory
-from services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
-from services.worker.exec.drafting.model_drafter import MOST_PENDING, ModelDrafter
-from services.worker.exec.drafting.ngram import NgramDrafter
-from services.worker.exec.drafting.ngram_index import NgramIndex
-from services.worker.exec.models.dense import Decoder
-from services.worker.exec.models.drafts import DecoderDraftModel, HeadDraftModel, load_eagle3, load_mtp
-from services.worker.exec.models.loaded_model import LoadedModel
-from services.worker.exec.pools import kv_pool
-from services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV
-from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
-from services.worker.exec.weights.load_progress import LoadPhases
-from services.worker.exec.weights.load_request import LoadRequest
+from rootstock_llm.services.worker.core.contracts.plan import I32
+from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter, DraftModel, Kept
+from rootstock_llm.services.worker.exec.contracts.operations import ReleaseMemory
+from rootstock_llm.services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
+from rootstock_llm.services.worker.exec.drafting.model_drafter import MOST_PENDING, ModelDrafter
+from rootstock_llm.services.worker.exec.drafting.ngram import NgramDrafter
+from rootstock_llm.services.worker.exec.drafting.ngram_index import NgramIndex
+from rootstock_llm.services.worker.exec.models.dense import Decoder
+from rootstock_llm.services.worker.exec.models.drafts import DecoderDraftModel, HeadDraftModel, load_eagle3, load_mtp
+from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
+from rootstock_llm.services.worker.exec.pools import kv_pool
+from rootstock_llm.services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
+from rootstock_llm.services.worker.exec.weights.load_progress import LoadPhases
+from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 
 ModelLoader = Callable[[LoadRequest], LoadedModel]
 

@@ -8,15 +8,22 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.shared.limits import MAX_TOP_LOGPROBS
-from services.worker.core.contracts.plan import BatchPlan, DryParams, EmbeddingParams, ForwardMode, SamplingParams, SlotParams
-from services.worker.exec.contracts.protocol import NO_MASKS
-from services.worker.exec.contracts.step_data import Places
-from services.worker.exec.sampling.logprob_requests import TOPS
-from services.worker.exec.step.idle_steps import StepBounds, idle_decode, largest_step
-from services.worker.exec.step.model_runner import DeviceRunner, StepRun
-from services.worker.exec.step.passes import NOTHING
-from services.worker.exec.streams.copies import Readback
+from rootstock_llm.services.shared.limits import MAX_TOP_LOGPROBS
+from rootstock_llm.services.worker.core.contracts.plan import (
+    BatchPlan,
+    DryParams,
+    EmbeddingParams,
+    ForwardMode,
+    SamplingParams,
+    SlotParams,
+)
+from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS
+from rootstock_llm.services.worker.exec.contracts.step_data import Places
+from rootstock_llm.services.worker.exec.sampling.logprob_requests import TOPS
+from rootstock_llm.services.worker.exec.step.idle_steps import StepBounds, idle_decode, largest_step
+from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner, StepRun
+from rootstock_llm.services.worker.exec.step.passes import NOTHING
+from rootstock_llm.services.worker.exec.streams.copies import Readback
 
 PROMPTS = (1, 20, 100, 1000)  # tokens of prompts in addition to the largest; the choice of kernels depends on the number
 DECODES = (1, 40)  # rows of decode steps without a graph

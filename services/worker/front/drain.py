@@ -6,10 +6,10 @@ import asyncio
 import logging
 import signal
 
-from services.shared.rpc import grpc_server
-from services.worker.front.outbox import LoadReport, StreamOutbox
-from services.worker.loop.loop import STOPPING
-from services.worker.loop.thread import SchedulerThread
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.worker.front.outbox import LoadReport, StreamOutbox
+from rootstock_llm.services.worker.loop.loop import STOPPING
+from rootstock_llm.services.worker.loop.thread import SchedulerThread
 
 LOOK_S = 0.05  # seconds between two checks for open KV reservations
 STEP_S = 1.0  # seconds for the step in flight after the grace period

@@ -14,16 +14,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from rootstock.v1 import common_pb2, worker_pb2
-from services.shared.field_refusal import worded
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import ErrorCode, Finish, PeerOutput
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
-from services.worker.core.contracts.reservations import KvReservation
-from services.worker.core.contracts.transfers import Tier
-from services.worker.front.wire import InvalidRequest
-from services.worker.loop.progress import Pulse, StepLimit
+from rootstock_llm.protos import common_pb2, worker_pb2
+from rootstock_llm.services.shared.field_refusal import worded
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Finish, PeerOutput
+from rootstock_llm.services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.front.wire import InvalidRequest
+from rootstock_llm.services.worker.loop.progress import Pulse, StepLimit
 
 logger = logging.getLogger(__name__)
 

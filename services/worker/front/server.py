@@ -16,18 +16,25 @@ from dataclasses import replace
 
 import grpc
 
-from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.shared.index.prefix_index import cache_namespace
-from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_SESSION_ID_CHARS
-from services.shared.observe.log_fields import fields, trace_fields
-from services.shared.sampling_parameters import SamplingDefaults
-from services.worker.core.contracts.messages import Prefetch, PromptKeys, Submit
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
-from services.worker.core.kv.radix_cache import tree_name
-from services.worker.core.tiers.page_keys import PageKeys
-from services.worker.front.outbox import LoadReport, PeerStream, ProtocolError, StreamOutbox, refusal_to_pb, unavailable
-from services.worker.front.spans import RequestSpans
-from services.worker.front.wire import (
+from rootstock_llm.protos import worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.shared.index.prefix_index import cache_namespace
+from rootstock_llm.services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_SESSION_ID_CHARS
+from rootstock_llm.services.shared.observe.log_fields import fields, trace_fields
+from rootstock_llm.services.shared.sampling_parameters import SamplingDefaults
+from rootstock_llm.services.worker.core.contracts.messages import Prefetch, PromptKeys, Submit
+from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
+from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
+from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
+from rootstock_llm.services.worker.front.outbox import (
+    LoadReport,
+    PeerStream,
+    ProtocolError,
+    StreamOutbox,
+    refusal_to_pb,
+    unavailable,
+)
+from rootstock_llm.services.worker.front.spans import RequestSpans
+from rootstock_llm.services.worker.front.wire import (
     InvalidRequest,
     ModelLimits,
     prefetch_from_pb,
@@ -35,8 +42,8 @@ from services.worker.front.wire import (
     source_from_pb,
     submit_from_pb,
 )
-from services.worker.identity.model_identity import ModelIdentity
-from services.worker.loop.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone, PrefetchMore, TurnedAway
+from rootstock_llm.services.worker.identity.model_identity import ModelIdentity
+from rootstock_llm.services.worker.loop.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone, PrefetchMore, TurnedAway
 
 logger = logging.getLogger(__name__)
 

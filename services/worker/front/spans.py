@@ -14,11 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, TraceEvent, TraceKind
-from services.worker.core.planning.step_rows import Extend
+from rootstock_llm.services.worker.core.contracts.messages import (
+    ErrorCode,
+    Finish,
+    FinishReason,
+    PeerOutput,
+    TraceEvent,
+    TraceKind,
+)
+from rootstock_llm.services.worker.core.planning.step_rows import Extend
 
 if TYPE_CHECKING:
-    from services.shared.observe.spans import Span, Tracing
+    from rootstock_llm.services.shared.observe.spans import Span, Tracing
 
 MAX_TRACED = 16384  # traced requests at a time
 MAX_CHUNKS = 256  # chunk spans of one request; the request's own span counts all chunks

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.shared import limits
-from services.shared import sampling_parameters as table
-from services.shared.field_refusal import worded
-from services.shared.sampling_parameters import API_DEFAULTS, SMALLEST_POSITIVE, SamplingDefaults, SamplingParameter
-from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
-from services.worker.core.contracts.messages import PagesReady, Prefetch, SessionTurn, Submit
-from services.worker.core.contracts.plan import (
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared import sampling_parameters as table
+from rootstock_llm.services.shared.field_refusal import worded
+from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, SMALLEST_POSITIVE, SamplingDefaults, SamplingParameter
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import PagesReady, Prefetch, SessionTurn, Submit
+from rootstock_llm.services.worker.core.contracts.plan import (
     DEFAULT_STREAM_INTERVAL,
     DryParams,
     EmbeddingParams,
@@ -29,8 +29,8 @@ from services.worker.core.contracts.plan import (
     ScoreParams,
     no_tokens,
 )
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
-from services.worker.text.patterns import InvalidPattern, compile_pattern
+from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
+from rootstock_llm.services.worker.text.patterns import InvalidPattern, compile_pattern
 
 DEFAULT_DRY_BREAKERS = ("\n", ":", '"', "*")
 

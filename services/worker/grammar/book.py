@@ -17,16 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.limits import MAX_GRAMMAR_BYTES
-from services.shared.memory import trim_heap
-from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.grammar.compile.compiler_pool import QUEUE_FULL, CompilerPool
-from services.worker.grammar.compile.grammar_compiler import Compiled
-from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
-from services.worker.grammar.compile.vocabulary import Vocabulary
-from services.worker.grammar.match.matcher import TOO_SLOW, ForcedText, MatcherSetup, XgrammarMatcher
-from services.worker.text.step_meter import StepMeter
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.limits import MAX_GRAMMAR_BYTES
+from rootstock_llm.services.shared.memory import trim_heap
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
+from rootstock_llm.services.worker.grammar.compile.compiler_pool import QUEUE_FULL, CompilerPool
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled
+from rootstock_llm.services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
+from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
+from rootstock_llm.services.worker.grammar.match.matcher import TOO_SLOW, ForcedText, MatcherSetup, XgrammarMatcher
+from rootstock_llm.services.worker.text.step_meter import StepMeter
 
 MAX_FAILURES = 1024  # remembered refusals
 EVERY_S = 15.0  # seconds between two looks

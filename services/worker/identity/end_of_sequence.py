@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import xxhash
 
-from services.shared.index.prefix_index import root_hash
-from services.shared.sampling_parameters import SamplingDefaults
-from services.shared.settings import served_name
-from services.worker.core.kv.radix_cache import parts_of
-from services.worker.identity.weights_revision import WeightsReading
+from rootstock_llm.services.shared.index.prefix_index import root_hash
+from rootstock_llm.services.shared.sampling_parameters import SamplingDefaults
+from rootstock_llm.services.shared.settings import served_name
+from rootstock_llm.services.worker.core.kv.radix_cache import parts_of
+from rootstock_llm.services.worker.identity.weights_revision import WeightsReading
 
 
 @dataclass(frozen=True, slots=True)

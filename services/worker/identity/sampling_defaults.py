@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.shared.observe.log_fields import fields
-from services.shared.sampling_parameters import API_DEFAULTS, DEFAULT_NAMES, SamplingDefaults, default_fault
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, DEFAULT_NAMES, SamplingDefaults, default_fault
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
-from services.shared.index.prefix_index import BlockTier
-from services.shared.observe.readings import Reading, Readings
-from services.worker.index.publisher import IndexPublisher
+from rootstock_llm.services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.shared.observe.readings import Reading, Readings
+from rootstock_llm.services.worker.index.publisher import IndexPublisher
 
 P = "rootstock_worker_index_"
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S, BlockTier
-from services.shared.index.redis_client import redis_client
-from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.index.records import HeldBlocks, WorkerRecords
-from services.worker.index.sweeper import Sweeper
+from rootstock_llm.services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S, BlockTier
+from rootstock_llm.services.shared.index.redis_client import redis_client
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.worker.index.records import HeldBlocks, WorkerRecords
+from rootstock_llm.services.worker.index.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The blocks of this worker by tier, and its records in Redis (services.shared.index.prefix_index).
+"""The blocks of this worker by tier, and its records in Redis (rootstock_llm.services.shared.index.prefix_index).
 
 HeldBlocks has the changes that Redis has not received. WorkerRecords writes them, the lease, the generations and the events.
 """
@@ -13,7 +13,7 @@ from itertools import islice
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
-from services.shared.index.prefix_index import (
+from rootstock_llm.services.shared.index.prefix_index import (
     BELOW_TTL_S,
     EVENTS_KEPT,
     LEASE_TTL_S,
@@ -27,7 +27,7 @@ from services.shared.index.prefix_index import (
     owner_field,
     workers_key,
 )
-from services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
 
 PIPELINE_BLOCKS = 250  # blocks per round trip
 BELOW = (BlockTier.HOST, BlockTier.STORAGE)

@@ -16,7 +16,7 @@ from typing import cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.shared.index.prefix_index import (
+from rootstock_llm.services.shared.index.prefix_index import (
     LEASE_TTL_S,
     MODELS_KEY,
     BlockTier,
@@ -28,7 +28,7 @@ from services.shared.index.prefix_index import (
     owner_field,
     workers_key,
 )
-from services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, SamplingParams
-from services.worker.core.requests.finish import TextRules
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Executor, ExecutorError
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import Submit
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, SamplingParams
+from rootstock_llm.services.worker.core.requests.finish import TextRules
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, ExecutorError
 
 logger = logging.getLogger(__name__)
 

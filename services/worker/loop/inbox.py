@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.core.contracts.messages import PagesReady, Prefetch, Submit
-from services.worker.core.contracts.reservations import KvSource, ReservationReleased
-from services.worker.core.control import SchedulerControl
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import PagesReady, Prefetch, Submit
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource, ReservationReleased
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 
 
 class Barrier(enum.Enum):

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit, TraceEvent
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.core.contracts.reservations import ReservationReleased
-from services.worker.core.control import SchedulerControl
-from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.core.planning.step_rows import Extend
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Executor, ExecutorError, Masks, Run
-from services.worker.loop.inbox import (
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.grammar import Matcher
+from rootstock_llm.services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit, TraceEvent
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from rootstock_llm.services.worker.core.contracts.reservations import ReservationReleased
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.worker.core.planning.step_rows import Extend
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Executor, ExecutorError, Masks, Run
+from rootstock_llm.services.worker.loop.inbox import (
     Abort,
     CloseSession,
     Command,

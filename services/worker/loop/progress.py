@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 
 FLOOR_S = 10.0  # seconds; the limit of a step is never shorter, because other work may block the machine for this long
 SLACK = 3.0  # factor of the estimated time

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.shared.hf_tokenizer import HfTokenizer
-from services.worker.core.requests.finish import StopRuleTooExpensive
-from services.worker.text.patterns import compile_pattern
-from services.worker.text.step_meter import StepMeter
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.worker.core.requests.finish import StopRuleTooExpensive
+from rootstock_llm.services.worker.text.patterns import compile_pattern
+from rootstock_llm.services.worker.text.step_meter import StepMeter
 
 MAX_PATTERNS = 256
 SEARCH_MS, BURST_MS = 0.3, 30.0  # limits of a pattern's CPU time on the loop's thread, see StepMeter

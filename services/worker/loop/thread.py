@@ -8,8 +8,8 @@ import os
 import threading
 from collections.abc import Callable
 
-from services.worker.loop.inbox import Inbox, Stop
-from services.worker.loop.loop import Loop
+from rootstock_llm.services.worker.loop.inbox import Inbox, Stop
+from rootstock_llm.services.worker.loop.loop import Loop
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.core import CounterMetricFamily as Counter
 
-from services.shared.observe.readings import Reading, Readings
-from services.worker.exec.contracts.protocol import ExecutorStats
+from rootstock_llm.services.shared.observe.readings import Reading, Readings
+from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorStats
 
 
 def _steps(stats: ExecutorStats) -> dict[tuple[str, ...], float]:

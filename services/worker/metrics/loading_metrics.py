@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
-from services.shared.observe.readings import Reading, Readings, Value
-from services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.shared.observe.readings import Reading, Readings, Value
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 
 
 def _seconds(info: LoadedInfo) -> dict[tuple[str, ...], float]:

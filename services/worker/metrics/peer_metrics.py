@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
-from services.shared.observe.readings import Reading, Readings, Value
-from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
+from rootstock_llm.services.shared.observe.readings import Reading, Readings, Value
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
 
 
 def _refused(server: RoomServer) -> Value:

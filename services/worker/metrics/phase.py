@@ -12,7 +12,7 @@ from collections.abc import Callable
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
-from services.shared.observe.readings import Reading, Readings
+from rootstock_llm.services.shared.observe.readings import Reading, Readings
 
 
 class WorkerPhase(enum.StrEnum):

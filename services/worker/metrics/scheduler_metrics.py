@@ -20,12 +20,12 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.shared.observe.histogram import Histogram
-from services.shared.observe.readings import Reading, Value
-from services.worker.core.contracts.counters import StepStats, Told, told
-from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.shared.observe.histogram import Histogram
+from rootstock_llm.services.shared.observe.readings import Reading, Value
+from rootstock_llm.services.worker.core.contracts.counters import StepStats, Told, told
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
 
 RATE_WINDOW_S = 10.0  # window of throughput, hit rate and acceptance
 SAMPLE_S = 1.0  # least seconds between two samples of this window

@@ -1,4 +1,4 @@
-"""python -m services.worker.text.convert_tokenizer FOLDER [OUT]: writes the tokenizer.json of a model folder without one.
+"""python -m rootstock_llm.services.worker.text.convert_tokenizer FOLDER [OUT]: writes tokenizer.json for a folder without one.
 
 transformers makes it from the files that the folder has, such as tokenizer.model, or vocab.json and merges.txt. Services read
 tokenizer.json alone, because most of their images have no transformers.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from services.shared.hf_tokenizer import load_tokenizer, vocabulary_files
+from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer, vocabulary_files
 
 WRITTEN = ("tokenizer.json", "tokenizer_config.json")
 TEXTS = ("", "Hello, world!", "  two  spaces\n\tand a tab", "1234 + 5 = x", "é 你好 😀")  # for the comparison of ids
@@ -57,12 +57,13 @@ def _reason(folder: Path, why: str) -> str:
     first = f"Install {' and '.join(absent)} with pip" if absent else "Correct the files"
     return (
         f"transformers makes no tokenizer.json of {folder} ({found}): {why}. {first} and run"
-        f" `python -m services.worker.text.convert_tokenizer {folder}` again, or copy a tokenizer.json of this model into it."
+        f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}` again,"
+        " or copy a tokenizer.json of this model into it."
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.worker.text.convert_tokenizer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rootstock_llm.services.worker.text.convert_tokenizer", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="Model folder without tokenizer.json.")
     parser.add_argument("out", type=Path, metavar="OUT", nargs="?", help="Folder that gets the files. Default: FOLDER.")
     arguments = parser.parse_args()

@@ -11,9 +11,9 @@ import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
-from services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
+from rootstock_llm.services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
 
-CONVERTER = "services.worker.text.convert_tokenizer"  # in a process of its own: it imports transformers
+CONVERTER = "rootstock_llm.services.worker.text.convert_tokenizer"  # in a process of its own: it imports transformers
 BUILT = Path("build") / "models"
 
 

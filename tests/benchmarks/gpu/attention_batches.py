@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.bench.gpu_timing import Work
-from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers
-from services.worker.exec.attention import flashinfer_limits as limits
-from services.worker.exec.attention import flashinfer_wrappers as wrappers
-from services.worker.exec.attention.backend import AttentionShape
-from services.worker.exec.attention.flashinfer_staging import columns_size, fill, host_memory
+from rootstock_llm.kernels.bench.gpu_timing import Work
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.reference import layers
+from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
+from rootstock_llm.services.worker.exec.attention import flashinfer_wrappers as wrappers
+from rootstock_llm.services.worker.exec.attention.backend import AttentionShape
+from rootstock_llm.services.worker.exec.attention.flashinfer_staging import columns_size, fill, host_memory
 
 MULTIPROCESSORS = 132  # assumed if there is no GPU
 TRITON, FLASHINFER = "triton", "flashinfer"
@@ -117,7 +117,7 @@ def torch_work(step: StepTensors) -> Work:
 
 def triton_work(step: StepTensors, splits: int = 0) -> Work:
     """Returns a call of Triton's attention, with `splits` splits per row or, if it is 0, with those of the plan."""
-    from kernels.triton.attention import attention, attention_plan
+    from rootstock_llm.kernels.triton.attention import attention, attention_plan
 
     out, queries = step.as_heads()
     call = attention.AttentionCall(out, queries, step.k_pool, step.v_pool, step.rows, step.scale, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.bench.gpu_timing import Work
+from rootstock_llm.kernels.bench.gpu_timing import Work
 from tests.benchmarks.gpu import attention_batches as batches
 from tests.benchmarks.gpu.attention_batches import StepBatch, StepTensors
 from tests.benchmarks.gpu.command import Setting, run_command

@@ -6,7 +6,7 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-from services.worker.core.contracts.plan import ForwardMode
+from rootstock_llm.services.worker.core.contracts.plan import ForwardMode
 from tests.benchmarks.gpu.journal import Journal
 from tests.benchmarks.gpu.profile import NoEvents, Profile, profiled
 from tests.benchmarks.gpu.serving import Serving

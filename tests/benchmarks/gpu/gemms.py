@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from kernels.bench.gpu_timing import Make, Work
-from kernels.reference import layers
-from kernels.triton.layers.layers import TritonLayers
+from rootstock_llm.kernels.bench.gpu_timing import Make, Work
+from rootstock_llm.kernels.reference import layers
+from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 from tests.benchmarks.gpu.command import Setting, run_command
 from tests.benchmarks.gpu.journal import Journal
 from tests.benchmarks.gpu.models import shape_of

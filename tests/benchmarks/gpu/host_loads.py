@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from statistics import median
 
-from services.worker.core.control import SchedulerControl
-from services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from tests.benchmarks.gpu.command import Setting, run_command
 from tests.benchmarks.gpu.journal import Journal
 from tests.benchmarks.intervals import interval

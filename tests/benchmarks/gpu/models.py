@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from services.worker.exec.build import assemble_executor
-from services.worker.exec.contracts.options import DeviceOptions
-from services.worker.exec.device import device_of
-from services.worker.exec.kernel_set import layer_kernels
-from services.worker.exec.loading import LAST_TOKEN
-from services.worker.exec.models.dense import Decoder, Qwen3
-from services.worker.exec.models.loaded_model import LoadedModel
-from services.worker.exec.models.rope import rope_table
-from services.worker.exec.weights.source import RandomSource, WeightReader
+from rootstock_llm.services.worker.exec.build import assemble_executor
+from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
+from rootstock_llm.services.worker.exec.device import device_of
+from rootstock_llm.services.worker.exec.kernel_set import layer_kernels
+from rootstock_llm.services.worker.exec.loading import LAST_TOKEN
+from rootstock_llm.services.worker.exec.models.dense import Decoder, Qwen3
+from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
+from rootstock_llm.services.worker.exec.models.rope import rope_table
+from rootstock_llm.services.worker.exec.weights.source import RandomSource, WeightReader
 from tests.benchmarks.gpu.command import Setting
 from tests.benchmarks.gpu.serving import Serving
 from tests.benchmarks.make_model import SHAPES, Shape, config_of

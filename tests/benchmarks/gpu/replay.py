@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.bench.gpu_timing import GpuTimer, Make
+from rootstock_llm.kernels.bench.gpu_timing import GpuTimer, Make
 from tests.benchmarks.gpu.ceilings import median_s
 from tests.benchmarks.gpu.command import Setting
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import FinishReason, Submit
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams
-from services.worker.core.control import SchedulerControl
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Executor, Run
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import FinishReason, Submit
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Run
 from tests.benchmarks.gpu.workloads import Workload
 
 

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import aiohttp
 
-from services.cli.bench.client import open_http
+from rootstock_llm.services.cli.bench.client import open_http
 from tests.benchmarks.compare_transformers import BUILD
 from tests.benchmarks.same_answers.answers import Answer, Difference, differences, read_answer, refusal_differences
 from tests.benchmarks.same_answers.corpus import SEVERAL, Case, corpus
 from tests.benchmarks.same_answers.refusals import all_refused_cases
-from tests.benchmarks.server_process import ROOT, running_server
+from tests.benchmarks.server_process import ROOT, module_of, running_server
 
-COMMAND = "{checkout}/.venv/bin/python -m services.local --model {{model}} --port {{port}} --no-demo --no-playground {flags}"
+COMMAND = "{checkout}/.venv/bin/python -m {module} --model {{model}} --port {{port}} --no-demo --no-playground {flags}"
 FLAGS = "--max-total-tokens 32768"
 DETERMINISTIC = FLAGS + " --worker-flags=--deterministic"
 AT_ONCE = 8
@@ -127,7 +127,7 @@ def main() -> int:
             urls = {
                 name: servers.enter_context(
                     running_server(
-                        COMMAND.format(checkout=checkout, flags=each.flags),
+                        COMMAND.format(checkout=checkout, module=module_of(checkout, "local"), flags=each.flags),
                         ROOT / "models" / "demo",
                         BUILD / "logs" / f"same-answers-{each.title}-{name}.log",
                         checkout,

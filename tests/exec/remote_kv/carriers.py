@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.exec.remote_kv.nixl_process import Carrier
+from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
 from tests.night import NIGHTLY
 
 FAKE = Path(__file__).with_name("fake_nixl")

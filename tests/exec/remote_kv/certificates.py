@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.worker.exec.remote_kv.tls import PeerTls
+from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 from tests import certificates
 
 

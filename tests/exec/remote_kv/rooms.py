@@ -13,15 +13,21 @@ from typing import Any, Self
 
 import numpy as np
 
-from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, ReservationReleased, proof
-from services.worker.core.contracts.transfers import I32, Pull
-from services.worker.exec.remote_kv import frames
-from services.worker.exec.remote_kv.frames import PageLayout, PageRequest, RequestKind, Status
-from services.worker.exec.remote_kv.nixl_process import Carrier
-from services.worker.exec.remote_kv.peer_reader import TcpPeerReader
-from services.worker.exec.remote_kv.room_server import ServerLimits, TcpRoomServer
-from services.worker.exec.remote_kv.socket_folder import SocketFolder
-from services.worker.exec.remote_kv.tls import PeerTls
+from rootstock_llm.services.worker.core.contracts.reservations import (
+    KvReservation,
+    KvSource,
+    OpenReservation,
+    ReservationReleased,
+    proof,
+)
+from rootstock_llm.services.worker.core.contracts.transfers import I32, Pull
+from rootstock_llm.services.worker.exec.remote_kv import frames
+from rootstock_llm.services.worker.exec.remote_kv.frames import PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
+from rootstock_llm.services.worker.exec.remote_kv.peer_reader import TcpPeerReader
+from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits, TcpRoomServer
+from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
+from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
 LAYOUT, PAGE_SIZE, PAGE_BYTES = b"a model, bfloat16", 4, 640
 POOL_PAGES = 32

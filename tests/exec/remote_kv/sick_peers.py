@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from services.worker.exec.remote_kv import frames
-from services.worker.exec.remote_kv.frames import Answer, PageLayout, Status
+from rootstock_llm.services.worker.exec.remote_kv import frames
+from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, PageLayout, Status
 from tests.exec.remote_kv.rooms import LAYOUT, PAGE_BYTES, PAGE_SIZE
 
 HELLO_SIZE = len(frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)))

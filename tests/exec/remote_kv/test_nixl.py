@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from rootstock.v1 import kv_pb2 as pb
-from services.shared import limits
-from services.worker.exec.remote_kv import frames, peer_reader
-from services.worker.exec.remote_kv import nixl_staging as staging
-from services.worker.exec.remote_kv.frames import PageRequest, RequestKind, Status
-from services.worker.exec.remote_kv.nixl_process import CarriedArea
-from services.worker.exec.remote_kv.nixl_staging import Unstaged, parse_area, staging_shape
-from services.worker.exec.remote_kv.room_server import ServerLimits
-from services.worker.exec.remote_kv.shared_ring import FILLED, FREE
-from services.worker.exec.remote_kv.socket_folder import SocketFolder
+from rootstock_llm.protos import kv_pb2 as pb
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.worker.exec.remote_kv import frames, peer_reader
+from rootstock_llm.services.worker.exec.remote_kv import nixl_staging as staging
+from rootstock_llm.services.worker.exec.remote_kv.frames import PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.nixl_process import CarriedArea
+from rootstock_llm.services.worker.exec.remote_kv.nixl_staging import Unstaged, parse_area, staging_shape
+from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits
+from rootstock_llm.services.worker.exec.remote_kv.shared_ring import FILLED, FREE
+from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
 from tests.exec.remote_kv import sick_peers
 from tests.exec.remote_kv.carriers import LIBRARIES, KeptCarrier, carrier
 from tests.exec.remote_kv.rooms import PAGE_BYTES, PATIENCE_S, POOL_PAGES, Asking, Served, pull, read_request, reader, room, until

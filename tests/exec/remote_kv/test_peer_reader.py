@@ -10,13 +10,13 @@ from typing import ClassVar
 
 import pytest
 
-from services.shared.tls import certificate_files
-from services.worker.core.contracts.reservations import KvSource
-from services.worker.core.contracts.transfers import Pull
-from services.worker.exec.remote_kv import peer_reader
-from services.worker.exec.remote_kv.connection import parse_address
-from services.worker.exec.remote_kv.room_server import ServerLimits
-from services.worker.exec.remote_kv.tls import PeerTls
+from rootstock_llm.services.shared.tls import certificate_files
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource
+from rootstock_llm.services.worker.core.contracts.transfers import Pull
+from rootstock_llm.services.worker.exec.remote_kv import peer_reader
+from rootstock_llm.services.worker.exec.remote_kv.connection import parse_address
+from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits
+from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 from tests.exec.remote_kv import sick_peers
 from tests.exec.remote_kv.certificates import Authority
 from tests.exec.remote_kv.rooms import PAGE_BYTES, Running, Served, proof_of, pull, reader, room, until
@@ -24,7 +24,7 @@ from tests.exec.remote_kv.sick_peers import Manner, SickPeer
 
 PAGES = (5, 2, 9, 30, 0)
 OURS = room(1, PAGES)
-LINES = "services.worker.exec.remote_kv.peer_reader"
+LINES = "rootstock_llm.services.worker.exec.remote_kv.peer_reader"
 
 
 def has_ipv6() -> bool:

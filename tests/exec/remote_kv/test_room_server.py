@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.reservations import KvReservation, ReservationReleased
-from services.worker.exec.contracts.peer_pages import PeerCounts
-from services.worker.exec.remote_kv import frames
-from services.worker.exec.remote_kv.frames import PageLayout, PageRequest, RequestKind, Status
-from services.worker.exec.remote_kv.room_server import ServerLimits
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, ReservationReleased
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerCounts
+from rootstock_llm.services.worker.exec.remote_kv import frames
+from rootstock_llm.services.worker.exec.remote_kv.frames import PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits
 from tests.exec.remote_kv.rooms import (
     EPOCH,
     LAYOUT,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.exec.remote_kv import connection, frames, shared_ring
-from services.worker.exec.remote_kv.frames import Answer, PageLayout, PageRequest, RequestKind, Status
-from services.worker.exec.remote_kv.room_server import ServerLimits
-from services.worker.exec.remote_kv.shared_ring import RingShape, RingWriter
-from services.worker.exec.remote_kv.socket_folder import SocketFolder
+from rootstock_llm.services.worker.exec.remote_kv import connection, frames, shared_ring
+from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits
+from rootstock_llm.services.worker.exec.remote_kv.shared_ring import RingShape, RingWriter
+from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
 from tests.exec.remote_kv.rooms import LAYOUT, PAGE_BYTES, PAGE_SIZE, POOL_PAGES, Running, Served, proof_of, pull, reader, until
 from tests.exec.remote_kv.test_peer_reader import warnings
 

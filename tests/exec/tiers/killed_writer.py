@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from services.worker.core.contracts.transfers import Selection
-from services.worker.exec.tiers.segment_store import SegmentStore
+from rootstock_llm.services.worker.core.contracts.transfers import Selection
+from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers.pages import keys, write
 
 PAGE = 64 << 10  # large enough to bypass the page cache

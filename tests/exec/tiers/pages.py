@@ -8,11 +8,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED
-from services.worker.exec.contracts.page_store import PageStore, Written
-from services.worker.exec.tiers.disk import Disk
-from services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, SegmentFormat
-from services.worker.exec.tiers.segment_store import SegmentStore
+from rootstock_llm.services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED
+from rootstock_llm.services.worker.exec.contracts.page_store import PageStore, Written
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, SegmentFormat
+from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGE = 96
 SLOTS = 4  # pages per segment

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
 from tests.exec.tiers.pages import QuickDisk, size_of
 
 T = TypeVar("T")

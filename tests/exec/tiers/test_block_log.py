@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.core.contracts.transfers import KeptBlock
-from services.worker.core.tiers.page_keys import KEY_BYTES
-from services.worker.exec.tiers import block_log
-from services.worker.exec.tiers.block_log import BlockLog
-from services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.core.contracts.transfers import KeptBlock
+from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES
+from rootstock_llm.services.worker.exec.tiers import block_log
+from rootstock_llm.services.worker.exec.tiers.block_log import BlockLog
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
 
 IDENTITY = bytes(range(32))
 
@@ -123,7 +123,7 @@ class FullDisk(Disk):
 
 
 def test_log_loses_only_names_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("rootstock_llm.services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
     disk = FullDisk()
     log = log_of(tmp_path, BLOCKS, disk=disk)
     log.append(BLOCKS[:1])
@@ -157,7 +157,7 @@ class Stuck(Disk):
 
 def test_log_closes_a_file_once_when_close_reports_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second close might hit a descriptor of another file."""
-    monkeypatch.setattr("services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("rootstock_llm.services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
     disk = Stuck()
     log = log_of(tmp_path, BLOCKS, disk=disk)
     log.append(BLOCKS[:2])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.exec.contracts.page_store import Written
-from services.worker.exec.tiers.store_folder import StoreUnusable
-from services.worker.exec.tiers.write_pause import WritePause
+from rootstock_llm.services.worker.exec.contracts.page_store import Written
+from rootstock_llm.services.worker.exec.tiers.store_folder import StoreUnusable
+from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 from tests.all_pairs import each_value
 from tests.exec.tiers.pages import FORMAT, SEGMENT, SLOTS, Hours, key, keys, read, readable, size_of, store, write
 from tests.exec.tiers.sick_disks import SickDisk
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, SegmentFormat
-from services.worker.exec.tiers.segment_store import SegmentStore
+from rootstock_llm.services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, SegmentFormat
+from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers.pages import FORMAT, Hours, keys, readable, store, write
 
 folder, clock = Path(sys.argv[1]), Hours()

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.transfers import Deleted, Selection
-from services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED
-from services.worker.exec.contracts.page_store import News, Written
-from services.worker.exec.tiers import redis_page_store
-from services.worker.exec.tiers.known_keys import KnownKeys
-from services.worker.exec.tiers.redis_page_store import RedisPageStore
+from rootstock_llm.services.worker.core.contracts.transfers import Deleted, Selection
+from rootstock_llm.services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED
+from rootstock_llm.services.worker.exec.contracts.page_store import News, Written
+from rootstock_llm.services.worker.exec.tiers import redis_page_store
+from rootstock_llm.services.worker.exec.tiers.known_keys import KnownKeys
+from rootstock_llm.services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.tiers.pages import PAGE, A, B, Hours, keys, read, write
 from tests.night import NIGHTLY
 from tests.services.redis_server import EITHER_SERVER, RedisServer

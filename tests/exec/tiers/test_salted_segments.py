@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.transfers import Deleted, Selection
-from services.worker.core.tiers.page_keys import UNSALTED, tag_of
-from services.worker.exec.tiers import segment_store
-from services.worker.exec.tiers.segment_file import SegmentFile
-from services.worker.exec.tiers.segment_format import HEADER_BYTES
-from services.worker.exec.tiers.segment_store import SegmentStore
+from rootstock_llm.services.worker.core.contracts.transfers import Deleted, Selection
+from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, tag_of
+from rootstock_llm.services.worker.exec.tiers import segment_store
+from rootstock_llm.services.worker.exec.tiers.segment_file import SegmentFile
+from rootstock_llm.services.worker.exec.tiers.segment_format import HEADER_BYTES
+from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers import killed_writer
 from tests.exec.tiers.pages import FORMAT, PAGE, SEGMENT, SLOTS, A, B, C, Hours, keys, read, readable, size_of, store, write
 from tests.exec.tiers.sick_disks import SickDisk

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from services.worker.exec.contracts.page_store import StoreCounts, Written
-from services.worker.exec.tiers.disk import Disk
-from services.worker.exec.tiers.segment_format import BLOCK_BYTES, DIRECT_PAGE_BYTES
-from services.worker.exec.tiers.segment_store import LEAST_SEGMENTS, SegmentStore
-from services.worker.exec.tiers.store_folder import StoreBusy, StoreUnusable
+from rootstock_llm.services.worker.exec.contracts.page_store import StoreCounts, Written
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.exec.tiers.segment_format import BLOCK_BYTES, DIRECT_PAGE_BYTES
+from rootstock_llm.services.worker.exec.tiers.segment_store import LEAST_SEGMENTS, SegmentStore
+from rootstock_llm.services.worker.exec.tiers.store_folder import StoreBusy, StoreUnusable
 from tests.exec.tiers.pages import (
     FORMAT,
     PAGE,

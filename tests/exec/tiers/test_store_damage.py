@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.exec.tiers.segment_format import HEADER_BYTES
+from rootstock_llm.services.worker.exec.tiers.segment_format import HEADER_BYTES
 from tests.exec.tiers.pages import FORMAT, SEGMENT, SLOTS, Hours, key, keys, page, read, readable, size_of, store, write
 from tests.exec.tiers.sick_disks import SickDisk
 from tests.night import NIGHTLY

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
 from tests.exec.tiers import killed_writer
 from tests.exec.tiers.pages import SEGMENT, SLOTS, keys, readable, size_of, store, write
 from tests.exec.tiers.sick_disks import Killed, MortalDisk

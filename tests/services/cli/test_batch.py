@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from services.cli.batch import command, transfer
-from services.cli.commands import COMMANDS
-from services.cli.program import main
-from services.cli.shared.exits import Exit
+from rootstock_llm.services.cli.batch import command, transfer
+from rootstock_llm.services.cli.commands import COMMANDS
+from rootstock_llm.services.cli.program import main
+from rootstock_llm.services.cli.shared.exits import Exit
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": []}}
 OUTPUT = b'{"custom_id": "a"}\n' * 5000

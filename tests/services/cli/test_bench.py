@@ -13,13 +13,13 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.bench import report
-from services.cli.bench.client import Outcome, StreamError, StreamMeter
-from services.cli.bench.load import closed_loop, poisson_arrivals
-from services.cli.bench.spec import WORKLOADS, Spec
-from services.cli.bench.workload import Content, Session, Turn, make_sessions, make_warmup
-from services.cli.program import main
-from services.cli.shared.exits import Exit
+from rootstock_llm.services.cli.bench import report
+from rootstock_llm.services.cli.bench.client import Outcome, StreamError, StreamMeter
+from rootstock_llm.services.cli.bench.load import closed_loop, poisson_arrivals
+from rootstock_llm.services.cli.bench.spec import WORKLOADS, Spec
+from rootstock_llm.services.cli.bench.workload import Content, Session, Turn, make_sessions, make_warmup
+from rootstock_llm.services.cli.program import main
+from rootstock_llm.services.cli.shared.exits import Exit
 from tests.services.cli.fake_server import FakeServer
 
 SPECS = [Spec(name, range_ratio=0.5, num_requests=30) for name in WORKLOADS]

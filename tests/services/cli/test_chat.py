@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from services.cli.chat.conversation import Conversation
-from services.cli.chat.repl import Repl
-from services.cli.shared.exits import Exit
-from services.cli.shared.flags import Target
-from services.cli.shared.server import Server
-from services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli.chat.conversation import Conversation
+from rootstock_llm.services.cli.chat.repl import Repl
+from rootstock_llm.services.cli.shared.exits import Exit
+from rootstock_llm.services.cli.shared.flags import Target
+from rootstock_llm.services.cli.shared.server import Server
+from rootstock_llm.services.cli.shared.terminal import Terminal
 from tests.interrupts import hear_interrupts
 from tests.services.cli.fake_server import FakeServer
 
@@ -110,7 +110,7 @@ def test_chat_commands_print_results_and_errors(server: FakeServer, tmp_path: Pa
 def test_chat_holds_a_conversation_on_a_terminal(server: FakeServer) -> None:
     server.behaviours = ["hangs", "ok"]
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "services.cli", "chat", "--max-tokens", "3"]
+    command = [sys.executable, "-m", "rootstock_llm.services.cli", "chat", "--max-tokens", "3"]
     pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=hear_interrupts, **pipes)
     os.close(theirs)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.commands import build_parser
-from services.cli.completion import commands_of, script
+from rootstock_llm.services.cli.commands import build_parser
+from rootstock_llm.services.cli.completion import commands_of, script
 
 ROOT = Path(__file__).resolve().parents[3]
 

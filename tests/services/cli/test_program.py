@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import reference
-from services.cli.commands import COMMANDS, EXITS
-from services.cli.program import main
-from services.cli.shared.exits import Exit
-from services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli import reference
+from rootstock_llm.services.cli.commands import COMMANDS, EXITS
+from rootstock_llm.services.cli.program import main
+from rootstock_llm.services.cli.shared.exits import Exit
+from rootstock_llm.services.cli.shared.terminal import Terminal
 from tests.interrupts import hear_interrupts
 from tests.services.cli.fake_server import FakeServer
 
@@ -25,7 +25,7 @@ CHAT = ["chat", "-m", "Hi"]
 
 
 def started(*arguments: str, **pipes: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "services.cli", *arguments]
+    command = [sys.executable, "-m", "rootstock_llm.services.cli", *arguments]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL, preexec_fn=hear_interrupts, **pipes)
 
 
@@ -209,6 +209,6 @@ def test_page_of_the_client_matches_the_code_and_has_every_status() -> None:
 def test_program_starts_with_the_standard_library() -> None:
     """The standard library is enough for all commands but bench, which imports others when it runs."""
     foreign = "{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'__main__'}"
-    code = f"import sys, services.cli.program; print(*{foreign})"
+    code = f"import sys, rootstock_llm.services.cli.program; print(*{foreign})"
     result = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
-    assert result.stdout.split() == ["services"]
+    assert result.stdout.split() == ["rootstock_llm"]

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from services.cli import reference
-from services.cli.program import main
-from services.cli.shared.exits import CommandFailed, Exit
-from services.cli.shared.server import unreachable
-from services.cli.shared.terminal import Terminal
-from services.cli.status.command import _next_look
-from services.cli.status.standing import Observer, Standing, Worker
-from services.cli.status.table import lines
-from services.cli.status.trouble import troubles
+from rootstock_llm.services.cli import reference
+from rootstock_llm.services.cli.program import main
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+from rootstock_llm.services.cli.shared.server import unreachable
+from rootstock_llm.services.cli.shared.terminal import Terminal
+from rootstock_llm.services.cli.status.command import _next_look
+from rootstock_llm.services.cli.status.standing import Observer, Standing, Worker
+from rootstock_llm.services.cli.status.table import lines
+from rootstock_llm.services.cli.status.trouble import troubles
 from tests.services.cli.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[3]

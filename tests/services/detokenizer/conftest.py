@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from tests.services.tokenizer.model_folders import KINDS
 
 

@@ -11,16 +11,16 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import detokenizer_pb2 as pb
-from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
-from services.detokenizer.server import DetokenizerServicer
-from services.detokenizer.session import DetokenizerMetrics
-from services.detokenizer.settings import DetokenizerSettings
-from services.detokenizer.text import TokenTexts
-from services.shared import limits
-from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.observe.spans import Tracing
-from services.shared.rpc import grpc_server
+from rootstock_llm.protos import detokenizer_pb2 as pb
+from rootstock_llm.protos import detokenizer_pb2_grpc as pb_grpc
+from rootstock_llm.services.detokenizer.server import DetokenizerServicer
+from rootstock_llm.services.detokenizer.session import DetokenizerMetrics
+from rootstock_llm.services.detokenizer.settings import DetokenizerSettings
+from rootstock_llm.services.detokenizer.text import TokenTexts
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.observe.spans import Tracing
+from rootstock_llm.services.shared.rpc import grpc_server
 
 
 @contextlib.asynccontextmanager

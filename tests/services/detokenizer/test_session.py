@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import detokenizer_pb2 as pb
-from services.detokenizer import session as session_module
-from services.detokenizer.session import BadBatch, DetokenizerMetrics, Session, TooManyOpen
-from services.detokenizer.text import IncrementalDetokenizer
-from services.shared import limits
-from services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.protos import detokenizer_pb2 as pb
+from rootstock_llm.services.detokenizer import session as session_module
+from rootstock_llm.services.detokenizer.session import BadBatch, DetokenizerMetrics, Session, TooManyOpen
+from rootstock_llm.services.detokenizer.text import IncrementalDetokenizer
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
 Row = tuple[int, list[int], bool, str]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.detokenizer.text import IncrementalDetokenizer, StopStringBuffer, TokenTexts
-from services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.detokenizer.text import IncrementalDetokenizer, StopStringBuffer, TokenTexts
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 from tests.services.tokenizer.model_folders import KINDS
 
 BYTE_ID = 1000  # id of <0x00> in the byte_fallback tokenizer

@@ -15,11 +15,18 @@ from typing import Any, NamedTuple
 import grpc
 import orjson
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.local.ports import free_ports
-from services.tokenizer import refusal
-from services.tokenizer.server import EncodeStream
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import (
+    detokenizer_pb2,
+    detokenizer_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.tokenizer import refusal
+from rootstock_llm.services.tokenizer.server import EncodeStream
 
 EOS = 0
 VOCAB_SIZE = 0x20000

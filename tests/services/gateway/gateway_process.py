@@ -1,4 +1,4 @@
-"""`python -m services.gateway` as a process that is connected to the services of a System."""
+"""`python -m rootstock_llm.services.gateway` as a process that is connected to the services of a System."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from services.local.ports import free_ports
+from rootstock_llm.services.local.ports import free_ports
 from tests.services.gateway.system import RawClient, System, wait_until
 
 START_S = 120.0  # seconds for the imports of a process on a busy machine
@@ -28,7 +28,15 @@ class Process:
         self.health_port = ports.get("health_port") or health_port
         addresses = {"workers": system.workers, "detokenizers": system.detokenizers, "tokenizers": system.tokenizers}
         peers = [word for name, hosts in addresses.items() for word in (f"--{name}", ",".join(host.address for host in hosts))]
-        command = [sys.executable, "-m", "services.gateway", "--port", str(self.port), "--health-port", str(self.health_port)]
+        command = [
+            sys.executable,
+            "-m",
+            "rootstock_llm.services.gateway",
+            "--port",
+            str(self.port),
+            "--health-port",
+            str(self.health_port),
+        ]
         quiet = {**os.environ, "GRPC_VERBOSITY": "NONE"}  # without the log lines of gRPC's C core
         few = ["prlimit", "--nofile=256:4096"]  # a low soft limit, which the gateway must raise
         self._process = subprocess.Popen([*few, *command, *peers, *flags], stderr=subprocess.PIPE, text=True, env=quiet)

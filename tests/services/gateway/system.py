@@ -16,11 +16,11 @@ import orjson
 import uvloop
 from openai import DefaultHttpxClient, OpenAI
 
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.gateway import Gateway
-from services.gateway.http import http_server
-from services.gateway.remote.worker_link import WorkerLink
-from services.local.ports import free_ports
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.gateway import Gateway
+from rootstock_llm.services.gateway.http import http_server
+from rootstock_llm.services.gateway.remote.worker_link import WorkerLink
+from rootstock_llm.services.local.ports import free_ports
 from tests.services.gateway.fakes import MODEL, FakeDetokenizer, FakeTokenizer, FakeWorker, Host
 
 T = TypeVar("T")

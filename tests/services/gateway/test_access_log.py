@@ -13,9 +13,9 @@ import httpx
 import orjson
 import pytest
 
-from services.gateway.observe.access_log import AccessLog
-from services.gateway.store.owner import owner_of
-from services.shared.limits import MAX_HEAD_BYTES
+from rootstock_llm.services.gateway.observe.access_log import AccessLog
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.http.test_slow_readers import LARGE, Deaf
 from tests.services.gateway.system import RawClient, System, wait_until

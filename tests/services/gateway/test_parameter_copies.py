@@ -14,18 +14,18 @@ from typing import Any, cast
 
 import pytest
 
-import services.gateway
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.dispatch.placement import Placement
-from services.gateway.generation.request import GenerationParams, ModelInfo, PromptInput
-from services.shared.sampling_parameters import SamplingDefaults
+import rootstock_llm.services.gateway
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.dispatch.placement import Placement
+from rootstock_llm.services.gateway.generation.request import GenerationParams, ModelInfo, PromptInput
+from rootstock_llm.services.shared.sampling_parameters import SamplingDefaults
 from tests.services.gateway.dispatch.test_dispatch_hedging import hedged
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_faults import Pending
 from tests.services.gateway.system import System, wait_until
 
-GATEWAY = Path(services.gateway.__file__).parent
+GATEWAY = Path(rootstock_llm.services.gateway.__file__).parent
 COPIES = ("CopyFrom", "MergeFrom", "MergeFromString", "ParseFromString")
 
 

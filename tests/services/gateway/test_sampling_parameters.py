@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.api.openai.types import GenerationBody
-from services.gateway.api.request_body import SamplingBody
-from services.gateway.api.sglang.types import NativeSampling
-from services.shared.sampling_parameters import PARAMETERS, SCALAR, SCALARS, Api, Kind, SamplingParameter
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.api.openai.types import GenerationBody
+from rootstock_llm.services.gateway.api.request_body import SamplingBody
+from rootstock_llm.services.gateway.api.sglang.types import NativeSampling
+from rootstock_llm.services.shared.sampling_parameters import PARAMETERS, SCALAR, SCALARS, Api, Kind, SamplingParameter
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System
 from tests.services.parameter_values import WRONG_TYPES, name_of, outside, typical

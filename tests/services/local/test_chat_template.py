@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.local.plan import num_ports, parts
-from services.local.settings import LocalSettings
-from services.shared.hf_tokenizer import TokenizerFolderError, has_chat_template, load_tokenizer
-from services.shared.settings import of_values
+from rootstock_llm.services.local.plan import num_ports, parts
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.shared.hf_tokenizer import TokenizerFolderError, has_chat_template, load_tokenizer
+from rootstock_llm.services.shared.settings import of_values
 from tests.services.tokenizer.model_folders import CHATML, byte_level
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.ends import Memory, cause, num_memory_kills, why_it_ended
+from rootstock_llm.services.local.ends import Memory, cause, num_memory_kills, why_it_ended
 
 LOG = Path("run/worker-0.log")
 MEMORY = Memory(model_bytes=1_500_000_000, free_bytes=900_000_000, kills=3)

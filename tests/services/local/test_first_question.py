@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.local.demo import PROMPT, QUESTION, BrokenOff, Endpoint, Kind, NoAnswer, ask, curl
+from rootstock_llm.services.local.demo import PROMPT, QUESTION, BrokenOff, Endpoint, Kind, NoAnswer, ask, curl
 
 ENDS = b"data: [DONE]\n\n"
 CHOICES = {

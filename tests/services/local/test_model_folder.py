@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.model_folder import NoModel, model_folder, weight_bytes
+from rootstock_llm.services.local.model_folder import NoModel, model_folder, weight_bytes
 from tests.e2e.system import DEMO, ROOT
 
 NOBODY = 65534
@@ -156,7 +156,7 @@ def test_model_folder_names_the_path_when_a_permission_is_missing(locked: str, f
         if path.stat().st_uid == os.geteuid() and os.geteuid() == 0 and path != Path("/"):
             path.chmod(path.stat().st_mode | 0o055)
     (tmp_path / locked).chmod(0)
-    code = "import os\nfrom services.local.model_folder import *\n"
+    code = "import os\nfrom rootstock_llm.services.local.model_folder import *\n"
     code += f"if os.geteuid() == 0: os.setgroups([]); os.setegid({NOBODY}); os.seteuid({NOBODY})\n"
     code += f"try: model_folder({str(folder)!r})\nexcept NoModel as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -197,7 +197,7 @@ def hub() -> Iterator[HubServer]:
 
 def refusal_of_the_hub(url: str, cache: Path, model: str = "somebody/some-model", setup: str = "") -> str:
     """Runs in a new process, because the library reads the environment at import."""
-    code = f"from services.local.model_folder import *\n{setup}\n"
+    code = f"from rootstock_llm.services.local.model_folder import *\n{setup}\n"
     code += f"try: model_folder({model!r})\nexcept NoModel as error: print(error)"
     env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)

@@ -7,12 +7,12 @@ import json
 import subprocess
 import sys
 
-from services.local.ports import BLOCKS, free_ports, is_taken
+from rootstock_llm.services.local.ports import BLOCKS, free_ports, is_taken
 
 # Takes ports as each argument says, then 300 ports that are not in the first list, and lives until stdin ends.
 ASKS = """
 import json, sys
-from services.local.ports import free_ports
+from rootstock_llm.services.local.ports import free_ports
 given = [free_ports(int(count)) for count in sys.argv[1:]]
 print(json.dumps([*given, free_ports(300, besides=given[0])]), flush=True)
 sys.stdin.read()

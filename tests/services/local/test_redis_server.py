@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.local.plan import num_ports, parts
-from services.local.settings import LocalSettings
+from rootstock_llm.services.local.plan import num_ports, parts
+from rootstock_llm.services.local.settings import LocalSettings
 
 
 def started(**settings: str) -> str:

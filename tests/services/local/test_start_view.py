@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.local.start_view import EVERY_S, LogReader, StartView, Told
-from services.shared.observe.progress import Progress, read
+from rootstock_llm.services.local.start_view import EVERY_S, LogReader, StartView, Told
+from rootstock_llm.services.shared.observe.progress import Progress, read
 
 HALF = Progress("weights", 2e9, 4e9, 4.0)
 
@@ -49,8 +49,8 @@ def test_log_reader_returns_steps_bars_and_warnings_once(tmp_path: Path) -> None
         file.write(
             '", "step": true}\n'
             + record(HALF.line())
-            + record("slow", level="warning", logger="kernels.cpu")
-            + record("late", level="warning", logger="services.gateway")
+            + record("slow", level="warning", logger="rootstock_llm.kernels.cpu")
+            + record("late", level="warning", logger="rootstock_llm.services.gateway")
         )
     bar = "weights [##########          ]  50 %  2.00 of 4.00 GB, 0.50 GB/s, 4 s left"
     assert reader.news() == [Told("cut"), Told(bar, is_bar=True), Told("slow", is_warning=True)]
@@ -79,7 +79,7 @@ def test_view_shows_equal_warnings_of_workers_once(tmp_path: Path) -> None:
     for stream in (Screen(), io.StringIO()):
         view = StartView(stream)
         for name in ("worker-0", "worker-1"):
-            (tmp_path / name).write_text(record("no compiler", level="warning", logger="kernels.cpu"))
+            (tmp_path / name).write_text(record("no compiler", level="warning", logger="rootstock_llm.kernels.cpu"))
             view.waiting(name, tmp_path / name)
         view.clear()
         assert stream.getvalue().count("  worker-0      no compiler\n") == 1 and stream.getvalue().count("no compiler") == 1

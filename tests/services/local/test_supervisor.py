@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.local.plan import memory_flags, num_gpus, num_ports, parts
-from services.local.settings import LocalSettings
-from services.local.supervisor import Child, Command, ProcessFailed, Supervisor
-from services.shared.settings import load
+from rootstock_llm.services.local.plan import memory_flags, num_gpus, num_ports, parts
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.local.supervisor import Child, Command, ProcessFailed, Supervisor
+from rootstock_llm.services.shared.settings import load
 from tests.e2e.system import processes_with, wait_until
 
 NEST = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -130,7 +130,7 @@ def test_num_gpus_counts_device_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_plan_shares_memory_among_workers_and_names_them_to_the_gateway(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.local.plan.num_gpus", lambda: 0)
+    monkeypatch.setattr("rootstock_llm.services.local.plan.num_gpus", lambda: 0)
     settings = LocalSettings(_cli_parse_args=False, workers=workers, worker_flags="--mem-fraction-static 0.1")  # type: ignore[call-arg]
     ports = list(range(9000, 9000 + num_ports(settings)))
     plan = {part.command.name: part.command.argv for part in parts(settings, "models/demo", ports)}
@@ -144,13 +144,13 @@ def test_plan_shares_memory_among_workers_and_names_them_to_the_gateway(workers:
 
 def test_plan_replaces_workers_when_roles_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make run` also passes --workers, which is then ignored."""
-    monkeypatch.setattr("services.local.plan.num_gpus", lambda: 0)
+    monkeypatch.setattr("rootstock_llm.services.local.plan.num_gpus", lambda: 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
     argv = ["--workers", "1", "--prefill-workers", "1", "--decode-workers", "2", "--admin-port", "8001"]
     settings = load(LocalSettings, "rootstock-local", argv)
     ports = list(range(9000, 9000 + num_ports(settings)))
     plan = {part.command.name: part.command.argv for part in parts(settings, "models/demo", ports)}
-    workers = {name: argv for name, argv in plan.items() if "services.worker" in argv}
+    workers = {name: argv for name, argv in plan.items() if "rootstock_llm.services.worker" in argv}
     assert list(workers) == ["prefill-0", "decode-0", "decode-1"] and len(plan) == 5 + 3
     said = {name: dict(itertools.pairwise(argv)) for name, argv in plan.items()}
     for name in workers:

@@ -12,12 +12,12 @@ import pytest
 from grpc_health.v1 import health_pb2_grpc
 from pydantic_settings import BaseSettings
 
-from services.gateway.config.settings import GatewaySettings
-from services.local.ports import HOST, free_ports
-from services.local.reference import SERVICES
-from services.local.settings import LocalSettings
-from services.shared.settings import WRONG_SETTINGS, load
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.reference import SERVICES
+from rootstock_llm.services.local.settings import LocalSettings
+from rootstock_llm.services.shared.settings import WRONG_SETTINGS, load
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.services.test_processes import DEMO, wait_serving
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -172,7 +172,7 @@ def test_load_accepts_each_setting_as_a_key(name: str, file: Path, capsys: pytes
 def test_service_listens_on_the_port_of_the_file(service: str, lines: str, file: Path) -> None:
     port, metrics_port = free_ports(2)
     file.write_text(f"model: {DEMO}\nport: {port}\nmetrics-port: {metrics_port}\n{lines}")
-    process = subprocess.Popen([sys.executable, "-m", f"services.{service}", "--config", str(file)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", f"rootstock_llm.services.{service}", "--config", str(file)], cwd=ROOT)
     try:
         with grpc.insecure_channel(f"{HOST}:{port}") as channel:
             wait_serving(health_pb2_grpc.HealthStub(channel), service)
@@ -184,7 +184,7 @@ def test_service_listens_on_the_port_of_the_file(service: str, lines: str, file:
 def test_gateway_does_not_log_the_control_token_of_the_file(file: Path) -> None:
     port, health_port = free_ports(2)
     file.write_text(f"port: {port}\nhealth-port: {health_port}\ncontrol-token: {SECRET}\nlog-level: debug\n")
-    argv = [sys.executable, "-m", "services.gateway", "--config", str(file)]
+    argv = [sys.executable, "-m", "rootstock_llm.services.gateway", "--config", str(file)]
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         with grpc.insecure_channel(f"{HOST}:{health_port}") as channel:
@@ -197,7 +197,7 @@ def test_gateway_does_not_log_the_control_token_of_the_file(file: Path) -> None:
 
 def test_local_system_is_refused_when_the_settings_file_is_wrong(file: Path) -> None:
     file.write_text("workers: 0")
-    argv = [sys.executable, "-m", "services.local", "--config", str(file)]
+    argv = [sys.executable, "-m", "rootstock_llm.services.local", "--config", str(file)]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     refused = f"cannot serve: local refuses its settings: workers in --config {file}: Input should be greater than or equal to 1."
     assert ended.returncode == WRONG_SETTINGS and refused in ended.stderr

@@ -1,4 +1,4 @@
-"""Tests python -m services.shared.fetch as a process against download sources on loopback."""
+"""Tests python -m rootstock_llm.services.shared.fetch as a process against download sources on loopback."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from services.local.ports import free_ports
-from services.shared.fetch.download import fetch as download
-from services.shared.fetch.files import RemoteFile, Unfetchable
-from services.shared.fetch.stores import Folder, signed
-from services.shared.hf_tokenizer import load_tokenizer
-from services.shared.observe.progress import read
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.shared.fetch.download import fetch as download
+from rootstock_llm.services.shared.fetch.files import RemoteFile, Unfetchable
+from rootstock_llm.services.shared.fetch.stores import Folder, signed
+from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer
+from rootstock_llm.services.shared.observe.progress import read
 from tests.services.shared.stores import Answer, Asked, Bucket, GoogleBucket, Hub, serve
 from tests.services.tokenizer.model_folders import sentencepiece_model
 
@@ -38,7 +38,7 @@ FILES = {
     "consolidated.safetensors": b"again",
 }
 LOADED = {"config.json", "tokenizer.json", "model.safetensors"}
-COMMAND = [sys.executable, "-m", "services.shared.fetch"]
+COMMAND = [sys.executable, "-m", "rootstock_llm.services.shared.fetch"]
 CLEAN = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
 
 
@@ -270,9 +270,8 @@ class TestConversion:
 
     def test_fetch_refuses_the_model_before_the_download_when_the_image_has_no_transformers(self, tmp_path: Path) -> None:
         files = {"config.json": b"{}", "qwen.tiktoken": b"", "model.safetensors": LARGE}
-        without = (
-            "import sys; sys.modules['transformers'] = None; from services.shared.fetch.__main__ import main; main(sys.argv[1:])"
-        )
+        module = "rootstock_llm.services.shared.fetch.__main__"
+        without = f"import sys; sys.modules['transformers'] = None; import {module} as fetch"
         with serve(Hub({"main": ("c1", files)})) as server:
             command = [sys.executable, "-c", f"{without}; fetch.main(sys.argv[1:])", str(tmp_path / "a"), "org/a"]
             environment = {**CLEAN, "HF_ENDPOINT": server.url}

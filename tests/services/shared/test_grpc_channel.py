@@ -10,8 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.local.ports import free_ports
-from services.shared.rpc import grpc_server
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.shared.rpc import grpc_server
 
 HOST = "127.0.0.1"
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # variables in which gRPC looks for a proxy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily
 
-from services.shared.observe.histogram import Histogram, LabelledHistogram
+from rootstock_llm.services.shared.observe.histogram import Histogram, LabelledHistogram
 
 BOUNDS = (0.1, 1.0, 1_000_000)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from services.gateway.api.constraints import json_schema, structural_tag
-from services.gateway.generation.errors import ApiError
-from services.shared import limits
-from services.shared.json_schema import too_large
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.compile.forking_compiler import prepare
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.gateway.api.constraints import json_schema, structural_tag
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.json_schema import too_large
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.grammar.compile.forking_compiler import prepare
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 
 def properties(count: int, required: int) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import urllib.request
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from services.local.ports import HOST
-from services.shared.observe import metrics_server
+from rootstock_llm.services.local.ports import HOST
+from rootstock_llm.services.shared.observe import metrics_server
 
 PROMETHEUS_ASKS = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;q=0.5"
 

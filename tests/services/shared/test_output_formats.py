@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, detect
-from services.tokenizer.settings import ReasoningParser, ToolParser
+from rootstock_llm.services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, detect
+from rootstock_llm.services.tokenizer.settings import ReasoningParser, ToolParser
 
 # Case → the relevant part of a template, its tool format and its reasoning format.
 TEMPLATES = {

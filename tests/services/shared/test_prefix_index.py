@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES, block_hash, root_hash
-from services.worker.core.kv.cache_events import BLOCK_TOKENS as CORE_BLOCK_TOKENS
+from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES, block_hash, root_hash
+from rootstock_llm.services.worker.core.kv.cache_events import BLOCK_TOKENS as CORE_BLOCK_TOKENS
 
 
 def block(first: int) -> bytes:

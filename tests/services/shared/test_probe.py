@@ -1,4 +1,4 @@
-"""Tests services.shared.rpc.probe against real servers."""
+"""Tests rootstock_llm.services.shared.rpc.probe against real servers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from services.local.ports import HOST, free_ports
-from services.shared.rpc import grpc_server, probe
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.shared.rpc import grpc_server, probe
 
 
 @pytest.fixture
@@ -95,5 +95,5 @@ def test_probe_ignores_proxies_in_the_environment(http_port: int, health_port: i
 
 
 def test_probe_exits_with_2_for_a_wrong_command_line() -> None:
-    command = [sys.executable, "-m", "services.shared.rpc.probe"]
+    command = [sys.executable, "-m", "rootstock_llm.services.shared.rpc.probe"]
     assert subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 2

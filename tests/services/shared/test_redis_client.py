@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ReadOnlyError
 
-from services.shared.index.redis_client import TimedRedis, redis_client
+from rootstock_llm.services.shared.index.redis_client import TimedRedis, redis_client
 from tests.services.redis_server import redis_server
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from services.local.ports import free_ports
-from services.shared.index.redis_client import TimedRedis, redis_client
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.shared.index.redis_client import TimedRedis, redis_client
 from tests.certificates import Authority, Mounted
 from tests.e2e.system import wait_until
 

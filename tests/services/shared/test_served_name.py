@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.detokenizer.settings import DetokenizerSettings
-from services.tokenizer.settings import TokenizerSettings
-from services.worker.identity.model_identity import identify_model
+from rootstock_llm.services.detokenizer.settings import DetokenizerSettings
+from rootstock_llm.services.tokenizer.settings import TokenizerSettings
+from rootstock_llm.services.worker.identity.model_identity import identify_model
 
 
 @pytest.mark.parametrize(("given", "name"), [("", "current"), ("ours", "ours")])

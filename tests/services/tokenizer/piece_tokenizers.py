@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from tests.services.tokenizer.model_folders import CORPUS, KINDS
 
 LONGEST_BLANKS = 128

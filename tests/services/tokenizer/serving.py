@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
-from services.shared.hf_tokenizer import load_tokenizer
-from services.shared.observe.spans import Tracing
-from services.shared.rpc import grpc_server
-from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.server import TokenizerServicer
-from services.tokenizer.settings import TokenizerSettings
+from rootstock_llm.protos import tokenizer_pb2_grpc as pb_grpc
+from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer
+from rootstock_llm.services.shared.observe.spans import Tracing
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
+from rootstock_llm.services.tokenizer.server import TokenizerServicer
+from rootstock_llm.services.tokenizer.settings import TokenizerSettings
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.tokenizer.render_child import Renderer
+from rootstock_llm.services.tokenizer.render_child import Renderer
 
 HEADER = {"add_generation_prompt": True, "continue_final_message": False}
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"

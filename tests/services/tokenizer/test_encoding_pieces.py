@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.shared.hf_tokenizer import HfTokenizer
-from services.tokenizer.encoding import EncodedText, EncodeJob, EncodingStopped, PieceEncoder, UncuttableText
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.tokenizer.encoding import EncodedText, EncodeJob, EncodingStopped, PieceEncoder, UncuttableText
 from tests.services.tokenizer.piece_tokenizers import LONGEST_BLANKS, MAKERS
 
 # The second has tokens that contain blanks, and its pre-tokenizer does not split texts.

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.tokenizer.encoding import EncodeJob, EncodeQueue
+from rootstock_llm.services.tokenizer.encoding import EncodeJob, EncodeQueue
 
 
 class Gate:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.render_child import ChatTemplate, InvalidField
+from rootstock_llm.services.tokenizer.render_child import ChatTemplate, InvalidField
 from tests.services.tokenizer.template_shapes import CALLS, HEADER, SHAPES, WITHOUT_CALLS, each, rendered, renderer, turns
 
 Message = dict[str, Any]

@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc
 
-from rootstock.v1 import tokenizer_pb2 as pb
-from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
-from services.local.ports import free_ports
-from services.shared.index.prefix_index import HASH_BYTES, block_hashes
-from services.shared.rpc import grpc_server
+from rootstock_llm.protos import tokenizer_pb2 as pb
+from rootstock_llm.protos import tokenizer_pb2_grpc as pb_grpc
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.shared.index.prefix_index import HASH_BYTES, block_hashes
+from rootstock_llm.services.shared.rpc import grpc_server
 from tests.night import NIGHTLY
 from tests.services.tokenizer.model_folders import byte_level
 from tests.services.tokenizer.serving import serving
@@ -93,7 +93,7 @@ def _proportional_kib(rollup: Path) -> int:
 @contextmanager
 def process(folder: Path, port: int, metrics_port: int) -> Iterator[int]:
     ports = ["--port", str(port), "--metrics-port", str(metrics_port)]
-    command = [sys.executable, "-m", "services.tokenizer", "--model", str(folder), *ports, "--log-level", "warning"]
+    command = [sys.executable, "-m", "rootstock_llm.services.tokenizer", "--model", str(folder), *ports, "--log-level", "warning"]
     child = subprocess.Popen(command)
     try:
         yield child.pid

@@ -7,8 +7,8 @@ import asyncio
 import grpc
 import pytest
 
-from services.tokenizer.memory import ByteBudget
-from services.tokenizer.refusal import Refusal
+from rootstock_llm.services.tokenizer.memory import ByteBudget
+from rootstock_llm.services.tokenizer.refusal import Refusal
 
 
 class Holder:

@@ -13,8 +13,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rootstock.v1 import tokenizer_pb2 as pb
-from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from rootstock_llm.protos import tokenizer_pb2 as pb
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from tests.services.tokenizer.model_folders import KINDS, byte_level, unigram
 from tests.services.tokenizer.serving import serving
 

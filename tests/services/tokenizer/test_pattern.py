@@ -7,8 +7,8 @@ import itertools
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from services.tokenizer.boundaries import GPT2
-from services.tokenizer.pattern import NotUnderstood, read_pattern
+from rootstock_llm.services.tokenizer.boundaries import GPT2
+from rootstock_llm.services.tokenizer.pattern import NotUnderstood, read_pattern
 from tests.services.tokenizer.piece_tokenizers import CL100K
 
 O200K = (

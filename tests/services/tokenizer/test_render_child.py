@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from services.tokenizer.render_child import (
+from rootstock_llm.services.tokenizer.render_child import (
     ChatTemplate,
     InvalidField,
     OutputTooLong,

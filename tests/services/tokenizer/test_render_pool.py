@@ -12,11 +12,11 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import tokenizer_pb2 as pb
-from services.tokenizer import render_pool
-from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.refusal import Refusal
-from services.tokenizer.render_pool import LARGE_BYTES, RenderPool, RenderSetup
+from rootstock_llm.protos import tokenizer_pb2 as pb
+from rootstock_llm.services.tokenizer import render_pool
+from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
+from rootstock_llm.services.tokenizer.refusal import Refusal
+from rootstock_llm.services.tokenizer.render_pool import LARGE_BYTES, RenderPool, RenderSetup
 
 SLOW = "{% for i in range(60) %}{% for j in range(4000) %}{% set x = i * j %}{% endfor %}{% endfor %}"
 ORDINARY = asyncio.create_subprocess_exec

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
-from rootstock.v1 import tokenizer_pb2 as pb
-from services.shared import limits
-from services.shared.index.prefix_index import block_hashes, root_hash
-from services.tokenizer import server
+from rootstock_llm.protos import tokenizer_pb2 as pb
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.index.prefix_index import block_hashes, root_hash
+from rootstock_llm.services.tokenizer import server
 from tests.services.tokenizer.model_folders import byte_level
 from tests.services.tokenizer.serving import Serving, serving
 
@@ -209,7 +209,7 @@ def test_service_renders_chats_after_cancelled_calls(tmp_path: Path) -> None:
 
 
 def test_rendering_process_imports_no_service_libraries() -> None:
-    code = "import sys, services.tokenizer.render_child; print(sorted({n.split('.')[0] for n in sys.modules}))"
+    code = "import sys, rootstock_llm.services.tokenizer.render_child; print(sorted({n.split('.')[0] for n in sys.modules}))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
     assert not {"grpc", "pydantic", "tokenizers", "numpy", "google", "prometheus_client"} & set(json.loads(out.replace("'", '"')))
 

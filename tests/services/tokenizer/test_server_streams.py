@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
-from rootstock.v1 import tokenizer_pb2 as pb
-from services.shared import limits
-from services.shared.rpc.grpc_server import DRAIN_S, GOING_AWAY
-from services.tokenizer import server as tokenizer_server
+from rootstock_llm.protos import tokenizer_pb2 as pb
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.rpc.grpc_server import DRAIN_S, GOING_AWAY
+from rootstock_llm.services.tokenizer import server as tokenizer_server
 from tests.services.tokenizer.serving import Serving, serving
 
 TEXT = "one and two"

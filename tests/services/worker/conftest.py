@@ -8,27 +8,27 @@ from typing import Any
 
 import grpc
 
-from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.shared.observe.spans import Tracing
-from services.shared.rpc import grpc_server
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import PeerOutput
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.core.scheduler import Scheduler
-from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.exec.contracts.protocol import DraftTokens
-from services.worker.exec.fake import FakeExecutor, TimeModel
-from services.worker.front.outbox import BEAT_S, GAP_S, LoadReport, NoIndex, StreamOutbox
-from services.worker.front.server import WorkerServicer
-from services.worker.front.spans import RequestSpans
-from services.worker.front.wire import ModelLimits
-from services.worker.loop.inbox import Inbox
-from services.worker.loop.loop import Loop
-from services.worker.loop.progress import Pulse, StepLimit
-from services.worker.loop.thread import SchedulerThread
-from services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
+from rootstock_llm.protos import worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.shared.observe.spans import Tracing
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.messages import PeerOutput
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from rootstock_llm.services.worker.exec.contracts.protocol import DraftTokens
+from rootstock_llm.services.worker.exec.fake import FakeExecutor, TimeModel
+from rootstock_llm.services.worker.front.outbox import BEAT_S, GAP_S, LoadReport, NoIndex, StreamOutbox
+from rootstock_llm.services.worker.front.server import WorkerServicer
+from rootstock_llm.services.worker.front.spans import RequestSpans
+from rootstock_llm.services.worker.front.wire import ModelLimits
+from rootstock_llm.services.worker.loop.inbox import Inbox
+from rootstock_llm.services.worker.loop.loop import Loop
+from rootstock_llm.services.worker.loop.progress import Pulse, StepLimit
+from rootstock_llm.services.worker.loop.thread import SchedulerThread
+from rootstock_llm.services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import masks_behind
 from tests.core.harness import LetterDecoder

@@ -10,10 +10,10 @@ import pytest
 import transformers
 from sentencepiece import SentencePieceProcessor
 
-from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
-from services.worker.text import convert_tokenizer, tokenizer_folder
-from services.worker.text.convert_tokenizer import LIBRARIES, NotConverted, convert
-from services.worker.text.tokenizer_folder import with_tokenizer
+from rootstock_llm.services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from rootstock_llm.services.worker.text import convert_tokenizer, tokenizer_folder
+from rootstock_llm.services.worker.text.convert_tokenizer import LIBRARIES, NotConverted, convert
+from rootstock_llm.services.worker.text.tokenizer_folder import with_tokenizer
 from tests.services.tokenizer.model_folders import byte_level, sentencepiece_model, tiktoken_ranks
 
 TEXTS = ["", "Hello, world! 你好", "<|im_start|>user\n  two  spaces<|im_end|>"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams, StepResult
-from services.worker.core.scheduler import Scheduler
-from services.worker.device_limits import limits_of, most_step_tokens, resolved
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.core.contracts.messages import Submit
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams, StepResult
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.device_limits import limits_of, most_step_tokens, resolved
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.shared import limits
-from services.shared.hf_tokenizer import load_tokenizer
-from services.worker import draft_corpus as module
-from services.worker.draft_corpus import PIECE_CHARS, draft_corpus
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer
+from rootstock_llm.services.worker import draft_corpus as module
+from rootstock_llm.services.worker.draft_corpus import PIECE_CHARS, draft_corpus
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 MODEL = Path(__file__).resolve().parents[3] / "models/demo"
 

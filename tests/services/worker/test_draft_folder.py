@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.draft_folder import draft_folder
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.draft_folder import draft_folder
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 
 def test_draft_folder_is_the_set_path_or_a_folder_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from services.shared.settings import of_values
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.device_limits import resolved
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.scheduler_config import scheduler_config
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared.settings import of_values
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.device_limits import resolved
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.scheduler_config import scheduler_config
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.contracts.test_worker_defaults import COMPUTED
 
 SETTINGS = resolved(of_values(WorkerSettings, {}), None)

@@ -7,12 +7,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.shared.observe.log import JsonFormatter
-from services.shared.observe.log_fields import FIELDS
-from services.shared.settings import of_values
-from services.worker.engine import build_engine
-from services.worker.loop.inbox import Inbox
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared.observe.log import JsonFormatter
+from rootstock_llm.services.shared.observe.log_fields import FIELDS
+from rootstock_llm.services.shared.settings import of_values
+from rootstock_llm.services.worker.engine import build_engine
+from rootstock_llm.services.worker.loop.inbox import Inbox
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 DEMO = Path(__file__).resolve().parents[3] / "models/demo"
 

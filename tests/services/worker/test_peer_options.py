@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.peer_options import peer_options
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.peer_options import peer_options
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.exec.remote_kv.carriers import FAKE
 from tests.exec.remote_kv.certificates import Authority
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from kubernetes.client import Configuration
 
-from services.worker.pod_cost import ANNOTATION, PodCost, pod_patch
+from rootstock_llm.services.worker.pod_cost import ANNOTATION, PodCost, pod_patch
 
 
 class Api(ThreadingHTTPServer):
@@ -85,7 +85,7 @@ def test_refusal_is_logged_once_and_retried_later(api: Api, status: int, caplog:
     load = Load()
     cost = cost_of(api.server_port, load, period_s=7, pause_s=99)
     api.status = status
-    with caplog.at_level(logging.INFO, "services.worker.pod_cost"):
+    with caplog.at_level(logging.INFO, "rootstock_llm.services.worker.pod_cost"):
         assert (cost.tell(), cost.tell()) == (99, 99)
         assert len(caplog.records) == 1 and str(status) in caplog.text
         api.status = 200
@@ -97,7 +97,7 @@ def test_missing_api_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with Api() as gone:
         port = gone.server_port
     cost = cost_of(port, Load(), pause_s=99)
-    with caplog.at_level(logging.INFO, "services.worker.pod_cost"):
+    with caplog.at_level(logging.INFO, "rootstock_llm.services.worker.pod_cost"):
         assert (cost.tell(), cost.tell()) == (99, 99)
     assert len(caplog.records) == 1
 
@@ -105,7 +105,7 @@ def test_missing_api_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_missing_cluster_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     cost = PodCost(lambda: pod_patch("prod", "w-0"), Load(), pause_s=99)
-    with caplog.at_level(logging.INFO, "services.worker.pod_cost"):
+    with caplog.at_level(logging.INFO, "rootstock_llm.services.worker.pod_cost"):
         assert (cost.tell(), cost.tell()) == (99, 99)
     assert len(caplog.records) == 1 and "KUBERNETES" not in caplog.text
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.shared.settings import of_values
-from services.worker.core.tiers.page_keys import SECRET_BYTES
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.tiers.make_tiers import NoRoomForTiers, host_pages, host_slab
-from services.worker.settings import WorkerSettings
-from services.worker.tier_options import GB, tier_options
+from rootstock_llm.services.shared.settings import of_values
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.exec.tiers.make_tiers import NoRoomForTiers, host_pages, host_slab
+from rootstock_llm.services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.tier_options import GB, tier_options
 
 SHARED = {
     "enable_hierarchical_cache": True,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import Count, ResponseModel, absent
+from rootstock_llm.services.gateway.api.document.answer import Count, ResponseModel, absent
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from services.gateway.api.anthropic.render import MessageRenderer
-from services.gateway.api.anthropic.translation import chat_request, parse, prompt_request, thinks
-from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
-from services.gateway.api.chat import ChatPreparer
-from services.gateway.api.request_body import parse_json
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationRequest
-from services.gateway.generation.running import RunningRequest
-from services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.api.anthropic.render import MessageRenderer
+from rootstock_llm.services.gateway.api.anthropic.translation import chat_request, parse, prompt_request, thinks
+from rootstock_llm.services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
+from rootstock_llm.services.gateway.api.chat import ChatPreparer
+from rootstock_llm.services.gateway.api.request_body import parse_json
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 
 
 class MessagesCall:

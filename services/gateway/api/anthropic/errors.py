@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.generation.errors import AnswerForm, ApiError
+from rootstock_llm.services.gateway.generation.errors import AnswerForm, ApiError
 
 OVERLOADED = 529
 _TYPES = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.gateway.api.anthropic.answers import Event, Message, MessagesError, TokenCount
-from services.gateway.api.anthropic.errors import OVERLOADED
-from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
-from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation, ErrorFamily
+from rootstock_llm.services.gateway.api.anthropic.answers import Event, Message, MessagesError, TokenCount
+from rootstock_llm.services.gateway.api.anthropic.errors import OVERLOADED
+from rootstock_llm.services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
+from rootstock_llm.services.gateway.api.document.operation import EVENTS, JSON, ApiOperation, ErrorFamily
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"

@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 from pydantic_core import from_json
 
-from services.gateway.api.anthropic.errors import ANTHROPIC
-from services.gateway.generation.choice import ChoiceReader, Delta, Ending
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.running import RunningRequest
-from services.gateway.generation.usage import usage_of
-from services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from rootstock_llm.services.gateway.api.anthropic.errors import ANTHROPIC
+from rootstock_llm.services.gateway.generation.choice import ChoiceReader, Delta, Ending
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.generation.usage import usage_of
+from rootstock_llm.services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 
 Json = dict[str, Any]
 _EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}

@@ -8,14 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.gateway.api.anthropic.call import MessagesCall
-from services.gateway.api.anthropic.errors import ANTHROPIC
-from services.gateway.api.anthropic.operations import COUNT_TOKENS, MESSAGES, OPERATIONS
-from services.gateway.api.chat import ChatPreparer
-from services.gateway.generation.errors import AnswerForm
-from services.gateway.generation.origin import origin_of
-from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.service.sink import MakeOperation, Operation
+from rootstock_llm.services.gateway.api.anthropic.call import MessagesCall
+from rootstock_llm.services.gateway.api.anthropic.errors import ANTHROPIC
+from rootstock_llm.services.gateway.api.anthropic.operations import COUNT_TOKENS, MESSAGES, OPERATIONS
+from rootstock_llm.services.gateway.api.chat import ChatPreparer
+from rootstock_llm.services.gateway.generation.errors import AnswerForm
+from rootstock_llm.services.gateway.generation.origin import origin_of
+from rootstock_llm.services.gateway.http.answer import HttpPort, json_response
+from rootstock_llm.services.gateway.service.sink import MakeOperation, Operation
 
 
 class MessagesApi:

@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from services.gateway.api import known_fields
-from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
-from services.gateway.api.chat import ChatRequest, Tool, check_size, template_variables
-from services.gateway.api.constraints import json_schema
-from services.gateway.api.generation_params import stop_strings
-from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
-from services.gateway.api.request_body import SamplingBody, arguments_text, joined_salt, of_validation
-from services.gateway.api.tools import ToolChoice, ToolUse, check_num_tools, tool_specs
-from services.gateway.generation.body_fields import MESSAGES
-from services.gateway.generation.errors import ApiError, bad_request
-from services.shared import limits
+from rootstock_llm.services.gateway.api import known_fields
+from rootstock_llm.services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
+from rootstock_llm.services.gateway.api.chat import ChatRequest, Tool, check_size, template_variables
+from rootstock_llm.services.gateway.api.constraints import json_schema
+from rootstock_llm.services.gateway.api.generation_params import stop_strings
+from rootstock_llm.services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
+from rootstock_llm.services.gateway.api.request_body import SamplingBody, arguments_text, joined_salt, of_validation
+from rootstock_llm.services.gateway.api.tools import ToolChoice, ToolUse, check_num_tools, tool_specs
+from rootstock_llm.services.gateway.generation.body_fields import MESSAGES
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.shared import limits
 
 Json = dict[str, Any]
 B = TypeVar("B", bound=CountTokensRequest)

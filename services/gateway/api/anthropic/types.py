@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.api.request_body import Effort, PlacedBody, parameter
-from services.gateway.generation.body_fields import Body
-from services.shared import limits
-from services.shared.sampling_parameters import UINT32_MAX
+from rootstock_llm.services.gateway.api.request_body import Effort, PlacedBody, parameter
+from rootstock_llm.services.gateway.generation.body_fields import Body
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.sampling_parameters import UINT32_MAX
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _MESSAGES_SCHEMA = {

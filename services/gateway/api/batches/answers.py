@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from services.gateway.api.document.answer import Count, ResponseModel
+from rootstock_llm.services.gateway.api.document.answer import Count, ResponseModel
 
 Time = int | None
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]

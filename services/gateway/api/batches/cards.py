@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.store.batch_record import BatchRecord, BatchStatus
-from services.gateway.store.stored_files import StoredFile
+from rootstock_llm.services.gateway.store.batch_record import BatchRecord, BatchStatus
+from rootstock_llm.services.gateway.store.stored_files import StoredFile
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from services.shared.limits import MAX_FORM_HEAD_BYTES, MAX_FORM_PARTS
+from rootstock_llm.services.shared.limits import MAX_FORM_HEAD_BYTES, MAX_FORM_PARTS
 
 _BOUNDARY = re.compile(r"multipart/form-data\s*;(?:.*;)?\s*boundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))\s*(?:;.*)?", re.I)
 _PARAMETER = re.compile(r";\s*(name|filename)=(?:\"([^\"]*)\"|([^\s;\"]+))", re.I)

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from services.gateway.generation.errors import ApiError, bad_request, unavailable
-from services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus
-from services.gateway.store.batch_store import BatchStore
-from services.gateway.store.file_store import FileStore, NoSuchPlace
-from services.gateway.store.state_store import StoreAway
-from services.gateway.store.stored_files import StoredFile
-from services.shared import limits
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request, unavailable
+from rootstock_llm.services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus
+from rootstock_llm.services.gateway.store.batch_store import BatchStore
+from rootstock_llm.services.gateway.store.file_store import FileStore, NoSuchPlace
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.gateway.store.stored_files import StoredFile
+from rootstock_llm.services.shared import limits
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 

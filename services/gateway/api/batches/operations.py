@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.gateway.api.batches.answers import BatchCard, BatchList, FileCard, FileDeleted, FileList
-from services.gateway.api.batches.types import BatchRequest, FileForm
-from services.gateway.api.document.operation import BINARY, FORM, JSON, ApiOperation
+from rootstock_llm.services.gateway.api.batches.answers import BatchCard, BatchList, FileCard, FileDeleted, FileList
+from rootstock_llm.services.gateway.api.batches.types import BatchRequest, FileForm
+from rootstock_llm.services.gateway.api.document.operation import BINARY, FORM, JSON, ApiOperation
 
 FILES = "/v1/files"
 FILE = f"{FILES}/{{file_id}}"

@@ -9,20 +9,20 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from services.gateway.api.batches.cards import batch_card, file_card, list_of
-from services.gateway.api.batches.kept import BatchRecords, NewBatch
-from services.gateway.api.batches.operations import BATCH, BATCHES, CANCEL, CONTENT, FILE, FILES, OPERATIONS
-from services.gateway.api.batches.types import BatchRequest
-from services.gateway.api.batches.upload import UploadLimits, receive_file
-from services.gateway.api.document.operation import BINARY
-from services.gateway.api.request_body import of_validation, parse_json
-from services.gateway.generation.errors import AnswerForm, bad_request
-from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.service.sink import MakeOperation
-from services.gateway.store.metadata import check_metadata
-from services.gateway.store.owner import owner_of
-from services.gateway.store.stored_files import StoredFile
-from services.shared import limits
+from rootstock_llm.services.gateway.api.batches.cards import batch_card, file_card, list_of
+from rootstock_llm.services.gateway.api.batches.kept import BatchRecords, NewBatch
+from rootstock_llm.services.gateway.api.batches.operations import BATCH, BATCHES, CANCEL, CONTENT, FILE, FILES, OPERATIONS
+from rootstock_llm.services.gateway.api.batches.types import BatchRequest
+from rootstock_llm.services.gateway.api.batches.upload import UploadLimits, receive_file
+from rootstock_llm.services.gateway.api.document.operation import BINARY
+from rootstock_llm.services.gateway.api.request_body import of_validation, parse_json
+from rootstock_llm.services.gateway.generation.errors import AnswerForm, bad_request
+from rootstock_llm.services.gateway.http.answer import HttpPort, json_response
+from rootstock_llm.services.gateway.service.sink import MakeOperation
+from rootstock_llm.services.gateway.store.metadata import check_metadata
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.gateway.store.stored_files import StoredFile
+from rootstock_llm.services.shared import limits
 
 _FILES_A_PAGE, _BATCHES_A_PAGE = (10_000, 10_000), (20, 100)  # default and highest 'limit' of a list
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.generation.body_fields import Body
-from services.shared import limits
+from rootstock_llm.services.gateway.generation.body_fields import Body
+from rootstock_llm.services.shared import limits
 
 EXPIRY_S = (3600, 30 * 86_400)
 

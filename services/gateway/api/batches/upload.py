@@ -17,16 +17,23 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.types import Receive, Scope
 
-from services.gateway.api.batches.form_reader import BadForm, Event, FormReader, PartBegins, PartContent, boundary_of
-from services.gateway.api.batches.types import FileForm
-from services.gateway.api.request_body import of_validation
-from services.gateway.generation.bodies import BodyBudget, ClientGone
-from services.gateway.generation.errors import CLIENT_CLOSED, ApiError, bad_request
-from services.gateway.http.body import gone_of
-from services.gateway.store.file_store import FileStore
-from services.gateway.store.state_store import StoreAway
-from services.gateway.store.stored_files import StoredFile
-from services.shared import limits
+from rootstock_llm.services.gateway.api.batches.form_reader import (
+    BadForm,
+    Event,
+    FormReader,
+    PartBegins,
+    PartContent,
+    boundary_of,
+)
+from rootstock_llm.services.gateway.api.batches.types import FileForm
+from rootstock_llm.services.gateway.api.request_body import of_validation
+from rootstock_llm.services.gateway.generation.bodies import BodyBudget, ClientGone
+from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, ApiError, bad_request
+from rootstock_llm.services.gateway.http.body import gone_of
+from rootstock_llm.services.gateway.store.file_store import FileStore
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.gateway.store.stored_files import StoredFile
+from rootstock_llm.services.shared import limits
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from services.gateway.api.document.answer import ErrorBody
-from services.gateway.api.document.operation import EVENTS, JSON, OF_ANY, TEXT, ApiOperation, Content
-from services.gateway.api.document.responses import headers, reference, shared
-from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_ROUTING_KEY_CHARS
+from rootstock_llm.services.gateway.api.document.answer import ErrorBody
+from rootstock_llm.services.gateway.api.document.operation import EVENTS, JSON, OF_ANY, TEXT, ApiOperation, Content
+from rootstock_llm.services.gateway.api.document.responses import headers, reference, shared
+from rootstock_llm.services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_ROUTING_KEY_CHARS
 
 _SCHEMA_REF = "#/components/schemas/{model}"
 _SCHEMES = {"bearer": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}

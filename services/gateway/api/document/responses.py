@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.api.document.operation import JSON, ErrorFamily
-from services.gateway.generation.errors import CODES
+from rootstock_llm.services.gateway.api.document.operation import JSON, ErrorFamily
+from rootstock_llm.services.gateway.generation.errors import CODES
 
 HEADERS: dict[str, dict[str, Any]] = {
     "x-request-id": {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.api.document.answer import Health, IntakeReport, ReadinessReport
-from services.gateway.api.document.operation import HTML, JSON, TEXT, ApiOperation
+from rootstock_llm.services.gateway.api.document.answer import Health, IntakeReport, ReadinessReport
+from rootstock_llm.services.gateway.api.document.operation import HTML, JSON, TEXT, ApiOperation
 
 PLAYGROUND = "/"
 HEALTH = "/health"

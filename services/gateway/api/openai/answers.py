@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import (
+from rootstock_llm.services.gateway.api.document.answer import (
     CachedByTier,
     Count,
     ErrorBody,

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.gateway.api import known_fields
-from services.gateway.api.chat import ChatRequest, check_size, switches_of, template_variables
-from services.gateway.api.constraints import constraint_of
-from services.gateway.api.known_fields import WEB_SEARCH, hosted_type, omitted_names, unserved
-from services.gateway.api.openai.types import ChatCompletionRequest, check_stream_options, include_stop, parse
-from services.gateway.api.request_body import joined_salt, session_turn
-from services.gateway.api.tools import NO_TOOLS, Functions, ToolChoice, ToolUse, check_num_tools, tool_specs
-from services.gateway.generation import body_fields
-from services.gateway.generation.errors import bad_request
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import check_chars
-from services.shared import limits
+from rootstock_llm.services.gateway.api import known_fields
+from rootstock_llm.services.gateway.api.chat import ChatRequest, check_size, switches_of, template_variables
+from rootstock_llm.services.gateway.api.constraints import constraint_of
+from rootstock_llm.services.gateway.api.known_fields import WEB_SEARCH, hosted_type, omitted_names, unserved
+from rootstock_llm.services.gateway.api.openai.types import ChatCompletionRequest, check_stream_options, include_stop, parse
+from rootstock_llm.services.gateway.api.request_body import joined_salt, session_turn
+from rootstock_llm.services.gateway.api.tools import NO_TOOLS, Functions, ToolChoice, ToolUse, check_num_tools, tool_specs
+from rootstock_llm.services.gateway.generation import body_fields
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import check_chars
+from rootstock_llm.services.shared import limits
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles whose content may be null or absent

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
-from services.gateway.api.openai.answers import (
+from rootstock_llm.services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
+from rootstock_llm.services.gateway.api.openai.answers import (
     ChatCompletion,
     ChatEvent,
     Completion,
@@ -12,7 +12,7 @@ from services.gateway.api.openai.answers import (
     ModelCard,
     ModelList,
 )
-from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from rootstock_llm.services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

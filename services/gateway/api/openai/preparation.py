@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.api import known_fields, prompts
-from services.gateway.api.chat import ChatPreparer
-from services.gateway.api.constraints import constraint_of
-from services.gateway.api.generation_params import check_token_ids, embedding_generation, generation_of
-from services.gateway.api.openai.chat import chat_request
-from services.gateway.api.openai.types import (
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.api import known_fields, prompts
+from rootstock_llm.services.gateway.api.chat import ChatPreparer
+from rootstock_llm.services.gateway.api.constraints import constraint_of
+from rootstock_llm.services.gateway.api.generation_params import check_token_ids, embedding_generation, generation_of
+from rootstock_llm.services.gateway.api.openai.chat import chat_request
+from rootstock_llm.services.gateway.api.openai.types import (
     CompletionRequest,
     EmbeddingRequest,
     NamedBody,
@@ -25,19 +25,26 @@ from services.gateway.api.openai.types import (
     include_stop,
     parse,
 )
-from services.gateway.api.prompts import UNBOUNDED, for_a_vector, for_an_answer
-from services.gateway.api.request_body import begins, check_turn, joined_salt, parse_json, session_turn
-from services.gateway.generation import body_fields
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.generation.decoding import Decoding
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationParams, GenerationRequest, ModelInfo, Models, PromptInput, check_sets
-from services.gateway.output.output_parser import MakeParser
-from services.gateway.remote.detokenizer_link import DetokPool
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.shared import limits
-from services.shared.sampling_parameters import COMPLETION_TOKENS, Api
+from rootstock_llm.services.gateway.api.prompts import UNBOUNDED, for_a_vector, for_an_answer
+from rootstock_llm.services.gateway.api.request_body import begins, check_turn, joined_salt, parse_json, session_turn
+from rootstock_llm.services.gateway.generation import body_fields
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.generation.decoding import Decoding
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import (
+    GenerationParams,
+    GenerationRequest,
+    ModelInfo,
+    Models,
+    PromptInput,
+    check_sets,
+)
+from rootstock_llm.services.gateway.output.output_parser import MakeParser
+from rootstock_llm.services.gateway.remote.detokenizer_link import DetokPool
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.sampling_parameters import COMPLETION_TOKENS, Api
 
 
 class Preparer(ChatPreparer):

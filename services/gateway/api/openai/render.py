@@ -14,13 +14,13 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.logprob_forms import ChatLogprobWriter, CompletionLogprobWriter
-from services.gateway.generation.choice import Choice, ChoiceReader, Delta
-from services.gateway.generation.errors import DONE, OPENAI, ApiError
-from services.gateway.generation.running import RunningRequest
-from services.gateway.generation.usage import report_of, usage_of
-from services.gateway.output.output_parser import CallArguments, CallStart, Event, Reasoning, Text
-from services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.api.logprob_forms import ChatLogprobWriter, CompletionLogprobWriter
+from rootstock_llm.services.gateway.generation.choice import Choice, ChoiceReader, Delta
+from rootstock_llm.services.gateway.generation.errors import DONE, OPENAI, ApiError
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.generation.usage import report_of, usage_of
+from rootstock_llm.services.gateway.output.output_parser import CallArguments, CallStart, Event, Reasoning, Text
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 
 
 class _ChoicesRenderer:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 
-from services.gateway.api.known_fields import KnownFields, refuse_unserved
-from services.gateway.api.request_body import (
+from rootstock_llm.services.gateway.api.known_fields import KnownFields, refuse_unserved
+from rootstock_llm.services.gateway.api.request_body import (
     RID_CHARS,
     ConstraintBody,
     Effort,
@@ -23,12 +23,12 @@ from services.gateway.api.request_body import (
     of_validation,
     parameter,
 )
-from services.gateway.generation.body_fields import AnswerBody, Body
-from services.gateway.generation.errors import bad_request
-from services.gateway.generation.origin import Origin
-from services.shared import limits
-from services.shared.observe.log_fields import fields
-from services.shared.sampling_parameters import UINT32_MAX, Api
+from rootstock_llm.services.gateway.generation.body_fields import AnswerBody, Body
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.sampling_parameters import UINT32_MAX, Api
 
 logger = logging.getLogger(__name__)
 

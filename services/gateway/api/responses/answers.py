@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import Count, Logprob, ResponseModel, absent
+from rootstock_llm.services.gateway.api.document.answer import Count, Logprob, ResponseModel, absent
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["completed", "incomplete", "in_progress"]

@@ -8,19 +8,19 @@ from typing import Any, Protocol
 import orjson
 from starlette.responses import Response
 
-from services.gateway.api.responses.output import numbered
-from services.gateway.api.responses.stream import FollowedStream
-from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.background.follow import Follow
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.origin import Caller, Origin
-from services.gateway.generation.request import GenerationRequest
-from services.gateway.generation.running import KeyAdmission
-from services.gateway.service.sink import Detached, Respond
-from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus
-from services.gateway.store.owner import owner_of
-from services.shared.limits import MAX_RECORD_BYTES
-from services.shared.output_formats import OutputFormats
+from rootstock_llm.services.gateway.api.responses.output import numbered
+from rootstock_llm.services.gateway.api.responses.stream import FollowedStream
+from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
+from rootstock_llm.services.gateway.background.follow import Follow
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.origin import Caller, Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest
+from rootstock_llm.services.gateway.generation.running import KeyAdmission
+from rootstock_llm.services.gateway.service.sink import Detached, Respond
+from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.shared.limits import MAX_RECORD_BYTES
+from rootstock_llm.services.shared.output_formats import OutputFormats
 
 Json = dict[str, Any]
 

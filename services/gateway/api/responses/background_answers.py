@@ -11,26 +11,26 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.chat import ChatPreparer, PreparedChat
-from services.gateway.api.responses.output import numbered
-from services.gateway.api.responses.records import Records
-from services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
-from services.gateway.api.responses.translation import chat_request
-from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.generation.choice import Delta
-from services.gateway.generation.errors import ApiError, internal
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationRequest, PromptInput
-from services.gateway.generation.running import RunningRequest
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.service.sink import Prepare
-from services.gateway.store.background_past import pages
-from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Stored
-from services.shared.limits import MAX_RECORD_BYTES
-from services.shared.observe.log_fields import fields
-from services.shared.output_formats import OutputFormats
-from services.shared.sampling_parameters import API_DEFAULTS
+from rootstock_llm.services.gateway.api.chat import ChatPreparer, PreparedChat
+from rootstock_llm.services.gateway.api.responses.output import numbered
+from rootstock_llm.services.gateway.api.responses.records import Records
+from rootstock_llm.services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
+from rootstock_llm.services.gateway.api.responses.translation import chat_request
+from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.generation.choice import Delta
+from rootstock_llm.services.gateway.generation.errors import ApiError, internal
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest, PromptInput
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.service.sink import Prepare
+from rootstock_llm.services.gateway.store.background_past import pages
+from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Stored
+from rootstock_llm.services.shared.limits import MAX_RECORD_BYTES
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.shared.output_formats import OutputFormats
+from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS
 
 logger = logging.getLogger(__name__)
 

@@ -10,23 +10,23 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.chat import ChatPreparer
-from services.gateway.api.known_fields import omitted_names
-from services.gateway.api.request_body import parse_json
-from services.gateway.api.responses.background import Background, DetachedCall
-from services.gateway.api.responses.items import checked_items
-from services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX, Context, Records, record_of
-from services.gateway.api.responses.render import ResponseRenderer, begun
-from services.gateway.api.responses.translation import as_served, chat_request, parse, prompt_request
-from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.generation.bodies import Hold, RequestBody
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationRequest
-from services.gateway.generation.running import RunningRequest
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.store.background_record import BackgroundStatus
-from services.gateway.store.owner import owner_of
+from rootstock_llm.services.gateway.api.chat import ChatPreparer
+from rootstock_llm.services.gateway.api.known_fields import omitted_names
+from rootstock_llm.services.gateway.api.request_body import parse_json
+from rootstock_llm.services.gateway.api.responses.background import Background, DetachedCall
+from rootstock_llm.services.gateway.api.responses.items import checked_items
+from rootstock_llm.services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX, Context, Records, record_of
+from rootstock_llm.services.gateway.api.responses.render import ResponseRenderer, begun
+from rootstock_llm.services.gateway.api.responses.translation import as_served, chat_request, parse, prompt_request
+from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
+from rootstock_llm.services.gateway.generation.bodies import Hold, RequestBody
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.store.background_record import BackgroundStatus
+from rootstock_llm.services.gateway.store.owner import owner_of
 
 logger = logging.getLogger(__name__)
 

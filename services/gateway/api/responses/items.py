@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from services.gateway.api.known_fields import hosted_type
-from services.gateway.api.request_body import arguments_text
-from services.gateway.generation.errors import bad_request
-from services.shared import limits
+from rootstock_llm.services.gateway.api.known_fields import hosted_type
+from rootstock_llm.services.gateway.api.request_body import arguments_text
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.shared import limits
 
 Json = dict[str, Any]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
-from services.gateway.api.responses.answers import (
+from rootstock_llm.services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
+from rootstock_llm.services.gateway.api.responses.answers import (
     ConversationAnswer,
     Deleted,
     InputTokenCount,
@@ -12,7 +12,12 @@ from services.gateway.api.responses.answers import (
     ResponseAnswer,
     ResponseEvent,
 )
-from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest, ResponsesRequest
+from rootstock_llm.services.gateway.api.responses.types import (
+    ConversationRequest,
+    ConversationUpdate,
+    ItemsRequest,
+    ResponsesRequest,
+)
 
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = f"{RESPONSES}/input_tokens"

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.responses.items import new_id, sealed
-from services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from rootstock_llm.services.gateway.api.responses.items import new_id, sealed
+from rootstock_llm.services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 
 Json = dict[str, Any]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.responses.items import REFERENCE, response_of
-from services.gateway.generation.bodies import Hold
-from services.gateway.generation.errors import ApiError, bad_request, unavailable
-from services.gateway.store.background_record import OPEN, FinalRecords, Talk
-from services.gateway.store.state_store import Changed, StateStore, StoreAway, StoredRecord
-from services.shared import limits
+from rootstock_llm.services.gateway.api.responses.items import REFERENCE, response_of
+from rootstock_llm.services.gateway.generation.bodies import Hold
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request, unavailable
+from rootstock_llm.services.gateway.store.background_record import OPEN, FinalRecords, Talk
+from rootstock_llm.services.gateway.store.state_store import Changed, StateStore, StoreAway, StoredRecord
+from rootstock_llm.services.shared import limits
 
 logger = logging.getLogger(__name__)
 

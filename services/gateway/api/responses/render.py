@@ -10,15 +10,15 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.logprob_forms import ChatLogprobWriter
-from services.gateway.api.responses.output import OutputItems
-from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.generation.choice import ChoiceReader, Delta
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.running import RunningRequest
-from services.gateway.generation.usage import usage_of
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.service.sink import HeaderRenderer
+from rootstock_llm.services.gateway.api.logprob_forms import ChatLogprobWriter
+from rootstock_llm.services.gateway.api.responses.output import OutputItems
+from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
+from rootstock_llm.services.gateway.generation.choice import ChoiceReader, Delta
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.generation.usage import usage_of
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.service.sink import HeaderRenderer
 
 Json = dict[str, Any]
 Keep = Callable[[Json], Awaitable[bool]]  # whether the response is kept

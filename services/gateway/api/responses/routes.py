@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.gateway.api.chat import ChatPreparer
-from services.gateway.api.request_body import of_validation, parse_json
-from services.gateway.api.responses.background import Background
-from services.gateway.api.responses.call import ResponsesCall
-from services.gateway.api.responses.items import checked_items
-from services.gateway.api.responses.operations import (
+from rootstock_llm.services.gateway.api.chat import ChatPreparer
+from rootstock_llm.services.gateway.api.request_body import of_validation, parse_json
+from rootstock_llm.services.gateway.api.responses.background import Background
+from rootstock_llm.services.gateway.api.responses.call import ResponsesCall
+from rootstock_llm.services.gateway.api.responses.items import checked_items
+from rootstock_llm.services.gateway.api.responses.operations import (
     CANCEL,
     CONVERSATION,
     CONVERSATIONS,
@@ -28,19 +28,19 @@ from services.gateway.api.responses.operations import (
     RESPONSE,
     RESPONSES,
 )
-from services.gateway.api.responses.records import RESPONSE_PREFIX, Records, gone
-from services.gateway.api.responses.render import failure
-from services.gateway.api.responses.stream import FollowedStream
-from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
-from services.gateway.generation.body_fields import Body
-from services.gateway.generation.errors import AnswerForm, ApiError, bad_request, timed_out
-from services.gateway.generation.origin import origin_of
-from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.service.sink import MakeOperation, Operation
-from services.gateway.store.background_record import OPEN
-from services.gateway.store.metadata import check_metadata
-from services.gateway.store.owner import owner_of
-from services.shared import limits
+from rootstock_llm.services.gateway.api.responses.records import RESPONSE_PREFIX, Records, gone
+from rootstock_llm.services.gateway.api.responses.render import failure
+from rootstock_llm.services.gateway.api.responses.stream import FollowedStream
+from rootstock_llm.services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
+from rootstock_llm.services.gateway.generation.body_fields import Body
+from rootstock_llm.services.gateway.generation.errors import AnswerForm, ApiError, bad_request, timed_out
+from rootstock_llm.services.gateway.generation.origin import origin_of
+from rootstock_llm.services.gateway.http.answer import HttpPort, json_response
+from rootstock_llm.services.gateway.service.sink import MakeOperation, Operation
+from rootstock_llm.services.gateway.store.background_record import OPEN
+from rootstock_llm.services.gateway.store.metadata import check_metadata
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.shared import limits
 
 Json = dict[str, Any]
 B = TypeVar("B", bound=Body)

@@ -7,12 +7,12 @@ import asyncio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.background.follow import Follow
-from services.gateway.generation.bodies import ClientGone
-from services.gateway.generation.errors import OPENAI, ApiError
-from services.gateway.http.answer import SSE_HEADERS
-from services.gateway.http.body import attended, cut
-from services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.gateway.background.follow import Follow
+from rootstock_llm.services.gateway.generation.bodies import ClientGone
+from rootstock_llm.services.gateway.generation.errors import OPENAI, ApiError
+from rootstock_llm.services.gateway.http.answer import SSE_HEADERS
+from rootstock_llm.services.gateway.http.body import attended, cut
+from rootstock_llm.services.gateway.store.state_store import StoreAway
 
 UNREAD_S = 60.0  # for which a client may leave events unread; it can resume its stream
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.gateway.api import known_fields
-from services.gateway.api.chat import ChatRequest, Tool, check_size, switches_of, template_variables
-from services.gateway.api.constraints import Named, named_schema, response_format
-from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
-from services.gateway.api.request_body import joined_salt, of_validation
-from services.gateway.api.responses.items import check_tool_types, messages_of
-from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.api.tools import ToolChoice, ToolUse, tool_specs
-from services.gateway.generation.body_fields import RESPONSES
-from services.gateway.generation.errors import bad_request
-from services.gateway.store.metadata import check_metadata
+from rootstock_llm.services.gateway.api import known_fields
+from rootstock_llm.services.gateway.api.chat import ChatRequest, Tool, check_size, switches_of, template_variables
+from rootstock_llm.services.gateway.api.constraints import Named, named_schema, response_format
+from rootstock_llm.services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
+from rootstock_llm.services.gateway.api.request_body import joined_salt, of_validation
+from rootstock_llm.services.gateway.api.responses.items import check_tool_types, messages_of
+from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
+from rootstock_llm.services.gateway.api.tools import ToolChoice, ToolUse, tool_specs
+from rootstock_llm.services.gateway.generation.body_fields import RESPONSES
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.gateway.store.metadata import check_metadata
 
 Json = dict[str, Any]
 

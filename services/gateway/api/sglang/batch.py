@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.api.generation_params import check_token_ids
-from services.gateway.api.known_fields import NATIVE_SAMPLING
-from services.gateway.api.request_body import INT32, RID_CHARS, check_turn, session_turn
-from services.gateway.api.sglang.sampling import LogprobWish, native_generation, parse
-from services.gateway.api.sglang.types import NativeGenerateRequest, NativeInput, NativeSampling
-from services.gateway.generation.errors import bad_request
-from services.gateway.generation.request import GenerationParams, check_sets
-from services.shared import limits
+from rootstock_llm.services.gateway.api.generation_params import check_token_ids
+from rootstock_llm.services.gateway.api.known_fields import NATIVE_SAMPLING
+from rootstock_llm.services.gateway.api.request_body import INT32, RID_CHARS, check_turn, session_turn
+from rootstock_llm.services.gateway.api.sglang.sampling import LogprobWish, native_generation, parse
+from rootstock_llm.services.gateway.api.sglang.types import NativeGenerateRequest, NativeInput, NativeSampling
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.gateway.generation.request import GenerationParams, check_sets
+from rootstock_llm.services.shared import limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import tokenizer_pb2
-from services.gateway.api.generation_params import embedding_generation
-from services.gateway.api.prompts import ContextBudget, for_a_vector, for_an_answer, named, of_many_ids, of_texts
-from services.gateway.api.request_body import begins, parse_json
-from services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of, rids_of
-from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
-from services.gateway.api.sglang.sampling import parse
-from services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
-from services.gateway.generation import body_fields
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.generation.errors import bad_request
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationRequest, ModelInfo, Models, PromptInput
-from services.gateway.generation.running import RunningRequest
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import tokenizer_pb2
+from rootstock_llm.services.gateway.api.generation_params import embedding_generation
+from rootstock_llm.services.gateway.api.prompts import ContextBudget, for_a_vector, for_an_answer, named, of_many_ids, of_texts
+from rootstock_llm.services.gateway.api.request_body import begins, parse_json
+from rootstock_llm.services.gateway.api.sglang.batch import Form, Inputs, asked_of, inputs_of, rids_of
+from rootstock_llm.services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
+from rootstock_llm.services.gateway.api.sglang.sampling import parse
+from rootstock_llm.services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
+from rootstock_llm.services.gateway.generation import body_fields
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.generation.errors import bad_request
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest, ModelInfo, Models, PromptInput
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
 
 
 class PromptSource:

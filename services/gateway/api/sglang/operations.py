@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
-from services.gateway.api.sglang.answers import (
+from rootstock_llm.services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
+from rootstock_llm.services.gateway.api.sglang.answers import (
     AbortResult,
     EncodeAnswers,
     GenerateAnswers,
@@ -12,7 +12,7 @@ from services.gateway.api.sglang.answers import (
     Scoring,
     SessionId,
 )
-from services.gateway.api.sglang.types import (
+from rootstock_llm.services.gateway.api.sglang.types import (
     AbortRequest,
     CloseSessionRequest,
     NativeEncodeRequest,

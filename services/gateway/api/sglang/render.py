@@ -12,13 +12,13 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.logprob_forms import LOWEST, Entry, LogprobSlices, Texts, extend
-from services.gateway.api.sglang.batch import Form
-from services.gateway.api.sglang.sampling import LogprobWish
-from services.gateway.generation.choice import Choice, Delta, Ending
-from services.gateway.generation.errors import DONE, OPENAI, ApiError
-from services.gateway.generation.running import RunningRequest
-from services.gateway.remote.token_texts import ModelTexts, TokenTexts
+from rootstock_llm.services.gateway.api.logprob_forms import LOWEST, Entry, LogprobSlices, Texts, extend
+from rootstock_llm.services.gateway.api.sglang.batch import Form
+from rootstock_llm.services.gateway.api.sglang.sampling import LogprobWish
+from rootstock_llm.services.gateway.generation.choice import Choice, Delta, Ending
+from rootstock_llm.services.gateway.generation.errors import DONE, OPENAI, ApiError
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.remote.token_texts import ModelTexts, TokenTexts
 
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.gateway.api.request_body import parse_json
-from services.gateway.api.sglang.call import EncodeCall, GenerateCall, PromptSource
-from services.gateway.api.sglang.operations import (
+from rootstock_llm.services.gateway.api.request_body import parse_json
+from rootstock_llm.services.gateway.api.sglang.call import EncodeCall, GenerateCall, PromptSource
+from rootstock_llm.services.gateway.api.sglang.operations import (
     ABORT,
     CLOSE_SESSION,
     ENCODE,
@@ -21,22 +21,22 @@ from services.gateway.api.sglang.operations import (
     OPERATIONS,
     SCORE,
 )
-from services.gateway.api.sglang.render import WEIGHT_VERSION
-from services.gateway.api.sglang.sampling import M, parse
-from services.gateway.api.sglang.score import ScoreCall
-from services.gateway.api.sglang.types import (
+from rootstock_llm.services.gateway.api.sglang.render import WEIGHT_VERSION
+from rootstock_llm.services.gateway.api.sglang.sampling import M, parse
+from rootstock_llm.services.gateway.api.sglang.score import ScoreCall
+from rootstock_llm.services.gateway.api.sglang.types import (
     AbortRequest,
     CloseSessionRequest,
     OpenSessionRequest,
 )
-from services.gateway.dispatch.sessions import SessionCalls
-from services.gateway.generation.abort import Aborter, AbortScope
-from services.gateway.generation.errors import AnswerForm, ApiError, bad_request, unavailable
-from services.gateway.generation.request import Models
-from services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.gateway.service.sink import MakeOperation, Operation
-from services.shared.limits import SMALL_BODY_BYTES
+from rootstock_llm.services.gateway.dispatch.sessions import SessionCalls
+from rootstock_llm.services.gateway.generation.abort import Aborter, AbortScope
+from rootstock_llm.services.gateway.generation.errors import AnswerForm, ApiError, bad_request, unavailable
+from rootstock_llm.services.gateway.generation.request import Models
+from rootstock_llm.services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.gateway.service.sink import MakeOperation, Operation
+from rootstock_llm.services.shared.limits import SMALL_BODY_BYTES
 
 
 class NativeApi:

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.api import constraints
-from services.gateway.api.generation_params import generation_of
-from services.gateway.api.known_fields import NATIVE, KnownFields, without_neutral
-from services.gateway.api.request_body import of_validation, session_turn
-from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
-from services.gateway.generation.body_fields import GENERATE, AnswerBody
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.generation.request import GenerationParams
-from services.shared.sampling_parameters import Api
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.api import constraints
+from rootstock_llm.services.gateway.api.generation_params import generation_of
+from rootstock_llm.services.gateway.api.known_fields import NATIVE, KnownFields, without_neutral
+from rootstock_llm.services.gateway.api.request_body import of_validation, session_turn
+from rootstock_llm.services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
+from rootstock_llm.services.gateway.generation.body_fields import GENERATE, AnswerBody
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.generation.request import GenerationParams
+from rootstock_llm.services.shared.sampling_parameters import Api
 
 ANY_JSON = "$$ANY$$"  # as a json_schema: any JSON object
 

@@ -13,24 +13,24 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import tokenizer_pb2
-from services.gateway.api import known_fields
-from services.gateway.api.generation_params import check_token_ids, score_generation
-from services.gateway.api.prompts import ContextBudget, named, of_many_ids, of_texts
-from services.gateway.api.request_body import RID_CHARS, parse_json
-from services.gateway.api.sglang.sampling import parse
-from services.gateway.api.sglang.types import ScoreRequest
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.generation.choice import Delta
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.generation.origin import Origin
-from services.gateway.generation.request import GenerationRequest, ModelInfo, Models, PromptInput, check_chars
-from services.gateway.generation.running import RunningRequest
-from services.gateway.generation.usage import usage_of
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.shared import limits
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import tokenizer_pb2
+from rootstock_llm.services.gateway.api import known_fields
+from rootstock_llm.services.gateway.api.generation_params import check_token_ids, score_generation
+from rootstock_llm.services.gateway.api.prompts import ContextBudget, named, of_many_ids, of_texts
+from rootstock_llm.services.gateway.api.request_body import RID_CHARS, parse_json
+from rootstock_llm.services.gateway.api.sglang.sampling import parse
+from rootstock_llm.services.gateway.api.sglang.types import ScoreRequest
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.generation.choice import Delta
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.request import GenerationRequest, ModelInfo, Models, PromptInput, check_chars
+from rootstock_llm.services.gateway.generation.running import RunningRequest
+from rootstock_llm.services.gateway.generation.usage import usage_of
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.shared import limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from services.gateway.api.request_body import RID_CHARS, PlacedBody, SamplingBody, SessionParams, Source, parameter
-from services.gateway.generation.body_fields import Body
-from services.shared import limits
-from services.shared.sampling_parameters import GENERATE_TOKENS, UINT32_MAX, Api
+from rootstock_llm.services.gateway.api.request_body import RID_CHARS, PlacedBody, SamplingBody, SessionParams, Source, parameter
+from rootstock_llm.services.gateway.generation.body_fields import Body
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.sampling_parameters import GENERATE_TOKENS, UINT32_MAX, Api
 
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _IDS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.api.document.operation import JSON, ApiOperation
-from services.gateway.api.texts.types import (
+from rootstock_llm.services.gateway.api.document.operation import JSON, ApiOperation
+from rootstock_llm.services.gateway.api.texts.types import (
     DetokenizedText,
     DetokenizeRequest,
     ParseCallRequest,

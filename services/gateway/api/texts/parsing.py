@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.generation.errors import ApiError, bad_request
-from services.gateway.output.output_parser import (
+from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
+from rootstock_llm.services.gateway.output.output_parser import (
     CallArguments,
     CallStart,
     Event,
@@ -17,8 +17,8 @@ from services.gateway.output.output_parser import (
     Schema,
     Text,
 )
-from services.shared import limits
-from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats
 
 PIECE_CHARS = 1024  # characters of a text between two turns of other tasks
 # our names by SGLang's names.

@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rootstock.v1 import tokenizer_pb2
-from services import __version__
-from services.gateway.api import prompts
-from services.gateway.api.prompts import UNBOUNDED
-from services.gateway.api.request_body import of_validation, parse_json
-from services.gateway.api.texts.operations import (
+from rootstock_llm.protos import tokenizer_pb2
+from rootstock_llm.services import __version__
+from rootstock_llm.services.gateway.api import prompts
+from rootstock_llm.services.gateway.api.prompts import UNBOUNDED
+from rootstock_llm.services.gateway.api.request_body import of_validation, parse_json
+from rootstock_llm.services.gateway.api.texts.operations import (
     DETOKENIZE,
     LOAD,
     OPERATIONS,
@@ -28,17 +28,17 @@ from services.gateway.api.texts.operations import (
     TOKENIZE,
     VERSION,
 )
-from services.gateway.api.texts.parsing import calls_in, reasoning_in
-from services.gateway.api.texts.types import DetokenizeRequest, ParseCallRequest, SeparateRequest, TokenizeRequest
-from services.gateway.generation.body_fields import Body
-from services.gateway.generation.errors import AnswerForm, ApiError, bad_request
-from services.gateway.generation.origin import Caller, Origin, origin_of
-from services.gateway.generation.request import ModelInfo, PromptInput
-from services.gateway.http.answer import HttpPort, json_response
-from services.gateway.output.output_parser import MakeParser, Schema
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.gateway.service.sink import MakeOperation
-from services.shared import limits
+from rootstock_llm.services.gateway.api.texts.parsing import calls_in, reasoning_in
+from rootstock_llm.services.gateway.api.texts.types import DetokenizeRequest, ParseCallRequest, SeparateRequest, TokenizeRequest
+from rootstock_llm.services.gateway.generation.body_fields import Body
+from rootstock_llm.services.gateway.generation.errors import AnswerForm, ApiError, bad_request
+from rootstock_llm.services.gateway.generation.origin import Caller, Origin, origin_of
+from rootstock_llm.services.gateway.generation.request import ModelInfo, PromptInput
+from rootstock_llm.services.gateway.http.answer import HttpPort, json_response
+from rootstock_llm.services.gateway.output.output_parser import MakeParser, Schema
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.gateway.service.sink import MakeOperation
+from rootstock_llm.services.shared import limits
 
 B = TypeVar("B", bound=Body)
 ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # returns parameters by tool name; raises ApiError

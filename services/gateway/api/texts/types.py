@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.api.document.answer import Count, ResponseModel
-from services.gateway.generation.body_fields import Body
-from services.shared import limits
+from rootstock_llm.services.gateway.api.document.answer import Count, ResponseModel
+from rootstock_llm.services.gateway.generation.body_fields import Body
+from rootstock_llm.services.shared import limits
 
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _IDS = {

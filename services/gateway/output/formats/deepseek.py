@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from services.gateway.output.json_text import Breaks
-from services.gateway.output.reading import CallFormat, Outcome, OutputReading
-from services.gateway.output.source import Malformed, Steps
+from rootstock_llm.services.gateway.output.json_text import Breaks
+from rootstock_llm.services.gateway.output.reading import CallFormat, Outcome, OutputReading
+from rootstock_llm.services.gateway.output.source import Malformed, Steps
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.gateway.output.formats import harmony
-from services.gateway.output.formats.deepseek import DEEPSEEK
-from services.gateway.output.formats.json_calls import HERMES, LLAMA3_JSON, MISTRAL
-from services.gateway.output.formats.pythonic import PYTHONIC
-from services.gateway.output.formats.qwen3_coder import QWEN3_CODER
-from services.gateway.output.output_parser import OutputParser, ParserSetup, PlainText
-from services.gateway.output.reading import NO_CALLS, CallFormat, OutputReading, ReadingParser
-from services.gateway.output.source import SPACE, Malformed, Marks, Steps
-from services.shared.output_formats import NONE, REASONING_FORMATS, OutputFormats
+from rootstock_llm.services.gateway.output.formats import harmony
+from rootstock_llm.services.gateway.output.formats.deepseek import DEEPSEEK
+from rootstock_llm.services.gateway.output.formats.json_calls import HERMES, LLAMA3_JSON, MISTRAL
+from rootstock_llm.services.gateway.output.formats.pythonic import PYTHONIC
+from rootstock_llm.services.gateway.output.formats.qwen3_coder import QWEN3_CODER
+from rootstock_llm.services.gateway.output.output_parser import OutputParser, ParserSetup, PlainText
+from rootstock_llm.services.gateway.output.reading import NO_CALLS, CallFormat, OutputReading, ReadingParser
+from rootstock_llm.services.gateway.output.source import SPACE, Malformed, Marks, Steps
+from rootstock_llm.services.shared.output_formats import NONE, REASONING_FORMATS, OutputFormats
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "hermes": HERMES,

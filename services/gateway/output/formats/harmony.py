@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.gateway.output.json_text import Breaks
-from services.gateway.output.reading import Outcome, OutputReading
-from services.gateway.output.source import Malformed, Marks, Sink, Steps, discard
+from rootstock_llm.services.gateway.output.json_text import Breaks
+from rootstock_llm.services.gateway.output.reading import Outcome, OutputReading
+from rootstock_llm.services.gateway.output.source import Malformed, Marks, Sink, Steps, discard
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"

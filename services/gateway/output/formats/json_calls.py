@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 
-from services.gateway.output import json_text
-from services.gateway.output.json_text import Breaks
-from services.gateway.output.reading import CallFormat, Outcome, OutputReading
-from services.gateway.output.source import Malformed, Marks, Source, Steps, discard
+from rootstock_llm.services.gateway.output import json_text
+from rootstock_llm.services.gateway.output.json_text import Breaks
+from rootstock_llm.services.gateway.output.reading import CallFormat, Outcome, OutputReading
+from rootstock_llm.services.gateway.output.source import Malformed, Marks, Source, Steps, discard
 
 _ARGUMENTS = ("arguments", "parameters")
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"

@@ -14,11 +14,11 @@ import math
 import re
 from collections.abc import Sequence
 
-from services.gateway.output.json_text import OpenText
-from services.gateway.output.parameter_types import quoted
-from services.gateway.output.reading import CallFormat, Outcome, OutputReading
-from services.gateway.output.source import Malformed, Sink, Source, Steps, discard
-from services.shared.limits import MAX_CALL_DEPTH
+from rootstock_llm.services.gateway.output.json_text import OpenText
+from rootstock_llm.services.gateway.output.parameter_types import quoted
+from rootstock_llm.services.gateway.output.reading import CallFormat, Outcome, OutputReading
+from rootstock_llm.services.gateway.output.source import Malformed, Sink, Source, Steps, discard
+from rootstock_llm.services.shared.limits import MAX_CALL_DEPTH
 
 START, STOP = "<|python_start|>", "<|python_end|>"
 _MARKS = (START, STOP)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from services.gateway.output.json_text import mended_text
-from services.gateway.output.parameter_types import as_json, parameter_types, quoted
-from services.gateway.output.reading import CallFormat, Outcome, OutputReading
-from services.gateway.output.source import SPACE, Malformed, Marks, Sink, Steps, discard
-from services.shared.limits import MAX_HELD_CALL_CHARS
+from rootstock_llm.services.gateway.output.json_text import mended_text
+from rootstock_llm.services.gateway.output.parameter_types import as_json, parameter_types, quoted
+from rootstock_llm.services.gateway.output.reading import CallFormat, Outcome, OutputReading
+from rootstock_llm.services.gateway.output.source import SPACE, Malformed, Marks, Sink, Steps, discard
+from rootstock_llm.services.shared.limits import MAX_HELD_CALL_CHARS
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.output.tags.layouts import Layout, LayoutOrigin, schema
-from services.shared.json_schema import is_annotation
+from rootstock_llm.services.gateway.output.tags.layouts import Layout, LayoutOrigin, schema
+from rootstock_llm.services.shared.json_schema import is_annotation
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_MEMBERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

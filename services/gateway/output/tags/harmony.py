@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.output.tags.demand import CallDemand
-from services.gateway.output.tags.layouts import Layout, any_text, const, either, sequence, star, tag
+from rootstock_llm.services.gateway.output.tags.demand import CallDemand
+from rootstock_llm.services.gateway.output.tags.layouts import Layout, any_text, const, either, sequence, star, tag
 
 _ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 _PREAMBLE = "<|channel|>commentary<|message|>"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import orjson
 
-from services.gateway.output.tags.demand import CallDemand
-from services.gateway.output.tags.layouts import Layout, calls, const, either, sequence, tag, within_text
+from rootstock_llm.services.gateway.output.tags.demand import CallDemand
+from rootstock_llm.services.gateway.output.tags.layouts import Layout, calls, const, either, sequence, tag, within_text
 
 _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.output.parameter_types import says
-from services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
+from rootstock_llm.services.gateway.output.parameter_types import says
+from rootstock_llm.services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
 
 _DEFINITIONS = ("$defs", "definitions")
 _OF_A_LIST = {"type", "properties", "required", "additionalProperties"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
-from services.gateway.output.tags.layouts import (
+from rootstock_llm.services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
+from rootstock_llm.services.gateway.output.tags.layouts import (
     Layout,
     calls,
     const,
@@ -19,7 +19,7 @@ from services.gateway.output.tags.layouts import (
     tag,
     within_text,
 )
-from services.gateway.output.tags.parameter_list import Parameter, parameters
+from rootstock_llm.services.gateway.output.tags.parameter_list import Parameter, parameters
 
 _KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
-from services.gateway.output.parameter_types import ANY, referred, says, schema_types
-from services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
-from services.gateway.output.tags.layouts import (
+from rootstock_llm.services.gateway.output.parameter_types import ANY, referred, says, schema_types
+from rootstock_llm.services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
+from rootstock_llm.services.gateway.output.tags.layouts import (
     Layout,
     any_text,
     calls,
@@ -24,7 +24,7 @@ from services.gateway.output.tags.layouts import (
     tag,
     within_text,
 )
-from services.gateway.output.tags.parameter_list import Parameter, parameters
+from rootstock_llm.services.gateway.output.tags.parameter_list import Parameter, parameters
 
 _BEGIN, _END = "<tool_call>\n<function=", "</function>\n</tool_call>"
 _VALUE_END = "</parameter>"

@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from services.gateway.output.tags.demand import ANY_OBJECT, CallDemand
-from services.gateway.output.tags.harmony import harmony, harmony_answer
-from services.gateway.output.tags.json_calls import deepseek_v3, deepseek_v31, hermes, llama3_json, mistral
-from services.gateway.output.tags.layouts import (
+from rootstock_llm.services.gateway.output.tags.demand import ANY_OBJECT, CallDemand
+from rootstock_llm.services.gateway.output.tags.harmony import harmony, harmony_answer
+from rootstock_llm.services.gateway.output.tags.json_calls import deepseek_v3, deepseek_v31, hermes, llama3_json, mistral
+from rootstock_llm.services.gateway.output.tags.layouts import (
     LINES,
     ORIGIN,
     Layout,
@@ -26,9 +26,9 @@ from services.gateway.output.tags.layouts import (
     sequence,
     tag,
 )
-from services.gateway.output.tags.pythonic import pythonic
-from services.gateway.output.tags.qwen3_coder import qwen3_coder
-from services.shared.output_formats import REASONING_FORMATS, OutputFormats
+from rootstock_llm.services.gateway.output.tags.pythonic import pythonic
+from rootstock_llm.services.gateway.output.tags.qwen3_coder import qwen3_coder
+from rootstock_llm.services.shared.output_formats import REASONING_FORMATS, OutputFormats
 
 _Builder = Callable[[CallDemand, Sequence[str]], Layout]
 BUILDERS: Mapping[str, _Builder] = {

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.run.logs import RequestLog, StepLog
-from services.sim.core.run.simulation import Outcome
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.plan import ForwardMode
+from rootstock_llm.services.sim.core.run.logs import RequestLog, StepLog
+from rootstock_llm.services.sim.core.run.simulation import Outcome
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.plan import ForwardMode
 
 F64 = NDArray[np.float64]
 

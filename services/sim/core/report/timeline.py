@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.run.logs import StepLog
-from services.sim.core.run.simulation import Outcome
-from services.worker.core.contracts.plan import ForwardMode
+from rootstock_llm.services.sim.core.run.logs import StepLog
+from rootstock_llm.services.sim.core.run.simulation import Outcome
+from rootstock_llm.services.worker.core.contracts.plan import ForwardMode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

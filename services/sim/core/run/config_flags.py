@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from services.shared.settings import of_values
-from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.device_limits import resolved
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.scheduler_config import scheduler_config
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.shared.settings import of_values
+from rootstock_llm.services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.device_limits import resolved
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.scheduler_config import scheduler_config
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 DEVICE_GIB = 140.0  # memory of an H200, which the default time model assumes
 NUM_PAGES = 50_000  # KV of an 8B model on an H200: about 800,000 tokens

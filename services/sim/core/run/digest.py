@@ -34,9 +34,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.core.contracts.messages import Finish, PeerOutput, Verified
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams, SlotParams
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import Finish, PeerOutput, Verified
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams, SlotParams
 
 
 def _sorted_admitted(plan: BatchPlan) -> list[SlotParams]:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.run.remote_reads import RemoteReads
-from services.sim.core.trace.script import Script
-from services.worker.core.contracts.plan import BatchPlan, SlotParams, StepResult
-from services.worker.core.contracts.reservations import ReservationEvents
-from services.worker.core.contracts.transfers import Fact, PageOperation
-from services.worker.exec.contracts.operations import Operation, OperationRefused
-from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Masks, Run
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.sim.core.run.remote_reads import RemoteReads
+from rootstock_llm.services.sim.core.trace.script import Script
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SlotParams, StepResult
+from rootstock_llm.services.worker.core.contracts.reservations import ReservationEvents
+from rootstock_llm.services.worker.core.contracts.transfers import Fact, PageOperation
+from rootstock_llm.services.worker.exec.contracts.operations import Operation, OperationRefused
+from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, Masks, Run
+from rootstock_llm.services.worker.exec.fake import TimeModel
 
 
 class VirtualClock:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.run.executor import SimRun
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
+from rootstock_llm.services.sim.core.run.executor import SimRun
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
 
 F64 = NDArray[np.float64]
 

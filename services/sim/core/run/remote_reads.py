@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.contracts.reservations import (
+from rootstock_llm.services.worker.core.contracts.reservations import (
     KvReservation,
     KvSource,
     OpenReservation,
@@ -14,8 +14,8 @@ from services.worker.core.contracts.reservations import (
     ReservationReleased,
     proof,
 )
-from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
-from services.worker.core.kv.tree_node import TOKEN_BYTES
+from rootstock_llm.services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 
 READ_TIMEOUT_S = 10.0  # timeout of a read in production (services/worker/exec/remote_kv/peer_reader.py)
 

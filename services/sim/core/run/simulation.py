@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.sim.core.run.digest import RunDigest
-from services.sim.core.run.executor import SimRun
-from services.sim.core.run.logs import RequestLog, StepLog
-from services.sim.core.run.worker import STUCK_WAIT_S, HostTimes, SimWorker, submit_message
-from services.sim.core.trace.arrivals import Arrivals
-from services.sim.core.trace.script import Script
-from services.sim.core.trace.trace import Trace
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.control import SchedulerControl
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.sim.core.run.digest import RunDigest
+from rootstock_llm.services.sim.core.run.executor import SimRun
+from rootstock_llm.services.sim.core.run.logs import RequestLog, StepLog
+from rootstock_llm.services.sim.core.run.worker import STUCK_WAIT_S, HostTimes, SimWorker, submit_message
+from rootstock_llm.services.sim.core.trace.arrivals import Arrivals
+from rootstock_llm.services.sim.core.trace.script import Script
+from rootstock_llm.services.sim.core.trace.trace import Trace
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.exec.fake import TimeModel
 
 MAX_STUCK_TURNS = 100_000
 

@@ -16,13 +16,13 @@ from typing import Any, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.run.worker import NoText
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.contracts.protocol import Executor
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.sim.core.run.worker import NoText
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import Submit
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor
+from rootstock_llm.services.worker.exec.fake import TimeModel
 
 TYPES = get_type_hints(TimeModel)  # float or int by field name
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.sim.core.run.executor import SimExecutor, SimRun, VirtualClock
-from services.sim.core.run.remote_reads import RemoteReads
-from services.sim.core.trace.script import Script, ScriptBook, grammar_of
-from services.sim.core.trace.trace import Trace
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import PeerOutput, Submit
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.scheduler import Scheduler
-from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.exec.fake import TimeModel
+from rootstock_llm.services.sim.core.run.executor import SimExecutor, SimRun, VirtualClock
+from rootstock_llm.services.sim.core.run.remote_reads import RemoteReads
+from rootstock_llm.services.sim.core.trace.script import Script, ScriptBook, grammar_of
+from rootstock_llm.services.sim.core.trace.trace import Trace
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import PeerOutput, Submit
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from rootstock_llm.services.worker.exec.fake import TimeModel
 
 STUCK_WAIT_S = 0.001  # wait of the worker's loop while it has requests and none can run
 

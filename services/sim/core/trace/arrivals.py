@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from typing import Protocol
 
-from services.sim.core.trace.trace import Trace
+from rootstock_llm.services.sim.core.trace.trace import Trace
 
 
 class Arrivals(Protocol):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.trace.trace import Trace
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.sim.core.trace.trace import Trace
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 
 I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]

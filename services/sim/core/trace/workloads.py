@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.trace.trace import BLOCK_SIZE, Trace, TraceRequest
+from rootstock_llm.services.sim.core.trace.trace import BLOCK_SIZE, Trace, TraceRequest
 
 F64 = NDArray[np.float64]
 

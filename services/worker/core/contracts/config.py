@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.core.contracts.transfers import WritePolicy
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
 GB = 10**9
 UNCHUNKED = -1  # value of the setting chunked_prefill_size that means the same as 0: prompts are never cut

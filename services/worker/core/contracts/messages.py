@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, SamplingParams, no_tokens
-from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, SamplingParams, no_tokens
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
 
 
 class FinishReason(enum.IntEnum):

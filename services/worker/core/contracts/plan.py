@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.contracts.row_fault import RowFault as RowFault
-from services.worker.core.contracts.grammar import GrammarSpec
-from services.worker.core.contracts.transfers import PageOperation
+from rootstock_llm.kernels.contracts.row_fault import RowFault as RowFault
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
+from rootstock_llm.services.worker.core.contracts.transfers import PageOperation
 
 I32 = NDArray[np.int32]
 # Tokens of a decode step up to which reading the weights dominates its time, so that draft tokens cost little.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.reservations import KvSource
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource
 
 I32 = NDArray[np.int32]
 NO_PAGES: I32 = np.empty(0, dtype=np.int32)

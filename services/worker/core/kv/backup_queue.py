@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 
 class BackupQueue:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from services.shared.index.prefix_index import BlockTier
-from services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 BLOCK_TOKENS = 64
 MOST_TOLD = 4096  # changes per message

@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.config import EvictionPolicy
-from services.worker.core.kv.backup_queue import BackupQueue
-from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.radix_cache import RadixCache
-from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy
+from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.kv.radix_cache import RadixCache
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
 TableUpdates = tuple[I32, I32, I32, I32]

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.worker.core.kv.backup_queue import BackupQueue
-from services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
 
 Asker = tuple[int, int]
 """(peer, handle) of a request."""

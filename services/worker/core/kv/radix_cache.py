@@ -17,11 +17,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.shared.index.prefix_index import salt_of
-from services.worker.core.contracts.config import EvictionPolicy
-from services.worker.core.kv.backup_queue import BackupQueue
-from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.shared.index.prefix_index import salt_of
+from rootstock_llm.services.worker.core.contracts.config import EvictionPolicy
+from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
 _END = "\n"  # end of the revision, which never contains it

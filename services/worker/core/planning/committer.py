@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.counters import Counters
-from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
-from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.tree_node import TOKEN_BYTES
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.core.planning.step_rows import Step
-from services.worker.core.requests.finish import TextRules, check_fault, check_finished, refused
-from services.worker.core.requests.lifecycle import RequestLifecycle
-from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
+from rootstock_llm.services.worker.core.contracts.counters import Counters
+from rootstock_llm.services.worker.core.contracts.grammar import Matcher
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, StepResult
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.core.planning.step_rows import Step
+from rootstock_llm.services.worker.core.requests.finish import TextRules, check_fault, check_finished, refused
+from rootstock_llm.services.worker.core.requests.lifecycle import RequestLifecycle
+from rootstock_llm.services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]

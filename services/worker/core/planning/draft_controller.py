@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import BatchPlan
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]

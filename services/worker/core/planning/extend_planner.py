@@ -10,12 +10,12 @@ from itertools import chain, takewhile
 
 import numpy as np
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.graph_limits import strides
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.core.planning.step_rows import (
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.graph_limits import strides
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.core.planning.step_rows import (
     CLIP_MAX_NEW_TOKENS,
     NO_ROWS,
     AddResult,
@@ -27,11 +27,11 @@ from services.worker.core.planning.step_rows import (
     adapted_chunk,
     paced_chunk,
 )
-from services.worker.core.requests.gates import ADMIT, Gate, GateDecision, PoolGate, PrefixGate, Verdict, too_small
-from services.worker.core.requests.lifecycle import RequestLifecycle
-from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Phase, Request, SlotColumns
-from services.worker.core.requests.waiting_queue import due_before, preemptible, service_order, victim_order
+from rootstock_llm.services.worker.core.requests.gates import ADMIT, Gate, GateDecision, PoolGate, PrefixGate, Verdict, too_small
+from rootstock_llm.services.worker.core.requests.lifecycle import RequestLifecycle
+from rootstock_llm.services.worker.core.requests.queues import RequestQueues
+from rootstock_llm.services.worker.core.requests.request import Phase, Request, SlotColumns
+from rootstock_llm.services.worker.core.requests.waiting_queue import due_before, preemptible, service_order, victim_order
 
 
 class ExtendPlanner:

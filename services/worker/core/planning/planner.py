@@ -9,18 +9,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.counters import Counters
-from services.worker.core.contracts.plan import VERIFIED_TOKENS
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.planning.draft_controller import DraftController
-from services.worker.core.planning.extend_planner import ExtendPlanner
-from services.worker.core.planning.step_rows import Step, StepRows, build_step
-from services.worker.core.requests.gates import too_small
-from services.worker.core.requests.lifecycle import RequestLifecycle
-from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Request, SlotColumns
-from services.worker.core.requests.waiting_queue import victim_order
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.counters import Counters
+from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.core.planning.extend_planner import ExtendPlanner
+from rootstock_llm.services.worker.core.planning.step_rows import Step, StepRows, build_step
+from rootstock_llm.services.worker.core.requests.gates import too_small
+from rootstock_llm.services.worker.core.requests.lifecycle import RequestLifecycle
+from rootstock_llm.services.worker.core.requests.queues import RequestQueues
+from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
+from rootstock_llm.services.worker.core.requests.waiting_queue import victim_order
 
 INIT_RATIO = 0.7
 MIN_RATIO_FACTOR = 0.14

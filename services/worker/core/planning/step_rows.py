@@ -16,10 +16,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
-from services.worker.core.kv.memory import TableUpdates
-from services.worker.core.kv.tree_node import TOKEN_BYTES
-from services.worker.core.requests.request import Request, SlotColumns
+from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
+from rootstock_llm.services.worker.core.kv.memory import TableUpdates
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
+from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
 
 CLIP_MAX_NEW_TOKENS = 4096
 MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size

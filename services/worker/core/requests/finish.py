@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.grammar import Reason
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, Submit
-from services.worker.core.contracts.plan import RowFault
-from services.worker.core.requests.request import Request
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.grammar import Reason
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, Submit
+from rootstock_llm.services.worker.core.contracts.plan import RowFault
+from rootstock_llm.services.worker.core.requests.request import Request
 
 REGEX_TAIL_TOKENS = 256  # last output tokens in which stop patterns are searched
 REGEX_TAIL_CHARS = 1024  # limit of their characters

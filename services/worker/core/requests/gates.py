@@ -13,13 +13,13 @@ import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.grammar import GrammarBook, GrammarSpec
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.requests.request import Request, SlotColumns
-from services.worker.core.requests.waiting_queue import IN_BATCH_DEPRIORITIZE_THRESHOLD, WaitingQueue
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarBook, GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
+from rootstock_llm.services.worker.core.requests.waiting_queue import IN_BATCH_DEPRIORITIZE_THRESHOLD, WaitingQueue
 
 MAX_PASSES = 8  # passes without progress after which a request stops waiting for an extend
 ASK_AGAIN_S = 0.25  # seconds until a grammar is submitted again that a full compiler has refused

@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.counters import Counters
-from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, TraceEvent, TraceKind
-from services.worker.core.contracts.reservations import OpenReservation
-from services.worker.core.contracts.transfers import Tier
-from services.worker.core.kv.memory import KVMemory, Lease
-from services.worker.core.kv.other_tiers import OtherTiers, Wanted
-from services.worker.core.kv.radix_cache import is_retired
-from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.requests.queues import RequestQueues
-from services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
-from services.worker.core.requests.reservations import KvReservations
-from services.worker.core.requests.sessions import SessionTable
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.counters import Counters
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, TraceEvent, TraceKind
+from rootstock_llm.services.worker.core.contracts.reservations import OpenReservation
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.kv.memory import KVMemory, Lease
+from rootstock_llm.services.worker.core.kv.other_tiers import OtherTiers, Wanted
+from rootstock_llm.services.worker.core.kv.radix_cache import is_retired
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.worker.core.requests.queues import RequestQueues
+from rootstock_llm.services.worker.core.requests.request import Outputs, Phase, Request, SlotColumns
+from rootstock_llm.services.worker.core.requests.reservations import KvReservations
+from rootstock_llm.services.worker.core.requests.sessions import SessionTable
 
 MAX_EVENTS = 16384  # events of the trace log
 MAX_TIER_LOOKUPS = 2  # searches per wait: when it begins, and before the admission

@@ -15,11 +15,11 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.grammar import GrammarBook
-from services.worker.core.requests.gates import GrammarGate
-from services.worker.core.requests.request import Phase, Request
-from services.worker.core.requests.shares import Shares
-from services.worker.core.requests.waiting_queue import WaitingQueue
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarBook
+from rootstock_llm.services.worker.core.requests.gates import GrammarGate
+from rootstock_llm.services.worker.core.requests.request import Phase, Request
+from rootstock_llm.services.worker.core.requests.shares import Shares
+from rootstock_llm.services.worker.core.requests.waiting_queue import WaitingQueue
 
 
 class RequestQueues:

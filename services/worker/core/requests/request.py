@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.shared.index.prefix_index import cache_namespace
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import (
+from rootstock_llm.services.shared.index.prefix_index import cache_namespace
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.grammar import Matcher
+from rootstock_llm.services.worker.core.contracts.messages import (
     NOTHING_VERIFIED,
     Finish,
     PagesReady,
@@ -25,12 +25,18 @@ from services.worker.core.contracts.messages import (
     Submit,
     Verified,
 )
-from services.worker.core.contracts.plan import FORCE_STREAM_INTERVAL, PromptLogprobs, RowLogprobs, SamplingParams, no_tokens
-from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.transfers import Tier
-from services.worker.core.kv.memory import Lease
-from services.worker.core.kv.radix_cache import tree_name
-from services.worker.core.requests.shares import Flow, Payer
+from rootstock_llm.services.worker.core.contracts.plan import (
+    FORCE_STREAM_INTERVAL,
+    PromptLogprobs,
+    RowLogprobs,
+    SamplingParams,
+    no_tokens,
+)
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.kv.memory import Lease
+from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
+from rootstock_llm.services.worker.core.requests.shares import Flow, Payer
 
 STOP_IDS = 8  # stop token ids per slot in the column; requests with more ids are marked as special
 CHARS_PER_TOKEN = 2  # lower limit for most text

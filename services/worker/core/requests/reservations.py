@@ -14,16 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from services.worker.core.contracts.reservations import (
+from rootstock_llm.services.worker.core.contracts.reservations import (
     KvReservation,
     KvSource,
     OpenReservation,
     ReservationEvents,
     ReservationReleased,
 )
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.radix_cache import is_retired
-from services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.radix_cache import is_retired
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 
 @dataclass(slots=True, eq=False)

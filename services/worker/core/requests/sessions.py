@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import SessionTurn, Submit
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.requests.request import Request
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import SessionTurn, Submit
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.requests.request import Request
 
 I32 = NDArray[np.int32]
 

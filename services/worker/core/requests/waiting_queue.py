@@ -16,11 +16,11 @@ from itertools import chain, groupby, islice
 
 import numpy as np
 
-from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.requests.request import Request
-from services.worker.core.requests.shares import Flow
+from rootstock_llm.services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.worker.core.requests.request import Request
+from rootstock_llm.services.worker.core.requests.shares import Flow
 
 IN_BATCH_CHECK_THRESHOLD = 32  # tokens of a hit above which a request is not considered for in-batch sharing
 IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # shared tokens for which a request waits behind an earlier waiting request

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.worker.core.contracts.transfers import NO_PAGES, Fact, KeptBlock, OperationKind, PageOperation
-from services.worker.core.kv.backup_queue import BackupQueue
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.radix_cache import is_retired
-from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.tiers.host_index import HostIndex
-from services.worker.core.tiers.kept_blocks import KeptBlocks
-from services.worker.core.tiers.page_keys import UNSALTED, PageKeys, tag_of
+from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fact, KeptBlock, OperationKind, PageOperation
+from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.radix_cache import is_retired
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
+from rootstock_llm.services.worker.core.tiers.kept_blocks import KeptBlocks
+from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, PageKeys, tag_of
 
 LOOKS = 16  # nodes that one plan looks at
 MOST_BACK_UPS = 8  # running copies to the host; a turn, which begins new ones, may take as long as a large step

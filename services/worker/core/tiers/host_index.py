@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.tiers.page_keys import UNSALTED, tag_of
+from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, tag_of
 
 I32 = NDArray[np.int32]
 

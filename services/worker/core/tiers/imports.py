@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from services.worker.core.contracts.reservations import KvSource, Prover
-from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull, Tier
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.other_tiers import Wanted
-from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.tiers.host_index import HostIndex
-from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
-from services.worker.core.tiers.page_keys import PageKeys, leading
-from services.worker.core.tiers.rates import Rates
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource, Prover
+from rootstock_llm.services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull, Tier
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.other_tiers import Wanted
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
+from rootstock_llm.services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, RunningImport
+from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys, leading
+from rootstock_llm.services.worker.core.tiers.rates import Rates
 
 MOST_QUARANTINED_SHARE = 2  # operations may write at most 1/2 of the pool's pages at a time
 MOST_AT_ONCE = 32  # operations that one request begins at a time

@@ -11,10 +11,10 @@ from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 
-from services.shared.index.prefix_index import BlockTier
-from services.worker.core.contracts.transfers import KeptBlock
-from services.worker.core.kv.cache_events import BLOCK_TOKENS, CacheEventLog
-from services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.worker.core.contracts.transfers import KeptBlock
+from rootstock_llm.services.worker.core.kv.cache_events import BLOCK_TOKENS, CacheEventLog
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 WEIGHTS_BYTES = 8
 MOST_CHECKED = 4096  # blocks that one call of violations() checks

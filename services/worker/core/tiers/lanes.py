@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from services.worker.core.contracts.reservations import KvSource
-from services.worker.core.contracts.transfers import Fact, PageOperation, Tier
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.other_tiers import Wanted
-from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.tiers.rates import Rates
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource
+from rootstock_llm.services.worker.core.contracts.transfers import Fact, PageOperation, Tier
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.other_tiers import Wanted
+from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
+from rootstock_llm.services.worker.core.tiers.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)

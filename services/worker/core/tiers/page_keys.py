@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from hashlib import blake2b
 
-from services.worker.core.kv.radix_cache import salt_of_tree
-from services.worker.core.kv.tree_node import TOKEN_BYTES
+from rootstock_llm.services.worker.core.kv.radix_cache import salt_of_tree
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 
 TAG_BYTES = 8
 DIGEST_BYTES = 32

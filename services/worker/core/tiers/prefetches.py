@@ -12,15 +12,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
-from services.shared.index.prefix_index import cache_namespace
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import Prefetch
-from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.other_tiers import Asker, Wanted
-from services.worker.core.kv.radix_cache import tree_name
-from services.worker.core.kv.tree_node import TOKEN_BYTES
-from services.worker.core.tiers.imports import Imports
+from rootstock_llm.services.shared.index.prefix_index import cache_namespace
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import Prefetch
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.other_tiers import Asker, Wanted
+from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
+from rootstock_llm.services.worker.core.tiers.imports import Imports
 
 MOST_PREFETCHES = 1024  # prefetches at a time; requests beyond this limit read their pages when they arrive
 

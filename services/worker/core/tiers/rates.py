@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
 
 FADES = 0.7  # weight of the earlier average when a new measurement arrives
 FORGIVES = 1.05  # factor by which a rate rises when it was too low for a request to read

@@ -11,19 +11,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from services.worker.core.contracts.transfers import NO_USE, Fact, PageOperation, Tier, WritePolicy
-from services.worker.core.kv.backup_queue import BackupQueue
-from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.other_tiers import Asker, TierStats, Wanted
-from services.worker.core.tiers.backups import Backups
-from services.worker.core.tiers.host_index import HostIndex
-from services.worker.core.tiers.imports import Imports
-from services.worker.core.tiers.kept_blocks import KeptBlocks
-from services.worker.core.tiers.lanes import Lanes
-from services.worker.core.tiers.page_keys import PageKeys
-from services.worker.core.tiers.prefetches import Prefetches
-from services.worker.core.tiers.rates import Rates
+from rootstock_llm.services.worker.core.contracts.transfers import NO_USE, Fact, PageOperation, Tier, WritePolicy
+from rootstock_llm.services.worker.core.kv.backup_queue import BackupQueue
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.core.kv.memory import KVMemory
+from rootstock_llm.services.worker.core.kv.other_tiers import Asker, TierStats, Wanted
+from rootstock_llm.services.worker.core.tiers.backups import Backups
+from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
+from rootstock_llm.services.worker.core.tiers.imports import Imports
+from rootstock_llm.services.worker.core.tiers.kept_blocks import KeptBlocks
+from rootstock_llm.services.worker.core.tiers.lanes import Lanes
+from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
+from rootstock_llm.services.worker.core.tiers.prefetches import Prefetches
+from rootstock_llm.services.worker.core.tiers.rates import Rates
 
 SELECTIVE_HITS = 2  # admissions on a path after which `write_through_selective` copies it
 LOOKED_AT_PAGES = 64  # pages for which stats() reports whether reading pays, and the share of time that it saves

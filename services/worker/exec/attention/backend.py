@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 
 I32 = NDArray[np.int32]
 

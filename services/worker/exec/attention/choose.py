@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from kernels.contracts.step_ops import LayerKernels
-from kernels.reference import layers as reference
-from services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
-from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
-from services.worker.exec.attention.flashinfer_limits import Unsupported
+from rootstock_llm.kernels.contracts.step_ops import LayerKernels
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionShape, KernelAttention
+from rootstock_llm.services.worker.exec.attention.flashinfer_backend import FlashInferAttention
+from rootstock_llm.services.worker.exec.attention.flashinfer_limits import Unsupported
 
 AUTO, FLASHINFER, TRITON, TORCH = "auto", "flashinfer", "triton", "torch"
 NAMES = (AUTO, FLASHINFER, TRITON, TORCH)
@@ -116,6 +116,6 @@ def _first_line(failure: Exception) -> str:
 
 
 def _triton(shape: AttentionShape, device: torch.device, deterministic: bool = False) -> AttentionBackend:
-    from services.worker.exec.attention.triton_backend import TritonAttention
+    from rootstock_llm.services.worker.exec.attention.triton_backend import TritonAttention
 
     return TritonAttention(shape, device, deterministic)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.contracts.step_ops import StepKernels
-from services.worker.exec.attention import flashinfer_limits as limits
-from services.worker.exec.attention import flashinfer_wrappers as wrappers
-from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
-from services.worker.exec.attention.flashinfer_staging import (
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.step_ops import StepKernels
+from rootstock_llm.services.worker.exec.attention import flashinfer_limits as limits
+from rootstock_llm.services.worker.exec.attention import flashinfer_wrappers as wrappers
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
+from rootstock_llm.services.worker.exec.attention.flashinfer_staging import (
     StagedColumns,
     StagingRing,
     StagingSlot,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from services.worker.exec.attention.backend import AttentionShape
+from rootstock_llm.services.worker.exec.attention.backend import AttentionShape
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""python -m services.worker.exec.attention.flashinfer_prebuild: compiles FlashInfer's modules on a machine without a GPU.
+"""python -m rootstock_llm.services.worker.exec.attention.flashinfer_prebuild: compiles FlashInfer's modules without a GPU.
 
 Images use it: the library loads modules from its own folder of compiled modules, without a compiler and on a read-only disk.
 There is no list of modules to maintain: FlashInferAttention runs with a replacement of the library (Noting) that records the
@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers as reference
-from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
-from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
-from services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, AttentionShape
+from rootstock_llm.services.worker.exec.attention.flashinfer_backend import FlashInferAttention
+from rootstock_llm.services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS
 
 DECODE = "decode"
 GROUPS = (1, 2, 4, 8)  # query heads per key/value head, below and above the threshold for tensor cores

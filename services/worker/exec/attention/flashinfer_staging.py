@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.exec.attention.backend import I32
+from rootstock_llm.services.worker.exec.attention.backend import I32
 
 SLOTS = 4  # two steps in flight, a step that is planned, and a spare slot
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.exec.attention.backend import AttentionShape
-from services.worker.exec.attention.flashinfer_staging import StagedColumns
+from rootstock_llm.services.worker.exec.attention.backend import AttentionShape
+from rootstock_llm.services.worker.exec.attention.flashinfer_staging import StagedColumns
 
 
 @dataclass(frozen=True, slots=True)

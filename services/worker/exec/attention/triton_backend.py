@@ -9,9 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.triton.attention.attention import AttentionCall, AttentionScratch, allocate_scratch, as_heads, run_attention
-from kernels.triton.attention.attention_plan import (
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.triton.attention.attention import (
+    AttentionCall,
+    AttentionScratch,
+    allocate_scratch,
+    as_heads,
+    run_attention,
+)
+from rootstock_llm.kernels.triton.attention.attention_plan import (
     HeadShape,
     Launch,
     fixed_places,
@@ -23,7 +29,7 @@ from kernels.triton.attention.attention_plan import (
     reach,
     scratch_bounds,
 )
-from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 
 ITEM_SIZES = (2, 4)  # bytes of an element; the model's dtype is unknown until the first tensors arrive
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from services.worker.exec.pools.kv_pool import KVPool
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 
 
 class NoVocabulary(RuntimeError):

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from services.worker.core.contracts.plan import SlotParams
+from rootstock_llm.services.worker.core.contracts.plan import SlotParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.contracts.ops import RaggedRows
-    from services.worker.exec.pools.kv_pool import KVPool, LayerKV
+    from rootstock_llm.kernels.contracts.ops import RaggedRows
+    from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
 
 BETWEEN_TEXTS = -1  # separates texts in an array of token ids
 Kept = tuple["Tensor", ...]  # hidden states of the target, one tensor per layer that the drafter reads

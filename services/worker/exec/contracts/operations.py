@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.worker.core.contracts.transfers import Deleted, Selection
+from rootstock_llm.services.worker.core.contracts.transfers import Deleted, Selection
 
 
 @dataclass(frozen=True, slots=True)

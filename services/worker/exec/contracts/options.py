@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.exec.contracts.page_store import PageStore
-from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
+from rootstock_llm.services.worker.exec.contracts.page_store import PageStore
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
 
 NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # values of DeviceOptions.speculative_algorithm
 

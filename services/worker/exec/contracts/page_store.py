@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
+from rootstock_llm.services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
 
 
 @dataclass(frozen=True, slots=True)

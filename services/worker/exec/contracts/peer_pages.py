@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation
-from services.worker.core.contracts.transfers import I32, Pull
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation
+from rootstock_llm.services.worker.core.contracts.transfers import I32, Pull
 
 ReadPages = Callable[[I32, memoryview], None]
 """Fills `out` with the bytes of (pages int32[n], out), n * page_bytes, page after page. Several threads may call it at once."""

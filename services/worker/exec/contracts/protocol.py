@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.contracts.reservations import ReservationEvents
-from services.worker.core.contracts.transfers import Fact, PageOperation
-from services.worker.exec.contracts.operations import Operation
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, StepResult
+from rootstock_llm.services.worker.core.contracts.reservations import ReservationEvents
+from rootstock_llm.services.worker.core.contracts.transfers import Fact, PageOperation
+from rootstock_llm.services.worker.exec.contracts.operations import Operation
 
 Masks = Mapping[int, NDArray[np.uint32]]  # grammar masks, by row
 DraftTokens = Mapping[int, Sequence[int]]  # draft tokens, by row

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.contracts.sample_ops import NOBODY, SampleRows
-from services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs
-from services.worker.exec.streams.copies import Readback
-from services.worker.exec.streams.cuda_streams import Graph
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.sample_ops import NOBODY, SampleRows
+from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs
+from rootstock_llm.services.worker.exec.streams.copies import Readback
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Graph
 
 I64 = NDArray[np.int64]
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.sample_ops import Measured, SampleRows
-from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, SlotParams
-from services.worker.exec.contracts.protocol import Masks
-from services.worker.exec.contracts.step_data import (
+from rootstock_llm.kernels.contracts.sample_ops import Measured, SampleRows
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, SlotParams
+from rootstock_llm.services.worker.exec.contracts.protocol import Masks
+from rootstock_llm.services.worker.exec.contracts.step_data import (
     CudaGraph,
     Outcome,
     Places,
@@ -21,7 +21,7 @@ from services.worker.exec.contracts.step_data import (
     ScoredRows,
     ScorePiece,
 )
-from services.worker.exec.streams.copies import Readback, UploadRing
+from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRing
 
 
 class Sections(Protocol):

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from services.worker.core.contracts.plan import I32, SlotParams
-from services.worker.exec.contracts.drafter import Computed, DraftModel, Kept
-from services.worker.exec.pools.kv_pool import KVPool
-from services.worker.exec.streams.copies import Readback, UploadRing
-from services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.services.worker.core.contracts.plan import I32, SlotParams
+from rootstock_llm.services.worker.exec.contracts.drafter import Computed, DraftModel, Kept
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
+from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRing
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 MOST_PENDING = 64  # entries of an output that may wait for the next draft tokens; more are computed in the next step
 UPLOAD_WORDS = 1 << 12  # words of a pass's upload; a larger pass enlarges the buffer, once

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import ne
 
-from services.worker.core.contracts.plan import SlotParams
-from services.worker.exec.contracts.drafter import Computed
-from services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
-from services.worker.exec.drafting.prediction import Prediction
+from rootstock_llm.services.worker.core.contracts.plan import SlotParams
+from rootstock_llm.services.worker.exec.contracts.drafter import Computed
+from rootstock_llm.services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
+from rootstock_llm.services.worker.exec.drafting.prediction import Prediction
 
 MOST_TOKENS = 4096  # last tokens of a text that are searched; a text is cut to this length when it is twice as long
 MOST_INDEXES = 16  # texts that are indexed at a time; an index takes up to 5 MB

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.core.contracts.plan import I32
-from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
+from rootstock_llm.services.worker.core.contracts.plan import I32
+from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS
 
 LONGEST, SHORTEST = 4, 2  # tokens of a match; the longest match is used
 SAMPLE = 256  # largest number of places that likeliest() compares

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.core.contracts.plan import I32
-from services.worker.exec.drafting.ngram_index import NgramIndex
+from rootstock_llm.services.worker.core.contracts.plan import I32
+from rootstock_llm.services.worker.exec.drafting.ngram_index import NgramIndex
 
 
 class Prediction:

@@ -15,9 +15,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from services.worker.exec.contracts.causal_model import NoVocabulary
-from services.worker.exec.models.layers import (
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
+from rootstock_llm.services.worker.exec.models.layers import (
     Attend,
     Attention,
     Embedding,
@@ -31,9 +31,9 @@ from services.worker.exec.models.layers import (
     storage_bytes,
     stream_buffers,
 )
-from services.worker.exec.pools.kv_pool import KVPool, LayerKV
-from services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel, architecture_of
-from services.worker.exec.weights.source import WeightReader
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel, architecture_of
+from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 CAUSAL = "ForCausalLM"  # ending of an architecture with a vocabulary projection

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels, RaggedRows
-from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.models import registry
-from services.worker.exec.models.dense import Decoder, DenseConfig, read_layer
-from services.worker.exec.models.layers import (
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.models import registry
+from rootstock_llm.services.worker.exec.models.dense import Decoder, DenseConfig, read_layer
+from rootstock_llm.services.worker.exec.models.layers import (
     Embedding,
     ForwardContext,
     Head,
@@ -40,10 +40,16 @@ from services.worker.exec.models.layers import (
     Workspace,
     storage_bytes,
 )
-from services.worker.exec.models.rope import rope_table
-from services.worker.exec.pools.kv_pool import KVPool, LayerKV
-from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, UnsupportedModel, architecture_of, read_config
-from services.worker.exec.weights.source import CheckpointSource, WeightReader
+from rootstock_llm.services.worker.exec.models.rope import rope_table
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
+from rootstock_llm.services.worker.exec.weights.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    UnsupportedModel,
+    architecture_of,
+    read_config,
+)
+from rootstock_llm.services.worker.exec.weights.source import CheckpointSource, WeightReader
 
 EAGLE3 = "Eagle3"  # ending of the architecture of an EAGLE-3 head
 

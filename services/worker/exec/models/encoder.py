@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.auto import modeling_auto
 
-from kernels.contracts.ops import RaggedRows
-from services.worker.exec.contracts.causal_model import NoVocabulary
-from services.worker.exec.models.transformers_check import HALF_TOLERANCE, TOLERANCE
-from services.worker.exec.pools.kv_pool import KVPool
-from services.worker.exec.weights import transformers_checkpoint
-from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
+from rootstock_llm.services.worker.exec.models.transformers_check import HALF_TOLERANCE, TOLERANCE
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
+from rootstock_llm.services.worker.exec.weights import transformers_checkpoint
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
 
 CHECKED = 1024  # longest text of the check, in tokens; few position tables are longer
 SHORT = 8

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels, PackedLinear, RaggedRows
-from services.worker.exec.pools.kv_pool import LayerKV
-from services.worker.exec.weights.source import WeightReader
+from rootstock_llm.kernels.contracts.ops import Kernels, PackedLinear, RaggedRows
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV
+from rootstock_llm.services.worker.exec.weights.source import WeightReader
 
 Take = Callable[[str, int], Tensor]  # returns the buffer [T, columns] of a name, see ForwardContext.take()
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from kernels.contracts.step_ops import LayerKernels
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.pools.kv_pool import LayerKV, bytes_per_token
-from services.worker.exec.weights.checkpoint import architecture_of, eos_token_ids
-from services.worker.exec.weights.load_request import LoadRequest
+from rootstock_llm.kernels.contracts.step_ops import LayerKernels
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
+from rootstock_llm.services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, bytes_per_token
+from rootstock_llm.services.worker.exec.weights.checkpoint import architecture_of, eos_token_ids
+from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest
 
 NO_GRAPHS = GraphLimits()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.shared.served_config import LAYER_TYPES
-from services.worker.exec.models.dense import CAUSAL, DenseConfig, DenseModel, Llama, Mistral, Qwen2, Qwen3
-from services.worker.exec.models.rope import ROPE_TYPES
-from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
+from rootstock_llm.services.shared.served_config import LAYER_TYPES
+from rootstock_llm.services.worker.exec.models.dense import CAUSAL, DenseConfig, DenseModel, Llama, Mistral, Qwen2, Qwen3
+from rootstock_llm.services.worker.exec.models.rope import ROPE_TYPES
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
 
 FAMILIES: dict[str, type[DenseModel]] = {"Llama": Llama, "Mistral": Mistral, "Qwen2": Qwen2, "Qwen3": Qwen3}
 BASE = "Model"  # ending of an architecture without a vocabulary projection

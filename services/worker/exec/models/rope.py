@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.exec.weights.checkpoint import UnsupportedModel
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from kernels.contracts.ops import Kernels, RaggedRows
-from services.shared import served_config
-from services.shared.served_config import LAYER_TYPES, TYPE_LISTS
-from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.models.transformers_model import (
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.services.shared import served_config
+from rootstock_llm.services.shared.served_config import LAYER_TYPES, TYPE_LISTS
+from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.models.transformers_model import (
     PAGED_ATTENTION,
     AttentionLayer,
     PagedLayers,
@@ -41,10 +41,10 @@ from services.worker.exec.models.transformers_model import (
     max_context,
     step_of,
 )
-from services.worker.exec.pools.kv_pool import LayerKV, allocate
-from services.worker.exec.weights import transformers_checkpoint
-from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
-from services.worker.exec.weights.transformers_checkpoint import is_causal_head
+from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, allocate
+from rootstock_llm.services.worker.exec.weights import transformers_checkpoint
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
+from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_causal_head
 
 PROBE_ATTENTION = "rootstock_probe"
 MaskFunction = Callable[[Any, Any, Any, Any], Any]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from kernels.contracts.ops import Kernels, RaggedRows
-from services.worker.exec.contracts.causal_model import NoVocabulary
-from services.worker.exec.pools.kv_pool import KVPool, LayerKV
-from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
-from services.worker.exec.weights.transformers_checkpoint import is_causal_head
+from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
+from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabulary
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
+from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
+from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_causal_head
 
 PAGED_ATTENTION = "rootstock_paged"
 HOLDER = "rootstock_step_holder"  # attribute of attention modules

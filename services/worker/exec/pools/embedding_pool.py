@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, RowFault, SlotParams
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, EmbeddingParams, RowFault, SlotParams
 
 States = Callable[[Tensor], Tensor]
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels
-from services.worker.core.contracts.transfers import EARLY_S, I32
-from services.worker.exec.streams.cuda_streams import Arrival, NeverCame, Streams
+from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.services.worker.core.contracts.transfers import EARLY_S, I32
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, NeverCame, Streams
 
 MOST_GROUPS = 16  # groups of layers per load; each costs a launch and an event
 SAYS_BYTES = 16 << 20  # least size of a load whose rate predicts the duration of the next one

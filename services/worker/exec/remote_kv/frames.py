@@ -23,7 +23,7 @@ import struct
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from services.worker.core.contracts.reservations import PROOF_BYTES, RESERVATION_SECRET_BYTES, KvReservation
+from rootstock_llm.services.worker.core.contracts.reservations import PROOF_BYTES, RESERVATION_SECRET_BYTES, KvReservation
 
 VERSION = 1
 DIGEST_BYTES = 32

@@ -1,4 +1,4 @@
-"""The carrier: the process that loads NIXL. Started as python -m services.worker.exec.remote_kv.nixl_carrier DESCRIPTOR.
+"""The carrier: the process that loads NIXL, python -m rootstock_llm.services.worker.exec.remote_kv.nixl_carrier DESCRIPTOR.
 
 The descriptor is a socket to the carrier's worker. The carrier is a process of its own for safety: over a network without remote
 keys, such as TCP, a peer of the library can read and write all memory of the process. The carrier has no secret, and no memory
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.exec.remote_kv import nixl_frames as frames
-from services.worker.exec.remote_kv.connection import Connection
-from services.worker.exec.remote_kv.frames import MOST_SENTENCE_BYTES
-from services.worker.exec.remote_kv.nixl_agent import AgentFailed, HostAgent, NixlRead
-from services.worker.exec.remote_kv.nixl_frames import Order, OrderKind
+from rootstock_llm.services.worker.exec.remote_kv import nixl_frames as frames
+from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
+from rootstock_llm.services.worker.exec.remote_kv.frames import MOST_SENTENCE_BYTES
+from rootstock_llm.services.worker.exec.remote_kv.nixl_agent import AgentFailed, HostAgent, NixlRead
+from rootstock_llm.services.worker.exec.remote_kv.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
 REPLY_S = 10.0

@@ -21,9 +21,9 @@ import enum
 import struct
 from dataclasses import dataclass
 
-from services.shared import limits
-from services.worker.exec.remote_kv.connection import Connection
-from services.worker.exec.remote_kv.frames import MOST_SENTENCE_BYTES
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
+from rootstock_llm.services.worker.exec.remote_kv.frames import MOST_SENTENCE_BYTES
 
 _ORDER = struct.Struct("<B3xIQQd")  # kind, bytes of the payload, address, size, seconds
 _REPLY = struct.Struct("<B3xI")  # whether it was done, bytes of the payload

@@ -19,14 +19,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from services.shared import limits
-from services.shared.observe.log_fields import fields
-from services.worker.exec.remote_kv import nixl_frames as frames
-from services.worker.exec.remote_kv.connection import Connection
-from services.worker.exec.remote_kv.nixl_frames import Order, OrderKind
+import rootstock_llm
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.exec.remote_kv import nixl_frames as frames
+from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
+from rootstock_llm.services.worker.exec.remote_kv.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
-ROOT = Path(__file__).resolve().parents[4]  # the folder that holds `services`
+ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 # Prefixes of the environment variables that the carrier inherits. No such variable is a secret of the worker.
 PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")
 START_S = 60.0
@@ -127,7 +128,7 @@ class Carrier:
         own.set_inheritable(False)
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.worker.exec.remote_kv.nixl_carrier", str(its.fileno())],
+                [sys.executable, "-m", "rootstock_llm.services.worker.exec.remote_kv.nixl_carrier", str(its.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],

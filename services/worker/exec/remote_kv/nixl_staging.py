@@ -17,14 +17,14 @@ from collections.abc import Callable
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from rootstock.v1 import kv_pb2 as pb
-from services.shared import limits
-from services.worker.core.contracts.transfers import I32
-from services.worker.exec.remote_kv import frames
-from services.worker.exec.remote_kv.connection import Connection
-from services.worker.exec.remote_kv.frames import Answer, Malformed, Status
-from services.worker.exec.remote_kv.nixl_process import Carrier
-from services.worker.exec.remote_kv.shared_ring import BROKEN, FILLED, FREE, RingShape, receive_mark
+from rootstock_llm.protos import kv_pb2 as pb
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.worker.core.contracts.transfers import I32
+from rootstock_llm.services.worker.exec.remote_kv import frames
+from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
+from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Malformed, Status
+from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
+from rootstock_llm.services.worker.exec.remote_kv.shared_ring import BROKEN, FILLED, FREE, RingShape, receive_mark
 
 SLOTS = 4
 SLOT_BYTES = 4 << 20  # limit of a piece; a piece has at least one page

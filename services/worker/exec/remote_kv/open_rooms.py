@@ -13,10 +13,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.core.contracts.reservations import KvReservation, OpenReservation, ReservationReleased
-from services.worker.core.contracts.transfers import I32
-from services.worker.exec.contracts.peer_pages import ReadPages
-from services.worker.exec.remote_kv.frames import pack_room
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, OpenReservation, ReservationReleased
+from rootstock_llm.services.worker.core.contracts.transfers import I32
+from rootstock_llm.services.worker.exec.contracts.peer_pages import ReadPages
+from rootstock_llm.services.worker.exec.remote_kv.frames import pack_room
 
 
 @dataclass(slots=True, eq=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from services.worker.core.contracts.transfers import I32
-from services.worker.exec.remote_kv import frames
-from services.worker.exec.remote_kv.connection import Connection
-from services.worker.exec.remote_kv.frames import Answer, Status
-from services.worker.exec.remote_kv.shared_ring import RingWriter, shape_for
+from rootstock_llm.services.worker.core.contracts.transfers import I32
+from rootstock_llm.services.worker.exec.remote_kv import frames
+from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
+from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Status
+from rootstock_llm.services.worker.exec.remote_kv.shared_ring import RingWriter, shape_for
 
 KEPT_BYTES = 16 << 20  # largest copy whose memory is kept for the next one: fresh memory is filled several times as slowly
 Copy = Callable[[I32, memoryview], bool]

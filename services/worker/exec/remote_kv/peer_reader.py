@@ -20,19 +20,19 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from services.shared import limits
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.core.contracts.transfers import Pull
-from services.worker.exec.contracts.peer_pages import PeerRate
-from services.worker.exec.remote_kv import frames
-from services.worker.exec.remote_kv.connection import Connection, connect, connect_unix, is_local, parse_address
-from services.worker.exec.remote_kv.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
-from services.worker.exec.remote_kv.nixl_process import Carrier
-from services.worker.exec.remote_kv.nixl_staging import StagingReceiver, Unstaged
-from services.worker.exec.remote_kv.shared_ring import RingReader, RingShape
-from services.worker.exec.remote_kv.socket_folder import SocketFolder
-from services.worker.exec.remote_kv.tls import PeerTls
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
+from rootstock_llm.services.worker.core.contracts.transfers import Pull
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerRate
+from rootstock_llm.services.worker.exec.remote_kv import frames
+from rootstock_llm.services.worker.exec.remote_kv.connection import Connection, connect, connect_unix, is_local, parse_address
+from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
+from rootstock_llm.services.worker.exec.remote_kv.nixl_staging import StagingReceiver, Unstaged
+from rootstock_llm.services.worker.exec.remote_kv.shared_ring import RingReader, RingShape
+from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
+from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
 logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S = 0.5

@@ -18,19 +18,19 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.reservations import KvReservation, OpenReservation, ReservationReleased, proof
-from services.worker.core.kv.tree_node import TOKEN_BYTES
-from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
-from services.worker.exec.remote_kv import frames
-from services.worker.exec.remote_kv.connection import Connection
-from services.worker.exec.remote_kv.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
-from services.worker.exec.remote_kv.nixl_process import Carrier, NoAreaLeft
-from services.worker.exec.remote_kv.nixl_staging import StagingSender
-from services.worker.exec.remote_kv.open_rooms import OpenRooms
-from services.worker.exec.remote_kv.page_senders import PageSender, RingSender, SocketSender
-from services.worker.exec.remote_kv.socket_folder import SocketFolder
-from services.worker.exec.remote_kv.tls import PeerTls
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, OpenReservation, ReservationReleased, proof
+from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
+from rootstock_llm.services.worker.exec.remote_kv import frames
+from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
+from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier, NoAreaLeft
+from rootstock_llm.services.worker.exec.remote_kv.nixl_staging import StagingSender
+from rootstock_llm.services.worker.exec.remote_kv.open_rooms import OpenRooms
+from rootstock_llm.services.worker.exec.remote_kv.page_senders import PageSender, RingSender, SocketSender
+from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
+from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
 logger = logging.getLogger(__name__)
 ACCEPT_PAUSE_S = 0.5  # pause after a failed accept(), for example without free descriptors

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.transfers import I32
-from services.worker.exec.remote_kv.connection import Connection
-from services.worker.exec.remote_kv.frames import Malformed
+from rootstock_llm.services.worker.core.contracts.transfers import I32
+from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
+from rootstock_llm.services.worker.exec.remote_kv.frames import Malformed
 
 SLOTS = 4
 SLOT_BYTES = 1 << 20  # limit of a piece; a piece has at least one page

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from services.shared.tls.certificate_files import CertificateFiles, Certificates
-from services.shared.tls.handshake import names_of
+from rootstock_llm.services.shared.tls.certificate_files import CertificateFiles, Certificates
+from rootstock_llm.services.shared.tls.handshake import names_of
 
 
 class PeerTls:

@@ -10,7 +10,7 @@ import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import I32, DryParams
+from rootstock_llm.services.worker.core.contracts.plan import I32, DryParams
 
 MAX_PENALTY = 1e30  # larger than any logit, but finite, so that penalties alone never forbid all tokens of a row
 

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.sample_ops import Measured, SampleKernels
-from services.shared.limits import MAX_TOP_LOGPROBS
-from services.worker.core.contracts.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
-from services.worker.exec.contracts.step_data import OutputLogprobs, PromptPiece, ScoredRows, ScorePiece
-from services.worker.exec.streams.copies import Readback
+from rootstock_llm.kernels.contracts.sample_ops import Measured, SampleKernels
+from rootstock_llm.services.shared.limits import MAX_TOP_LOGPROBS
+from rootstock_llm.services.worker.core.contracts.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
+from rootstock_llm.services.worker.exec.contracts.step_data import OutputLogprobs, PromptPiece, ScoredRows, ScorePiece
+from rootstock_llm.services.worker.exec.streams.copies import Readback
 
 I64 = NDArray[np.int64]
 Logits = Callable[[Tensor], Tensor]

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.sample_ops import NOBODY, SampleKernels, SampleRows
-from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
-from services.worker.exec.contracts.step_data import NOT_SAMPLED, Outcome, OutputLogprobs, Places, SampleBatch
-from services.worker.exec.sampling.logprob_requests import LogprobRequests
-from services.worker.exec.sampling.slots import (
+from rootstock_llm.kernels.contracts.sample_ops import NOBODY, SampleKernels, SampleRows
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
+from rootstock_llm.services.worker.exec.contracts.step_data import NOT_SAMPLED, Outcome, OutputLogprobs, Places, SampleBatch
+from rootstock_llm.services.worker.exec.sampling.logprob_requests import LogprobRequests
+from rootstock_llm.services.worker.exec.sampling.slots import (
     NO_LOSS,
     WORD_BITS,
     Admission,
@@ -30,8 +30,8 @@ from services.worker.exec.sampling.slots import (
     Words,
     merged_changes,
 )
-from services.worker.exec.streams.copies import Readback, UploadRing
-from services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRing
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 logger = logging.getLogger(__name__)
 

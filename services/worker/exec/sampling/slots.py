@@ -1,8 +1,8 @@
 """The sampling state of slots: parameters and token counts on the device, past tokens on the host. Owned by the sampler.
 
-A step uploads the parameters of newly admitted slots as an Admission, and DeviceSlots writes them into its SlotTable
-(kernels.contracts.sample_ops). PastTokens corrects the device's token counts and computes the losses of DRY. A set of tokens is
-a row of bits over the vocabulary: bit i of word w represents token 32 w + i.
+A step uploads the parameters of newly admitted slots as an Admission, and DeviceSlots writes them into its SlotTable.
+PastTokens corrects the device's token counts and computes the losses of DRY. A set of tokens is a
+row of bits over the vocabulary: bit i of word w represents token 32 w + i.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.sample_ops import MAX_COUNT, SEEN, SlotColumn, SlotTable
-from services.worker.core.contracts.plan import BatchPlan, SlotParams
-from services.worker.exec.sampling.dry import Repeats
+from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, SEEN, SlotColumn, SlotTable
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SlotParams
+from rootstock_llm.services.worker.exec.sampling.dry import Repeats
 
 I32 = NDArray[np.int32]
 Words = NDArray[np.uint32]
@@ -387,7 +387,7 @@ class FollowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The losses of a batch's rows, in the form of kernels.contracts.sample_ops.SampleRows."""
+    """The losses of a batch's rows, in the form of rootstock_llm.kernels.contracts.sample_ops.SampleRows."""
 
     offsets: I32  # [n + 1]
     ids: I32  # [L]

@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.step_data import CudaGraph, ForwardBatch, SampleBatch
-from services.worker.exec.contracts.step_parts import StepSampler
-from services.worker.exec.step.passes import ForwardPass
-from services.worker.exec.streams.cuda_streams import Graph, Streams
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
+from rootstock_llm.services.worker.exec.contracts.step_data import CudaGraph, ForwardBatch, SampleBatch
+from rootstock_llm.services.worker.exec.contracts.step_parts import StepSampler
+from rootstock_llm.services.worker.exec.step.passes import ForwardPass
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Graph, Streams
 
 WARM_UP_RUNS = 2  # runs before a capture, in which libraries choose kernels and allocate workspaces
 

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_tokens
-from services.worker.exec.contracts.drafter import Computed, Drafter, Kept
-from services.worker.exec.contracts.protocol import NO_MASKS, Masks
-from services.worker.exec.contracts.step_data import Places, SampleBatch
-from services.worker.exec.step.model_runner import DeviceRunner, StepRun
-from services.worker.exec.step.passes import NOTHING
-from services.worker.exec.streams.copies import Readback
-from services.worker.exec.streams.cuda_streams import Moment
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_tokens
+from rootstock_llm.services.worker.exec.contracts.drafter import Computed, Drafter, Kept
+from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, Masks
+from rootstock_llm.services.worker.exec.contracts.step_data import Places, SampleBatch
+from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner, StepRun
+from rootstock_llm.services.worker.exec.step.passes import NOTHING
+from rootstock_llm.services.worker.exec.streams.copies import Readback
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Moment
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contracts.sample_ops import NOBODY
-from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.step_data import ForwardBatch, SampleBatch
-from services.worker.exec.contracts.step_parts import StepSampler
-from services.worker.exec.step.passes import ForwardPass
-from services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.kernels.contracts.sample_ops import NOBODY
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
+from rootstock_llm.services.worker.exec.contracts.step_data import ForwardBatch, SampleBatch
+from rootstock_llm.services.worker.exec.contracts.step_parts import StepSampler
+from rootstock_llm.services.worker.exec.step.passes import ForwardPass
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 
 class StepLauncher(Protocol):

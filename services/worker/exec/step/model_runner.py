@@ -16,18 +16,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.step_ops import DevicePageTableUpdates, StepKernels
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs, StepResult
-from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorStats, Masks
-from services.worker.exec.contracts.step_data import CudaGraph, ForwardBatch, Places, PromptPiece, SampleBatch, ScorePiece
-from services.worker.exec.contracts.step_parts import StepGraphs, StepSampler
-from services.worker.exec.pools.embedding_pool import EmbeddingPool, finite_vectors
-from services.worker.exec.pools.kv_pool import Arrivals
-from services.worker.exec.step.passes import POISON, ForwardPass, Piece, UnwrittenToken, halves, select, whole
-from services.worker.exec.streams.copies import Readback, UploadRing
-from services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.kernels.contracts.step_ops import DevicePageTableUpdates, StepKernels
+from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimits
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs, StepResult
+from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
+from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorStats, Masks
+from rootstock_llm.services.worker.exec.contracts.step_data import (
+    CudaGraph,
+    ForwardBatch,
+    Places,
+    PromptPiece,
+    SampleBatch,
+    ScorePiece,
+)
+from rootstock_llm.services.worker.exec.contracts.step_parts import StepGraphs, StepSampler
+from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool, finite_vectors
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals
+from rootstock_llm.services.worker.exec.step.passes import POISON, ForwardPass, Piece, UnwrittenToken, halves, select, whole
+from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRing
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.contracts.step_ops import StepKernels
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.step_data import ForwardBatch
-from services.worker.exec.pools.kv_pool import KVPool
+from rootstock_llm.kernels.contracts.ops import RaggedRows
+from rootstock_llm.kernels.contracts.step_ops import StepKernels
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
+from rootstock_llm.services.worker.exec.contracts.causal_model import CausalModel
+from rootstock_llm.services.worker.exec.contracts.step_data import ForwardBatch
+from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 
 I64 = NDArray[np.int64]
 NOTHING = np.empty(0, dtype=np.int32)

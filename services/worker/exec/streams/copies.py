@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.exec.streams.cuda_streams import Mark, Streams
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Mark, Streams
 
 I32 = NDArray[np.int32]
 Sections = Sequence[tuple[str, NDArray[np.generic]]]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.exec.streams.cuda_streams import Arrival, Mark, Moment, NeverCame, T
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, Mark, Moment, NeverCame, T
 
 CLOSE_TIMEOUT_S = 30.0
 

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from services.shared.memory import trim_heap
+from rootstock_llm.services.shared.memory import trim_heap
 
 
 def return_memory(device: torch.device) -> None:

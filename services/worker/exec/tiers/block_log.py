@@ -19,11 +19,11 @@ from pathlib import Path
 
 import xxhash
 
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.transfers import KeptBlock
-from services.worker.core.tiers.page_keys import KEY_BYTES
-from services.worker.exec.tiers.disk import Disk
-from services.worker.exec.tiers.write_pause import WritePause
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.transfers import KeptBlock
+from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<8sII32s8x")  # magic, version, length of the identity, identity

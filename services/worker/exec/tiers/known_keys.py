@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import nsmallest
 
-from services.worker.core.tiers.page_keys import UNSALTED, tag_of
+from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, tag_of
 
 
 class KnownKeys:

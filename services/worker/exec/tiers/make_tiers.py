@@ -12,15 +12,15 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from services.shared.observe.log_fields import fields
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.contracts.peer_pages import PeerReader
-from services.worker.exec.pools.host_memory import free_memory
-from services.worker.exec.pools.kv_pool import Arrivals
-from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.tiers.block_log import BlockLog
-from services.worker.exec.tiers.page_copier import PageCopier
-from services.worker.exec.tiers.page_mover import PageMover
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader
+from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.services.worker.exec.tiers.block_log import BlockLog
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
+from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
 PATTERN = 251  # a prime, so that few parts of a page begin with the same bytes

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.step_ops import BringPieces
-from services.worker.core.contracts.transfers import I32
-from services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
-from services.worker.exec.streams.cuda_streams import Streams
+from rootstock_llm.kernels.contracts.step_ops import BringPieces
+from rootstock_llm.services.worker.core.contracts.transfers import I32
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 STAGED_BYTES = 16 << 20  # device memory for pages that are being copied between a device's pools and the host
 WORD_BYTES = 8  # a device copies multiples of it: see kernels/triton/page_pieces.py

@@ -22,15 +22,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.reservations import KvSource
-from services.worker.core.contracts.transfers import I32, UNASKED, Deleted, Fact, OperationKind, PageOperation, Selection
-from services.worker.exec.contracts.page_store import PageStore
-from services.worker.exec.contracts.peer_pages import PeerReader
-from services.worker.exec.pools.kv_pool import Arrivals, LayerLoads
-from services.worker.exec.streams.cuda_streams import Mark, NeverCame, Streams
-from services.worker.exec.tiers.block_log import BlockLog
-from services.worker.exec.tiers.page_copier import PageCopier
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.reservations import KvSource
+from rootstock_llm.services.worker.core.contracts.transfers import (
+    I32,
+    UNASKED,
+    Deleted,
+    Fact,
+    OperationKind,
+    PageOperation,
+    Selection,
+)
+from rootstock_llm.services.worker.exec.contracts.page_store import PageStore
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader
+from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, LayerLoads
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Mark, NeverCame, Streams
+from rootstock_llm.services.worker.exec.tiers.block_log import BlockLog
+from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 
 logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0

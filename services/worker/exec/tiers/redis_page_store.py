@@ -30,13 +30,13 @@ import xxhash
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from services.shared.index.redis_client import FollowedSyncConnection, follow_files
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
-from services.worker.core.tiers.page_keys import KEY_BYTES, UNSALTED, tag_of
-from services.worker.exec.contracts.page_store import News, StoreCounts, Written
-from services.worker.exec.tiers.known_keys import KnownKeys
-from services.worker.exec.tiers.write_pause import WritePause
+from rootstock_llm.services.shared.index.redis_client import FollowedSyncConnection, follow_files
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
+from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES, UNSALTED, tag_of
+from rootstock_llm.services.worker.exec.contracts.page_store import News, StoreCounts, Written
+from rootstock_llm.services.worker.exec.tiers.known_keys import KnownKeys
+from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
 VERSION = 2  # version of keys and values; in version 1, keys had no tag and values no time

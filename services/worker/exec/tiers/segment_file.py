@@ -12,14 +12,14 @@ import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.exec.tiers.disk import Disk
-from services.worker.exec.tiers.segment_format import (
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.exec.tiers.segment_format import (
     SegmentFormat,
     SegmentHead,
     index_bytes,
     pack_index,
 )
-from services.worker.exec.tiers.store_folder import StoreFolder
+from rootstock_llm.services.worker.exec.tiers.store_folder import StoreFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from services.worker.core.tiers.page_keys import KEY_BYTES, TAG_BYTES
+from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES, TAG_BYTES
 
 FORMAT_VERSION = 2  # version of segments and indexes
 BLOCK_VERSION = 3  # version of segments of whole blocks

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from services.worker.exec.tiers.segment_file import SegmentFile, SegmentPlace
-from services.worker.exec.tiers.segment_format import index_bytes, key_of, unpack_index
+from rootstock_llm.services.worker.exec.tiers.segment_file import SegmentFile, SegmentPlace
+from rootstock_llm.services.worker.exec.tiers.segment_format import index_bytes, key_of, unpack_index
 
 
 @dataclass(frozen=True, slots=True)

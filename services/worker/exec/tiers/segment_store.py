@@ -19,17 +19,17 @@ from contextlib import contextmanager
 from itertools import groupby, takewhile
 from pathlib import Path
 
-from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
-from services.worker.core.tiers.page_keys import UNSALTED, tag_of
-from services.worker.exec.contracts.page_store import News, StoreCounts, Written
-from services.worker.exec.tiers import segment_file
-from services.worker.exec.tiers.disk import Disk
-from services.worker.exec.tiers.segment_file import SegmentFile, SegmentLog, SegmentPlace
-from services.worker.exec.tiers.segment_format import MOST_IDENTITY_BYTES, SegmentFormat, SegmentHead
-from services.worker.exec.tiers.segment_recovery import recover
-from services.worker.exec.tiers.store_folder import StoreFolder, StoreUnusable
-from services.worker.exec.tiers.write_pause import WritePause
+from rootstock_llm.services.shared.observe.log_fields import fields
+from rootstock_llm.services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
+from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, tag_of
+from rootstock_llm.services.worker.exec.contracts.page_store import News, StoreCounts, Written
+from rootstock_llm.services.worker.exec.tiers import segment_file
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.exec.tiers.segment_file import SegmentFile, SegmentLog, SegmentPlace
+from rootstock_llm.services.worker.exec.tiers.segment_format import MOST_IDENTITY_BYTES, SegmentFormat, SegmentHead
+from rootstock_llm.services.worker.exec.tiers.segment_recovery import recover
+from rootstock_llm.services.worker.exec.tiers.store_folder import StoreFolder, StoreUnusable
+from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
 Place = tuple[SegmentFile, int]  # segment and slot

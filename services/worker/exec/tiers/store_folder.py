@@ -6,7 +6,7 @@ import fcntl
 import re
 from pathlib import Path
 
-from services.worker.exec.tiers.disk import Disk
+from rootstock_llm.services.worker.exec.tiers.disk import Disk
 
 _NUMBER = "([0-9]{8}|[1-9][0-9]{8,})"
 _SEGMENT = re.compile(rf"segment-{_NUMBER}\.kv")

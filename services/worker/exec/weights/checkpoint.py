@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.shared import served_config
+from rootstock_llm.services.shared import served_config
 
 QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # file dtypes; floats below 16 bits count as quantised in any tensor
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the dtype's name in the files

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from services.shared.observe.progress import GB, Progress
+from rootstock_llm.services.shared.observe.progress import GB, Progress
 
 PHASES = ("config", "weights", "draft", "kv_pool", "profile", "graphs", "warm_up")
 TOTAL = "total"

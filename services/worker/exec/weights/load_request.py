@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from kernels.contracts.ops import Kernels
-from kernels.contracts.step_ops import LayerKernels
-from services.worker.exec.weights.checkpoint import Checkpoint
-from services.worker.exec.weights.load_progress import LoadMeter, LoadPhases
-from services.worker.exec.weights.source import CheckpointSource, WeightReader, listed_tensors
+from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.kernels.contracts.step_ops import LayerKernels
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
+from rootstock_llm.services.worker.exec.weights.load_progress import LoadMeter, LoadPhases
+from rootstock_llm.services.worker.exec.weights.source import CheckpointSource, WeightReader, listed_tensors
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.worker.exec.weights.checkpoint import CheckpointError
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

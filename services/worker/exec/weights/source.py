@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels
-from kernels.reference import layers as reference
-from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
+from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
 
 HOST = torch.device("cpu")
 STD = 0.02  # standard deviation of random weights; most published models are initialised with it

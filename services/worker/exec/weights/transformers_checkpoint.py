@@ -10,7 +10,7 @@ import torch
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
-from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel, architecture_of, named
+from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel, architecture_of, named
 
 
 def class_in(names: Any, config: Any) -> str:

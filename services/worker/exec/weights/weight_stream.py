@@ -17,12 +17,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Kernels
-from kernels.reference import layers as reference
-from services.worker.exec.weights.checkpoint import FLOATS, Checkpoint, CheckpointError
-from services.worker.exec.weights.load_progress import REPORT_EVERY_S, LoadMeter, LoadPhases
-from services.worker.exec.weights.safetensors_file import TensorFiles, TensorPlace, read_header
-from services.worker.exec.weights.source import Allocated, Filled, Placement, WeightReader, listed_tensors
+from rootstock_llm.kernels.contracts.ops import Kernels
+from rootstock_llm.kernels.reference import layers as reference
+from rootstock_llm.services.worker.exec.weights.checkpoint import FLOATS, Checkpoint, CheckpointError
+from rootstock_llm.services.worker.exec.weights.load_progress import REPORT_EVERY_S, LoadMeter, LoadPhases
+from rootstock_llm.services.worker.exec.weights.safetensors_file import TensorFiles, TensorPlace, read_header
+from rootstock_llm.services.worker.exec.weights.source import Allocated, Filled, Placement, WeightReader, listed_tensors
 
 T = TypeVar("T")
 BUFFERS = 2  # staging buffers per thread

@@ -1,4 +1,4 @@
-"""The compiling process: `python -m services.worker.grammar.compile.compiler_child`, started by CompilerPool.
+"""The compiling process: `python -m rootstock_llm.services.worker.grammar.compile.compiler_child`, started by CompilerPool.
 
 Its stdin is a socket. xgrammar imports transformers only to recognize tokenizers by their types. This process has no such
 tokenizers and replaces the import, which saves a third of its start time and 20 MiB.
@@ -21,7 +21,7 @@ class WithoutTransformers(ModuleType):
 
 def main() -> None:
     sys.modules["transformers"] = WithoutTransformers("transformers")
-    from services.worker.grammar.compile import forking_compiler  # loads xgrammar
+    from rootstock_llm.services.worker.grammar.compile import forking_compiler  # loads xgrammar
 
     forking_compiler.serve()
 

@@ -27,16 +27,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from pathlib import Path
 
-from services.worker.core.contracts.grammar import GrammarSpec, Reason
-from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
-from services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler, Prepared
-from services.worker.grammar.compile.grammar_limits import GrammarLimits
-from services.worker.grammar.compile.priority import give_way
-from services.worker.grammar.compile.vocabulary import Vocabulary
-from services.worker.grammar.schema.refusal import GrammarRefused
+import rootstock_llm
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec, Reason
+from rootstock_llm.services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler, Prepared
+from rootstock_llm.services.worker.grammar.compile.grammar_limits import GrammarLimits
+from rootstock_llm.services.worker.grammar.compile.priority import give_way
+from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 QUICK_NICENESS, SLOW_NICENESS = 10, 19
-ROOT = Path(__file__).resolve().parents[4]  # the folder that contains `services`
+ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 START_S = 120.0  # longest start of the compiling process, which loads xgrammar, on a busy machine
 JOIN_S = 2.0  # longest wait for a thread at close()
 MARGIN_S = 2.0  # time after the child's own alarm, which normally comes first
@@ -318,7 +319,7 @@ class _Nursery:
 def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return subprocess.Popen(
-        [sys.executable, "-m", "services.worker.grammar.compile.compiler_child"],
+        [sys.executable, "-m", "rootstock_llm.services.worker.grammar.compile.compiler_child"],
         stdin=stdin,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # a traceback may quote the grammar

@@ -26,19 +26,19 @@ from typing import Any
 
 import xgrammar
 
-from services.shared.json_schema import too_large
-from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
-from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
-from services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared, warning_in
-from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
-from services.worker.grammar.compile.priority import give_way
-from services.worker.grammar.compile.trial import try_out
-from services.worker.grammar.schema import json_rules
-from services.worker.grammar.schema.json_document import parse_json
-from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.grammar.schema.regex_rules import regex_ebnf
-from services.worker.grammar.schema.schema_rules import schema_grammar
-from services.worker.grammar.schema.structural_tag import structural_tag
+from rootstock_llm.services.shared.json_schema import too_large
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
+from rootstock_llm.services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared, warning_in
+from rootstock_llm.services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
+from rootstock_llm.services.worker.grammar.compile.priority import give_way
+from rootstock_llm.services.worker.grammar.compile.trial import try_out
+from rootstock_llm.services.worker.grammar.schema import json_rules
+from rootstock_llm.services.worker.grammar.schema.json_document import parse_json
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.grammar.schema.regex_rules import regex_ebnf
+from rootstock_llm.services.worker.grammar.schema.schema_rules import schema_grammar
+from rootstock_llm.services.worker.grammar.schema.structural_tag import structural_tag
 
 MAX_LOG_BYTES = 1 << 20
 MAX_RECURSION = 2000  # depth of xgrammar's recursive descent, on a stack of 8 MiB

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.worker.grammar.compile.byte_cursor import byte_vocabulary
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.grammar.compile.byte_cursor import byte_vocabulary
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 if TYPE_CHECKING:
     import xgrammar

@@ -10,11 +10,11 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
-from services.worker.grammar.compile.byte_cursor import ByteCursor, BytesRefused
-from services.worker.grammar.compile.grammar_compiler import Compiled
-from services.worker.grammar.compile.grammar_limits import GrammarLimits
-from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.text.step_meter import StepMeter
+from rootstock_llm.services.worker.grammar.compile.byte_cursor import ByteCursor, BytesRefused
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled
+from rootstock_llm.services.worker.grammar.compile.grammar_limits import GrammarLimits
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.text.step_meter import StepMeter
 
 TOKENS = 64  # steps of each walk
 WALKS = 3

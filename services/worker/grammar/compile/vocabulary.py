@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
 if TYPE_CHECKING:
     import xgrammar

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.grammar.compile.grammar_limits import GrammarLimits
-from services.worker.grammar.match.matcher import XgrammarMatcher
+from rootstock_llm.services.worker.grammar.compile.grammar_limits import GrammarLimits
+from rootstock_llm.services.worker.grammar.match.matcher import XgrammarMatcher
 
 if TYPE_CHECKING:
     import xgrammar

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.grammar.compile.byte_cursor import ByteCursor
-from services.worker.grammar.compile.grammar_compiler import Compiled
-from services.worker.grammar.compile.vocabulary import Vocabulary
-from services.worker.text.step_meter import StepMeter
+from rootstock_llm.services.worker.grammar.compile.byte_cursor import ByteCursor
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled
+from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
+from rootstock_llm.services.worker.text.step_meter import StepMeter
 
 if TYPE_CHECKING:
     import xgrammar
 
 
-from services.shared.hf_tokenizer import HfTokenizer
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
 MIN_CHARS = 2  # a shorter text is nearly always one token, for which a jump does not pay
 TOO_SLOW = "the grammar has become too expensive: working out which tokens may come next takes too long"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.worker.grammar.schema.ebnf import Alternatives, Node, Ranges, Ref, Seq, choice, complement
+from rootstock_llm.services.worker.grammar.schema.ebnf import Alternatives, Node, Ranges, Ref, Seq, choice, complement
 
 MAX_EXPLORED = 5_000  # states of one construction
 MAX_STATES = 1_000  # states that are written as rules; xgrammar takes about 3 ms for each, with 150,000 tokens

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 MAX_DEPTH = 64  # nested arrays and objects; a recursion over them needs a small part of Python's stack
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)

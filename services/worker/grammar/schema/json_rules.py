@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from services.worker.grammar.schema.ebnf import (
+from rootstock_llm.services.worker.grammar.schema.ebnf import (
     Alternatives,
     Chars,
     Grammar,
@@ -25,7 +25,7 @@ from services.worker.grammar.schema.ebnf import (
     references,
     seq,
 )
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 MAX_INDENT = 16  # blanks or tabs after a line break
 MAX_SPELLED = 16  # minimum length up to which each character of a string gets a rule

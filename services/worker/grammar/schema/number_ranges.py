@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import xgrammar
 
-from services.worker.grammar.schema.automaton import TooLarge, explored, rules_of
-from services.worker.grammar.schema.ebnf import Chars, Node, Text
-from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.grammar.schema.schema_support import Schema, child, number, refuse
+from rootstock_llm.services.worker.grammar.schema.automaton import TooLarge, explored, rules_of
+from rootstock_llm.services.worker.grammar.schema.ebnf import Chars, Node, Text
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.grammar.schema.schema_support import Schema, child, number, refuse
 
 _RULE = re.compile(r"^(root\w*) ::= (.*)$", re.MULTILINE)
 _NAME = re.compile(r"\broot\w*\b")

@@ -14,9 +14,9 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from services.worker.grammar.schema import automaton
-from services.worker.grammar.schema.automaton import MAX_EXPLORED, Automaton, TooLarge, explored, inverted, rules_of
-from services.worker.grammar.schema.ebnf import (
+from rootstock_llm.services.worker.grammar.schema import automaton
+from rootstock_llm.services.worker.grammar.schema.automaton import MAX_EXPLORED, Automaton, TooLarge, explored, inverted, rules_of
+from rootstock_llm.services.worker.grammar.schema.ebnf import (
     Chars,
     Grammar,
     Node,
@@ -29,9 +29,20 @@ from services.worker.grammar.schema.ebnf import (
     intersection,
     seq,
 )
-from services.worker.grammar.schema.json_rules import ESCAPED, QUOTE, SAFE
-from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.grammar.schema.regex_syntax import END, START, Anchor, Choice, Class, Look, Sequence, Times, Tree, parse
+from rootstock_llm.services.worker.grammar.schema.json_rules import ESCAPED, QUOTE, SAFE
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.grammar.schema.regex_syntax import (
+    END,
+    START,
+    Anchor,
+    Choice,
+    Class,
+    Look,
+    Sequence,
+    Times,
+    Tree,
+    parse,
+)
 
 COUNTED_CHARS = 16  # characters of a repeated group; a longer group becomes a rule, which is compiled only once
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from services.worker.grammar.schema.ebnf import MAX_CODE_POINT, Ranges, complement, normalized
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.grammar.schema.ebnf import MAX_CODE_POINT, Ranges, complement, normalized
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 MAX_GROUP_DEPTH = 64
 MAX_COUNT = 100_000  # largest count of a {m,n}

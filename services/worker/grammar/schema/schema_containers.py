@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.shared.json_schema import is_annotation
-from services.shared.limits import MAX_OPTIONAL_PROPERTIES
-from services.worker.grammar.schema import json_rules
-from services.worker.grammar.schema.ebnf import Chars, Node, Ref, Repeat, Seq, Text, choice, without
-from services.worker.grammar.schema.json_rules import COMMA, OBJECT, QUOTE, SAFE, STRING, VALUE, WS
-from services.worker.grammar.schema.schema_support import (
+from rootstock_llm.services.shared.json_schema import is_annotation
+from rootstock_llm.services.shared.limits import MAX_OPTIONAL_PROPERTIES
+from rootstock_llm.services.worker.grammar.schema import json_rules
+from rootstock_llm.services.worker.grammar.schema.ebnf import Chars, Node, Ref, Repeat, Seq, Text, choice, without
+from rootstock_llm.services.worker.grammar.schema.json_rules import COMMA, OBJECT, QUOTE, SAFE, STRING, VALUE, WS
+from rootstock_llm.services.worker.grammar.schema.schema_support import (
     Schema,
     bounds,
     check_keywords,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.worker.grammar.schema.schema_support import follow, is_of, type_of_value, types_of
+from rootstock_llm.services.worker.grammar.schema.schema_support import follow, is_of, type_of_value, types_of
 
 
 def disjoint(document: Any, left: Any, right: Any, path: str) -> bool:

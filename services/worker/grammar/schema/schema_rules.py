@@ -10,17 +10,17 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.worker.grammar.schema import json_rules
-from services.worker.grammar.schema.automaton import TooLarge
-from services.worker.grammar.schema.ebnf import Grammar, Node, Ref, Seq, Text, choice
-from services.worker.grammar.schema.formats import ANY_TEXT, BESIDE_PATTERN, PATTERNS
-from services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, QUOTE, STRING, VALUE
-from services.worker.grammar.schema.number_ranges import import_rules, multiples, numeric_keywords, whole_multiple
-from services.worker.grammar.schema.refusal import GrammarRefused, one_line
-from services.worker.grammar.schema.regex_rules import StringLimits, string_of
-from services.worker.grammar.schema.schema_containers import array_node, object_node
-from services.worker.grammar.schema.schema_disjoint import disjoint
-from services.worker.grammar.schema.schema_support import (
+from rootstock_llm.services.worker.grammar.schema import json_rules
+from rootstock_llm.services.worker.grammar.schema.automaton import TooLarge
+from rootstock_llm.services.worker.grammar.schema.ebnf import Grammar, Node, Ref, Seq, Text, choice
+from rootstock_llm.services.worker.grammar.schema.formats import ANY_TEXT, BESIDE_PATTERN, PATTERNS
+from rootstock_llm.services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, QUOTE, STRING, VALUE
+from rootstock_llm.services.worker.grammar.schema.number_ranges import import_rules, multiples, numeric_keywords, whole_multiple
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused, one_line
+from rootstock_llm.services.worker.grammar.schema.regex_rules import StringLimits, string_of
+from rootstock_llm.services.worker.grammar.schema.schema_containers import array_node, object_node
+from rootstock_llm.services.worker.grammar.schema.schema_disjoint import disjoint
+from rootstock_llm.services.worker.grammar.schema.schema_support import (
     COMBINERS,
     TYPED,
     TYPES,

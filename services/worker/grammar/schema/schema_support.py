@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from services.shared.json_schema import is_annotation
-from services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.shared.json_schema import is_annotation
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 Schema = Mapping[str, Any]
 

@@ -10,12 +10,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.worker.core.contracts.grammar import GrammarPart
-from services.worker.grammar.schema.json_document import parse_json
-from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.grammar.schema.regex_rules import regex_ebnf
-from services.worker.grammar.schema.schema_rules import schema_grammar
-from services.worker.grammar.schema.schema_support import child
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarPart
+from rootstock_llm.services.worker.grammar.schema.json_document import parse_json
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.grammar.schema.regex_rules import regex_ebnf
+from rootstock_llm.services.worker.grammar.schema.schema_rules import schema_grammar
+from rootstock_llm.services.worker.grammar.schema.schema_support import child
 
 KIND = "structural_tag"
 _FIELDS: Mapping[str, frozenset[str]] = {

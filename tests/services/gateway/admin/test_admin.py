@@ -17,25 +17,25 @@ import pytest
 from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import control_pb2 as pb
-from rootstock.v1 import control_pb2_grpc
-from services.gateway.admin.operations import CONTROL, ROUTES
-from services.gateway.admin.routes import admin_listener
-from services.gateway.admin.workers import WorkerDirectory
-from services.gateway.api.request_body import joined_salt
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.gateway import Gateway
-from services.gateway.generation.abort import Aborter, AbortScope, PeerAnswer
-from services.gateway.generation.bodies import BodyBudget
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.origin import Caller
-from services.gateway.http import http_server
-from services.gateway.observe.access_log import AccessLog
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.remote.worker_link import WorkerLink
-from services.local.ports import free_ports
-from services.shared.control_values import put_values
-from services.shared.rpc.control_token import read_token
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.protos import control_pb2_grpc
+from rootstock_llm.services.gateway.admin.operations import CONTROL, ROUTES
+from rootstock_llm.services.gateway.admin.routes import admin_listener
+from rootstock_llm.services.gateway.admin.workers import WorkerDirectory
+from rootstock_llm.services.gateway.api.request_body import joined_salt
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.gateway import Gateway
+from rootstock_llm.services.gateway.generation.abort import Aborter, AbortScope, PeerAnswer
+from rootstock_llm.services.gateway.generation.bodies import BodyBudget
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.http import http_server
+from rootstock_llm.services.gateway.observe.access_log import AccessLog
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.remote.worker_link import WorkerLink
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.shared.control_values import put_values
+from rootstock_llm.services.shared.rpc.control_token import read_token
 from tests.services.gateway.gateway_process import Process
 from tests.services.gateway.system import System
 

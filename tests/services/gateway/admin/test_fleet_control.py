@@ -13,14 +13,14 @@ import grpc
 import httpx
 import pytest
 
-from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.gateway.admin.routes import admin_listener
-from services.gateway.config.settings import GatewaySettings
-from services.gateway.gateway import Gateway
-from services.gateway.http import http_server
-from services.local.ports import HOST, free_ports
-from services.worker.control.server import start_control
-from services.worker.loop import progress
+from rootstock_llm.protos import worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.gateway.admin.routes import admin_listener
+from rootstock_llm.services.gateway.config.settings import GatewaySettings
+from rootstock_llm.services.gateway.gateway import Gateway
+from rootstock_llm.services.gateway.http import http_server
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.worker.control.server import start_control
+from rootstock_llm.services.worker.loop import progress
 from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, Host
 from tests.services.worker.conftest import CONFIG, Serving, serving
 from tests.services.worker.control.address import control_at

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from google.protobuf.message import Message
 
-from services.gateway.admin.bodies import AdminBody, ClearStorage, FlushCache, Pause
-from services.gateway.admin.operations import AdminOperation, AdminOperations
-from services.gateway.admin.workers import KnownWorker, WorkerResult
+from rootstock_llm.services.gateway.admin.bodies import AdminBody, ClearStorage, FlushCache, Pause
+from rootstock_llm.services.gateway.admin.operations import AdminOperation, AdminOperations
+from rootstock_llm.services.gateway.admin.workers import KnownWorker, WorkerResult
 
 
 class Workers:

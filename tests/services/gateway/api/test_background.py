@@ -14,12 +14,12 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
-from services.gateway.background import background_run, background_runner, background_work, journal
-from services.gateway.keys import key_table
-from services.gateway.store import background_store
-from services.gateway.store.owner import owner_of
-from services.gateway.store.state_store import StoreAway
-from services.shared.limits import MAX_JSON_DEPTH, MAX_RECORD_BYTES
+from rootstock_llm.services.gateway.background import background_run, background_runner, background_work, journal
+from rootstock_llm.services.gateway.keys import key_table
+from rootstock_llm.services.gateway.store import background_store
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.shared.limits import MAX_JSON_DEPTH, MAX_RECORD_BYTES
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until
 from tests.services.redis_server import RedisServer, redis_server
@@ -40,7 +40,7 @@ def often() -> Iterator[None]:
     """Shortens the intervals at which gateways look for work and write events."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background_runner, "LOOK_S", 0.05)
-        patch.setattr("services.gateway.background.journal.PIECE_S", 0.01)
+        patch.setattr("rootstock_llm.services.gateway.background.journal.PIECE_S", 0.01)
         patch.setattr(background_run, "PAUSES_S", (0.02, 0.1))
         yield
 

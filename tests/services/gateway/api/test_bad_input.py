@@ -11,8 +11,8 @@ import httpx
 import orjson
 import pytest
 
-from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
-from services.shared import limits
+from rootstock_llm.services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import CONTEXT_LEN, EMBEDDING_SIZE, MODEL, VOCAB_SIZE
 from tests.services.gateway.system import System, chat_body
 

@@ -14,16 +14,16 @@ import pytest
 from openai import OpenAI
 from openai.types import Batch
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.batches import batch_run, batch_runner, lanes
-from services.gateway.batches.line_call import LineCalls, Told
-from services.gateway.generation.origin import Caller
-from services.gateway.keys import key_ring, key_table
-from services.gateway.store.batch_record import BatchStatus
-from services.gateway.store.batch_store import BatchStore, LineResult, batch_lease
-from services.gateway.store.lease import Lease, Leases
-from services.gateway.store.owner import owner_of
-from services.shared.limits import PRIORITY_RANGE
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.batches import batch_run, batch_runner, lanes
+from rootstock_llm.services.gateway.batches.line_call import LineCalls, Told
+from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.keys import key_ring, key_table
+from rootstock_llm.services.gateway.store.batch_record import BatchStatus
+from rootstock_llm.services.gateway.store.batch_store import BatchStore, LineResult, batch_lease
+from rootstock_llm.services.gateway.store.lease import Lease, Leases
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import RedisServer, redis_server

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 import xgrammar
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, chat_body
 

@@ -9,7 +9,7 @@ import httpx
 import orjson
 import pytest
 
-from services.gateway.generation.origin import Origin
+from rootstock_llm.services.gateway.generation.origin import Origin
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System
 from tests.services.redis_server import RedisServer

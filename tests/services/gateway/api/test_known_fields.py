@@ -13,14 +13,14 @@ import orjson
 import pytest
 from openai.types.shared_params import ReasoningEffort
 
-from services.gateway.api import known_fields
-from services.gateway.api.anthropic.types import MessagesRequest
-from services.gateway.api.known_fields import KnownFields
-from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
-from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
-from services.gateway.generation.errors import ApiError
-from services.shared.sampling_parameters import SCALARS, Api
+from rootstock_llm.services.gateway.api import known_fields
+from rootstock_llm.services.gateway.api.anthropic.types import MessagesRequest
+from rootstock_llm.services.gateway.api.known_fields import KnownFields
+from rootstock_llm.services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
+from rootstock_llm.services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.shared.sampling_parameters import SCALARS, Api
 from tests.services.gateway.api.test_sglang import Waiting
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.foreign_fields import (

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.api import constraints
-from services.gateway.api.logprob_forms import SLICE_VALUES, LogprobSlices
-from services.gateway.api.openai.preparation import completion_generation
-from services.gateway.api.openai.types import CompletionRequest
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.logprobs import LogprobRow, LogprobTable
-from services.gateway.generation.request import (
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.api import constraints
+from rootstock_llm.services.gateway.api.logprob_forms import SLICE_VALUES, LogprobSlices
+from rootstock_llm.services.gateway.api.openai.preparation import completion_generation
+from rootstock_llm.services.gateway.api.openai.types import CompletionRequest
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.logprobs import LogprobRow, LogprobTable
+from rootstock_llm.services.gateway.generation.request import (
     GenerationParams,
     GenerationRequest,
     ModelInfo,
@@ -25,7 +25,7 @@ from services.gateway.generation.request import (
     check_logprobs,
     logprob_values,
 )
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, VOCAB_SIZE, logprob_rows
 from tests.services.gateway.system import System
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, chat_body
 

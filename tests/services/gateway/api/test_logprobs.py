@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.api.logprob_forms import TextOffsets
-from services.gateway.api.openai.render import best_of
-from services.gateway.generation.logprobs import LogprobTable
-from services.gateway.generation.request import PromptInput, one_step
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.api.logprob_forms import TextOffsets
+from rootstock_llm.services.gateway.api.openai.render import best_of
+from rootstock_llm.services.gateway.generation.logprobs import LogprobTable
+from rootstock_llm.services.gateway.generation.request import PromptInput, one_step
 from tests.services.gateway.fakes import EOS, MODEL, chosen_of, ids_of, logprob_of, tops_of
 from tests.services.gateway.system import System, chat_body, events, wait_until
 

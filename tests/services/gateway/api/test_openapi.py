@@ -16,11 +16,11 @@ import grpc
 import pytest
 from jsonschema import Draft202012Validator
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway import gateway as gateway_module
-from services.gateway.http.front_door import FrontDoor
-from services.gateway.http.http_server import HttpOptions
-from services.shared.limits import MAX_HEAD_BYTES, SMALL_BODY_BYTES
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway import gateway as gateway_module
+from rootstock_llm.services.gateway.http.front_door import FrontDoor
+from rootstock_llm.services.gateway.http.http_server import HttpOptions
+from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES, SMALL_BODY_BYTES
 from tests.services.gateway.api.test_sessions import SessionWorker
 from tests.services.gateway.documented import Answered, Documented
 from tests.services.gateway.fakes import MODEL
@@ -296,7 +296,7 @@ def with_a_store_that_refuses(seen: Seen, patch: pytest.MonkeyPatch, store: Redi
         long = {"metadata": {str(number): "x" * 500 for number in range(5)}}
         seen.look(system, [*full, ask(system, "POST", here[TALK], long)])
         with patch.context() as contended:
-            contended.setattr("services.gateway.api.responses.records.TURNS", 0)
+            contended.setattr("rootstock_llm.services.gateway.api.responses.records.TURNS", 0)
             changes = [ask(system, "POST", here[path], OF_THE_STORE[path]) for path in (TALK, f"{TALK}/items")]
             seen.look(system, [*changes, ask(system, "DELETE", f"{here[TALK]}/items/{item}")])
         store.kill()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_faults import Pending
 from tests.services.gateway.fakes import CONTEXT_LEN, VOCAB_SIZE, FakeWorker, ids_of

@@ -10,10 +10,10 @@ import orjson
 import pytest
 from openai import OpenAI
 
-from services.gateway.api.responses.output import OutputItems
-from services.gateway.generation.bodies import RequestBody
-from services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
-from services.shared import limits
+from rootstock_llm.services.gateway.api.responses.output import OutputItems
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
+from rootstock_llm.services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import RedisServer

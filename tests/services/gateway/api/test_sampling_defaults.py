@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import worker_pb2
+from rootstock_llm.protos import worker_pb2
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until
 

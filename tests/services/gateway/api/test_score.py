@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 from tests.services.gateway import fakes
 from tests.services.gateway.api.test_sglang import Waiting, abort
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, VOCAB_SIZE, FakeWorker, ids_of, label_logprob_of

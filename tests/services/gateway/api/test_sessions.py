@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.routing.session_home import new_session_id, worker_index
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.routing.session_home import new_session_id, worker_index
 from tests.services.gateway.api.test_sglang import Waiting
 from tests.services.gateway.fakes import CONTEXT_LEN, SERVICERS, FakeWorker
 from tests.services.gateway.system import System, events, wait_until

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
-from services.shared.limits import MAX_REQUEST_ID_CHARS
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.shared.limits import MAX_REQUEST_ID_CHARS
 from tests.services.gateway.fakes import CONTEXT_LEN, EOS, MODEL, ids_of
 from tests.services.gateway.system import RawClient, System, chat_body, events, wait_until
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import CONTEXT_LEN, EMBEDDING_SIZE, VOCAB_SIZE
 from tests.services.gateway.system import System
 

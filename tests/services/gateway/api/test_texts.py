@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.admin.status import QUIET_S, _state
-from services.gateway.discovery.dns import DnsWatch, resolve
-from services.gateway.discovery.endpoints import DnsTarget
+from rootstock_llm.services.gateway.admin.status import QUIET_S, _state
+from rootstock_llm.services.gateway.discovery.dns import DnsWatch, resolve
+from rootstock_llm.services.gateway.discovery.endpoints import DnsTarget
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import redis_server

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from openai import OpenAI
 
-from services.shared import limits
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, chat_body, events
 

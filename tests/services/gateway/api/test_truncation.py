@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.api.prompts import for_a_vector, for_an_answer
-from services.gateway.generation.request import ModelInfo, PromptInput
-from services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES, block_hashes
+from rootstock_llm.services.gateway.api.prompts import for_a_vector, for_an_answer
+from rootstock_llm.services.gateway.generation.request import ModelInfo, PromptInput
+from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, HASH_BYTES, block_hashes
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, FakeWorker, ids_of, logprob_of
 from tests.services.gateway.system import RawClient, System, wait_until
 

@@ -9,8 +9,16 @@ import openai
 import pytest
 from openai import OpenAI
 
-from services.gateway.api.batches.form_reader import BadForm, Event, FormReader, PartBegins, PartContent, PartEnds, boundary_of
-from services.shared import limits
+from rootstock_llm.services.gateway.api.batches.form_reader import (
+    BadForm,
+    Event,
+    FormReader,
+    PartBegins,
+    PartContent,
+    PartEnds,
+    boundary_of,
+)
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import RedisServer
 

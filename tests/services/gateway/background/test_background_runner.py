@@ -12,18 +12,18 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.background import background_runner
-from services.gateway.background.background_run import BackgroundRun, First, RunPorts
-from services.gateway.background.background_runner import BackgroundRunner
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.origin import NOBODY
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords
-from services.gateway.store.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
-from services.gateway.store.lease import Lease
-from services.gateway.store.owner import owner_of
-from services.gateway.store.state_redis import StateRedis
-from services.gateway.store.state_store import StoreAway
+from rootstock_llm.services.gateway.background import background_runner
+from rootstock_llm.services.gateway.background.background_run import BackgroundRun, First, RunPorts
+from rootstock_llm.services.gateway.background.background_runner import BackgroundRunner
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.origin import NOBODY
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords
+from rootstock_llm.services.gateway.store.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
+from rootstock_llm.services.gateway.store.lease import Lease
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.gateway.store.state_redis import StateRedis
+from rootstock_llm.services.gateway.store.state_store import StoreAway
 from tests.services.redis_server import RedisServer
 
 ALICE = owner_of("alice")

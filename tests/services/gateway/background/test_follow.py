@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any
 
-from services.gateway.background import follow
-from services.gateway.background.follow import Streams
-from services.gateway.store.background_record import BackgroundStatus, Page
+from rootstock_llm.services.gateway.background import follow
+from rootstock_llm.services.gateway.background.follow import Streams
+from rootstock_llm.services.gateway.store.background_record import BackgroundStatus, Page
 
 
 class Store:

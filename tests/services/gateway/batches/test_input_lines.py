@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.batches.input_lines import Checked, check
-from services.shared import limits
+from rootstock_llm.services.gateway.batches.input_lines import Checked, check
+from rootstock_llm.services.shared import limits
 
 PATH = "/v1/completions"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.gateway.batches.lanes import HELD_S, LOOK_S, MOST_GIVEN_UP, QUIET_S, RISE_S, YOUNG_S, Lanes
-from services.gateway.service.service import Attendance
+from rootstock_llm.services.gateway.batches.lanes import HELD_S, LOOK_S, MOST_GIVEN_UP, QUIET_S, RISE_S, YOUNG_S, Lanes
+from rootstock_llm.services.gateway.service.service import Attendance
 from tests.services.redis_server import until
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.batches.input_lines import Line
-from services.gateway.batches.line_results import LineResponse, answered
-from services.gateway.store.stored_files import ERRORS, OUTPUT
-from services.shared.limits import MAX_BATCH_RESULT_BYTES
+from rootstock_llm.services.gateway.batches.input_lines import Line
+from rootstock_llm.services.gateway.batches.line_results import LineResponse, answered
+from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT
+from rootstock_llm.services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 LINE = Line(7, "a", b"{}", "m", False)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from services.gateway.discovery import dns
-from services.gateway.discovery.endpoints import DnsTarget, KubernetesTarget, StaticTarget, parse_target
-from services.gateway.discovery.watch import Discovery, check_target
+from rootstock_llm.services.gateway.discovery import dns
+from rootstock_llm.services.gateway.discovery.endpoints import DnsTarget, KubernetesTarget, StaticTarget, parse_target
+from rootstock_llm.services.gateway.discovery.watch import Discovery, check_target
 from tests.services.gateway.discovery.names import Names
 
 

@@ -16,10 +16,10 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from kubernetes import client
 
-from services.gateway.discovery import kubernetes_api, kubernetes_watch
-from services.gateway.discovery.endpoints import KubernetesTarget
-from services.gateway.discovery.kubernetes_api import endpoints_of, has_names, number_of
-from services.gateway.discovery.kubernetes_watch import KubernetesService
+from rootstock_llm.services.gateway.discovery import kubernetes_api, kubernetes_watch
+from rootstock_llm.services.gateway.discovery.endpoints import KubernetesTarget
+from rootstock_llm.services.gateway.discovery.kubernetes_api import endpoints_of, has_names, number_of
+from rootstock_llm.services.gateway.discovery.kubernetes_watch import KubernetesService
 from tests.services.gateway.discovery.names import Names
 
 WAIT_S = 60.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import worker_pb2
+from rootstock_llm.protos import worker_pb2
 from tests.services.gateway.dispatch.test_dispatch_prefill import submits, system_of, text_of_answer
 from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending

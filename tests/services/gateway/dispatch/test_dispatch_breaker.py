@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.dispatch.test_faults import Pending
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.dispatch.dispatcher import MAX_CRASHES
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.dispatch.dispatcher import MAX_CRASHES
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_dispatch_queue import send, status_of
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from services.gateway.generation.abort import AbortScope
+from rootstock_llm.services.gateway.generation.abort import AbortScope
 from tests.all_pairs import each_value
 from tests.services.gateway.dispatch.test_dispatch_lost import stopped
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 
-from rootstock.v1 import common_pb2 as pb
-from services.gateway.dispatch.placement import Link, Placement
-from services.gateway.index.mirror import IndexMirror
-from services.gateway.routing.policies import Pick
-from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.prefix_index import lease_key, own_key, workers_key
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.gateway.dispatch.placement import Link, Placement
+from rootstock_llm.services.gateway.index.mirror import IndexMirror
+from rootstock_llm.services.gateway.routing.policies import Pick
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.shared.index.prefix_index import lease_key, own_key, workers_key
 from tests.services.gateway.fakes import FakeWorker, ids_of
 from tests.services.gateway.system import RawClient, System, wait_until
 from tests.services.redis_server import redis_server

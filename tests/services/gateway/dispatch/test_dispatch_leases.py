@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.gateway.index import mirror
-from services.shared.index.prefix_index import lease_key, workers_key
+from rootstock_llm.services.gateway.index import mirror
+from rootstock_llm.services.shared.index.prefix_index import lease_key, workers_key
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import RedisServer, redis_server

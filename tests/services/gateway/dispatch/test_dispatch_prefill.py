@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.gateway.dispatch.model_pool import TRIES_ONE_IN
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.dispatch.model_pool import TRIES_ONE_IN
 from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS, LIMIT
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending
 from tests.services.gateway.fakes import MODEL, SECRET, FakeWorker, logprob_of

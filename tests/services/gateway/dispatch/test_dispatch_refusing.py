@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.dispatch.test_dispatch_paused import tell
 from tests.services.gateway.fakes import MODEL, Refusal
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_dispatch_queue import LIMIT, send, status_of
 from tests.services.gateway.dispatch.test_faults import Pending

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.gateway.dispatch.model_pool import TRIES_ONE_IN
-from services.gateway.routing.config import RoutingPolicy
-from services.shared.index.prefix_index import BlockTier, block_hashes, root_hash, split_hashes
+from rootstock_llm.services.gateway.dispatch.model_pool import TRIES_ONE_IN
+from rootstock_llm.services.gateway.routing.config import RoutingPolicy
+from rootstock_llm.services.shared.index.prefix_index import BlockTier, block_hashes, root_hash, split_hashes
 from tests.services.gateway.dispatch.test_dispatch_lost import stopped
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until

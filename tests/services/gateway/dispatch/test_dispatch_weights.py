@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.dispatch.test_dispatch_endpoints import discover
 from tests.services.gateway.dispatch.test_dispatch_hedging import AFTER_S, allow, hedged
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped

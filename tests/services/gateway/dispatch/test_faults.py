@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.fakes import MODEL, ids_of
 from tests.services.gateway.system import RawClient, System, chat_body, events, wait_until
 

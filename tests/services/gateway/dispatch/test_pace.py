@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.dispatch.waiting import LONGEST_S, WINDOW_S, Pace
+from rootstock_llm.services.gateway.dispatch.waiting import LONGEST_S, WINDOW_S, Pace
 
 
 class Queue:

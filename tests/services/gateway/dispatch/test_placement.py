@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import worker_pb2
-from services.gateway.dispatch.placement import KvReservation, Placement
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.dispatch.placement import KvReservation, Placement
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.all_pairs import each_value
 from tests.services.gateway.fakes import MODEL, Refusal
 from tests.services.gateway.system import System, chat_body
@@ -113,6 +113,8 @@ def test_refusal_of_a_newer_worker_keeps_the_field(shared: System) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_value_outside_of_the_message_type_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the field has passed the value by mistake."""
-    monkeypatch.setattr("services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0})
+    monkeypatch.setattr(
+        "rootstock_llm.services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0}
+    )
     answer = shared.post(path, {**BODIES[path], "logit_bias": {"1": 1}})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_value"

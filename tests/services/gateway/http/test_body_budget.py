@@ -14,7 +14,7 @@ import orjson
 import psutil
 import pytest
 
-from services.shared.limits import MAX_JSON_VALUES
+from rootstock_llm.services.shared.limits import MAX_JSON_VALUES
 from tests.night import NIGHTLY
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.gateway_process import Process

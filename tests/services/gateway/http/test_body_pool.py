@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.gateway.generation.bodies import BodyPool, BodyReservation, Stuck
+from rootstock_llm.services.gateway.generation.bodies import BodyPool, BodyReservation, Stuck
 
 
 def looping(test: Callable[[BodyPool], None]) -> None:

@@ -12,9 +12,9 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.http import http_server
-from services.gateway.http.http_server import HttpOptions
-from services.shared.limits import MAX_HEAD_BYTES
+from rootstock_llm.services.gateway.http import http_server
+from rootstock_llm.services.gateway.http.http_server import HttpOptions
+from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES
 
 HOST = "127.0.0.1"
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"

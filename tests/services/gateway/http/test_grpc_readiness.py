@@ -13,7 +13,7 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.local.ports import HOST, free_ports
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.services.gateway.system import wait_until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -24,7 +24,7 @@ LISTED = ("--models", "sleeping")
 
 @contextmanager
 def gateway_alone(port: int, health_port: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "services.gateway", "--port", str(port), "--health-port", str(health_port)]
+    command = [sys.executable, "-m", "rootstock_llm.services.gateway", "--port", str(port), "--health-port", str(health_port)]
     command += [f"--{peers}={HOST}:{free_ports(1)[0]}" for peers in ("workers", "tokenizers", "detokenizers")]
     process = subprocess.Popen([*command, *flags, "--grace-s", "30"], stderr=subprocess.DEVNULL)
     try:

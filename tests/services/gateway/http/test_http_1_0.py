@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import WAIT_S, System, chat_body
 

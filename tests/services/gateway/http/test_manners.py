@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from services.gateway.api.openai.preparation import Preparer
-from services.local.ports import free_ports
+from rootstock_llm.services.gateway.api.openai.preparation import Preparer
+from rootstock_llm.services.local.ports import free_ports
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
 

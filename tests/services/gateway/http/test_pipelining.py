@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from services.gateway.http.body import WATCH
-from services.gateway.http.connection import MOST_PIPELINED, Connection
-from services.gateway.http.http_server import HttpOptions
-from services.shared.limits import MAX_HEAD_BYTES
+from rootstock_llm.services.gateway.http.body import WATCH
+from rootstock_llm.services.gateway.http.connection import MOST_PIPELINED, Connection
+from rootstock_llm.services.gateway.http.http_server import HttpOptions
+from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES
 from tests.services.gateway.http.test_connection import GET, PATIENT, Server, running, serving
 
 HOLD = b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n"

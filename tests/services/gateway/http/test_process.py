@@ -1,4 +1,4 @@
-"""The process python -m services.gateway: signals, ports, exit codes, logs."""
+"""The process python -m rootstock_llm.services.gateway: signals, ports, exit codes, logs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_taken_port_is_reported_in_one_line(launch: Callable[..., Process], whic
 
 
 def test_unknown_flag_is_reported_in_one_line() -> None:
-    command = [sys.executable, "-m", "services.gateway", "--port", "99999"]
+    command = [sys.executable, "-m", "rootstock_llm.services.gateway", "--port", "99999"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and "port" in done.stderr

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from starlette.responses import PlainTextResponse
 
-from services.gateway.http import http_server
+from rootstock_llm.services.gateway.http import http_server
 
 HOST = "127.0.0.1"
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"

@@ -12,7 +12,7 @@ import openai
 import orjson
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
+from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.http.test_disconnects import idle
 from tests.services.gateway.system import RawClient, System, chat_body, events, wait_until

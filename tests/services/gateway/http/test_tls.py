@@ -14,9 +14,9 @@ import pytest
 import uvloop
 from starlette.responses import PlainTextResponse
 
-from services.gateway.http import http_server
-from services.gateway.http.http_server import HttpOptions
-from services.gateway.http.tls import TlsFiles
+from rootstock_llm.services.gateway.http import http_server
+from rootstock_llm.services.gateway.http.http_server import HttpOptions
+from rootstock_llm.services.gateway.http.tls import TlsFiles
 
 HOST = "127.0.0.1"
 GET = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"

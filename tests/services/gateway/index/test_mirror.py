@@ -10,15 +10,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from services.gateway.index import mirror
-from services.gateway.index.mirror import IndexMirror, LeaseTable
-from services.gateway.routing.prefix_index import Applied, MirroredOwners, PrefixIndex
-from services.shared.index.prefix_index import LEASE_TTL_S, BlockTier, IndexEvent, events_key, lease_key, own_key
-from services.shared.index.redis_client import redis_client
-from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.index import publisher as publishing
-from services.worker.index.publisher import IndexPublisher
-from services.worker.index.records import BlockMove, WorkerRecords
+from rootstock_llm.services.gateway.index import mirror
+from rootstock_llm.services.gateway.index.mirror import IndexMirror, LeaseTable
+from rootstock_llm.services.gateway.routing.prefix_index import Applied, MirroredOwners, PrefixIndex
+from rootstock_llm.services.shared.index.prefix_index import LEASE_TTL_S, BlockTier, IndexEvent, events_key, lease_key, own_key
+from rootstock_llm.services.shared.index.redis_client import redis_client
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.worker.index import publisher as publishing
+from rootstock_llm.services.worker.index.publisher import IndexPublisher
+from rootstock_llm.services.worker.index.records import BlockMove, WorkerRecords
 from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
 
 MODEL, WORKER = "m", "worker-1"

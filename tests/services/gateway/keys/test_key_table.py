@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.keys.__main__ import main
-from services.gateway.keys.key_table import BadKeys, KeyFile, KeyShares, parse_keys
-from services.shared import limits
+from rootstock_llm.services.gateway.keys.__main__ import main
+from rootstock_llm.services.gateway.keys.key_table import BadKeys, KeyFile, KeyShares, parse_keys
+from rootstock_llm.services.shared import limits
 
 A = {"name": "a", "key": "secret"}
 

@@ -14,10 +14,10 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.admin.operations import ROUTES
-from services.gateway.http.http_server import CannotListen
-from services.gateway.keys import key_table
-from services.shared.index.prefix_index import block_hashes
+from rootstock_llm.services.gateway.admin.operations import ROUTES
+from rootstock_llm.services.gateway.http.http_server import CannotListen
+from rootstock_llm.services.gateway.keys import key_table
+from rootstock_llm.services.shared.index.prefix_index import block_hashes
 from tests.services.gateway.api.test_sessions import SessionWorker
 from tests.services.gateway.dispatch.test_dispatch_models import serving
 from tests.services.gateway.fakes import MODEL, ids_of
@@ -296,8 +296,8 @@ class TestOwnership:
 
 
 def test_usage_metrics_bound_the_number_of_key_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.observe.metrics.MAX_KEYS", 2)
-    monkeypatch.setattr("services.gateway.observe.metrics.MAX_LATENCY_KEYS", 1)
+    monkeypatch.setattr("rootstock_llm.services.gateway.observe.metrics.MAX_KEYS", 2)
+    monkeypatch.setattr("rootstock_llm.services.gateway.observe.metrics.MAX_LATENCY_KEYS", 1)
     with System(keys="abcd") as system:
         for key in "aabcd":
             answer = system.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": key})

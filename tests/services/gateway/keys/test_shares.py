@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.generation.errors import ApiError
-from services.gateway.keys.key_ring import Admission, KeyLimits
-from services.gateway.keys.key_table import ApiKey, KeyTable
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.keys.key_ring import Admission, KeyLimits
+from rootstock_llm.services.gateway.keys.key_table import ApiKey, KeyTable
 from tests.night import NIGHTLY
 from tests.services.redis_server import RedisServer
 

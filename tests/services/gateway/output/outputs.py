@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from services.gateway.output.formats.families import output_parser
-from services.gateway.output.output_parser import (
+from rootstock_llm.services.gateway.output.formats.families import output_parser
+from rootstock_llm.services.gateway.output.output_parser import (
     CallArguments,
     CallDropped,
     CallEnd,
@@ -18,7 +18,7 @@ from services.gateway.output.output_parser import (
     Reasoning,
     Text,
 )
-from services.shared.output_formats import OutputFormats
+from rootstock_llm.services.shared.output_formats import OutputFormats
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.output.formats.families import output_parser
-from services.gateway.output.output_parser import Event, ParserSetup, Reasoning
-from services.shared.output_formats import OutputFormats
+from rootstock_llm.services.gateway.output.formats.families import output_parser
+from rootstock_llm.services.gateway.output.output_parser import Event, ParserSetup, Reasoning
+from rootstock_llm.services.shared.output_formats import OutputFormats
 from tests.services.gateway.output.outputs import calls_of, events, in_characters, text_of
 from tests.services.gateway.output.test_damaged_outputs import arguments_of
 

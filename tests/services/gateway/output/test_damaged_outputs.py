@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.output.formats import harmony
-from services.gateway.output.formats.families import CALL_FORMATS
-from services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event
-from services.shared.output_formats import REASONING_FORMATS, OutputFormats
-from services.tokenizer.render_child import ChatTemplate
+from rootstock_llm.services.gateway.output.formats import harmony
+from rootstock_llm.services.gateway.output.formats.families import CALL_FORMATS
+from rootstock_llm.services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event
+from rootstock_llm.services.shared.output_formats import REASONING_FORMATS, OutputFormats
+from rootstock_llm.services.tokenizer.render_child import ChatTemplate
 from tests.night import NIGHTLY
 from tests.services.gateway.output.outputs import at_random, events, in_characters, text_of
 from tests.services.gateway.output.templates import TEMPLATES

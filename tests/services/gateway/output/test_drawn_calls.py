@@ -13,14 +13,14 @@ import jsonschema
 import pytest
 import xgrammar
 
-from services.gateway.output.formats import harmony
-from services.gateway.output.formats.families import CALL_FORMATS
-from services.gateway.output.output_parser import Reasoning
-from services.gateway.output.source import Marks
-from services.gateway.output.tags.demand import CallDemand, ToolSpec
-from services.gateway.output.tags.structural_tags import call_tag
-from services.shared.output_formats import REASONING_FORMATS, OutputFormats
-from services.worker.grammar.schema.structural_tag import structural_tag
+from rootstock_llm.services.gateway.output.formats import harmony
+from rootstock_llm.services.gateway.output.formats.families import CALL_FORMATS
+from rootstock_llm.services.gateway.output.output_parser import Reasoning
+from rootstock_llm.services.gateway.output.source import Marks
+from rootstock_llm.services.gateway.output.tags.demand import CallDemand, ToolSpec
+from rootstock_llm.services.gateway.output.tags.structural_tags import call_tag
+from rootstock_llm.services.shared.output_formats import REASONING_FORMATS, OutputFormats
+from rootstock_llm.services.worker.grammar.schema.structural_tag import structural_tag
 from tests.night import NIGHTLY
 from tests.services.gateway.output.drawing import Drawer, function, texts
 from tests.services.gateway.output.oracles import ORACLES, squeezed, with_think

@@ -7,11 +7,19 @@ import random
 
 import pytest
 
-from services.gateway.output.formats.harmony import MAX_HEADER_CHARS
-from services.gateway.output.output_parser import CallArguments, CallDropped, CallEnd, CallStart, Event, Reasoning, Text
-from services.gateway.output.parameter_types import ANY, parameter_types
-from services.shared import limits
-from services.shared.output_formats import OutputFormats
+from rootstock_llm.services.gateway.output.formats.harmony import MAX_HEADER_CHARS
+from rootstock_llm.services.gateway.output.output_parser import (
+    CallArguments,
+    CallDropped,
+    CallEnd,
+    CallStart,
+    Event,
+    Reasoning,
+    Text,
+)
+from rootstock_llm.services.gateway.output.parameter_types import ANY, parameter_types
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.output_formats import OutputFormats
 from tests.services.gateway.output.outputs import at_random, calls_of, events, in_characters, setup_of
 
 HERMES, CODER, LLAMA = OutputFormats("hermes"), OutputFormats("qwen3_coder"), OutputFormats("llama3_json")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.output.output_parser import Reasoning
-from services.shared.output_formats import OutputFormats, detect
-from services.tokenizer.render_child import ChatTemplate
+from rootstock_llm.services.gateway.output.output_parser import Reasoning
+from rootstock_llm.services.shared.output_formats import OutputFormats, detect
+from rootstock_llm.services.tokenizer.render_child import ChatTemplate
 from tests.services.gateway.output.outputs import at_random, calls_of, events, in_characters, text_of
 from tests.services.gateway.output.templates import TEMPLATES
 

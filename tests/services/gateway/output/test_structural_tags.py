@@ -9,13 +9,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.gateway.output.formats.families import CALL_FORMATS
-from services.gateway.output.output_parser import ParserSetup, Reasoning
-from services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
-from services.gateway.output.tags.layouts import Layout, const, either, regex, schema
-from services.gateway.output.tags.structural_tags import BUILDERS, after_reasoning, call_tag, calls_or_answer
-from services.shared.output_formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormats
-from services.worker.grammar.schema.structural_tag import structural_tag
+from rootstock_llm.services.gateway.output.formats.families import CALL_FORMATS
+from rootstock_llm.services.gateway.output.output_parser import ParserSetup, Reasoning
+from rootstock_llm.services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
+from rootstock_llm.services.gateway.output.tags.layouts import Layout, const, either, regex, schema
+from rootstock_llm.services.gateway.output.tags.structural_tags import BUILDERS, after_reasoning, call_tag, calls_or_answer
+from rootstock_llm.services.shared.output_formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormats
+from rootstock_llm.services.worker.grammar.schema.structural_tag import structural_tag
 from tests.services.gateway.output.drawing import Drawer, texts
 from tests.services.gateway.output.outputs import calls_of, events, text_of
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.gateway.api.texts.parsing import calls_in
-from services.gateway.output.formats.families import output_parser
-from services.gateway.output.output_parser import OutputParser
-from services.gateway.output.reading import ReadingParser
-from services.gateway.output.source import Source
-from services.shared.output_formats import OutputFormats
+from rootstock_llm.services.gateway.api.texts.parsing import calls_in
+from rootstock_llm.services.gateway.output.formats.families import output_parser
+from rootstock_llm.services.gateway.output.output_parser import OutputParser
+from rootstock_llm.services.gateway.output.reading import ReadingParser
+from rootstock_llm.services.gateway.output.source import Source
+from rootstock_llm.services.shared.output_formats import OutputFormats
 from tests.services.gateway.output.outputs import setup_of
 
 # By format: a text that is written once, and a text that is written repeatedly after it. The repeated texts are plain text, white

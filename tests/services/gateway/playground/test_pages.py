@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.playground import static_page
+from rootstock_llm.services.gateway.playground import static_page
 from tests.chart.dockerfile import context_files
 from tests.services.gateway.documented import Answered, Documented
 from tests.services.gateway.system import System
@@ -125,6 +125,6 @@ def test_page_without_exactly_one_script_is_refused(text: str, tmp_path: Path, m
 
 def test_pages_are_in_the_package_and_in_the_image() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    packaged = {path for pattern in data["services.gateway.playground"] for path in FOLDER.glob(pattern)}
+    packaged = {path for pattern in data["rootstock_llm.services.gateway.playground"] for path in FOLDER.glob(pattern)}
     assert packaged == set(PAGES.values())
     assert {str(path.relative_to(ROOT)) for path in PAGES.values()} <= {str(path) for path in context_files(ROOT, ["services"])}

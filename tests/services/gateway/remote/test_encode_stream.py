@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from services.gateway.generation.errors import ApiError
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.gateway.remote.tokenizer_replica import HUGE_AT_ONCE, EncodeStream
-from services.shared import limits
+from rootstock_llm.protos import tokenizer_pb2, tokenizer_pb2_grpc
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.gateway.remote.tokenizer_replica import HUGE_AT_ONCE, EncodeStream
+from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import ids_of
 from tests.services.gateway.remote.test_replicas import Tokenizer, eventually, replicas, running, tokenizer_client
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.generation.decoding import PATIENT_IDS
+from rootstock_llm.services.gateway.generation.decoding import PATIENT_IDS
 from tests.services.gateway.system import System
 
 TOKENS = 2 * PATIENT_IDS + 10

@@ -11,13 +11,13 @@ import grpc
 import httpx
 import pytest
 
-from rootstock.v1 import gateway_pb2 as pb
-from rootstock.v1 import gateway_pb2_grpc
-from services.gateway.admin import gateways as peers
-from services.gateway.admin.gateways import Tenants
-from services.gateway.generation.abort import AbortReport, AbortScope
-from services.gateway.keys.key_table import ApiKey, KeyTable
-from services.shared.rpc import grpc_server
+from rootstock_llm.protos import gateway_pb2 as pb
+from rootstock_llm.protos import gateway_pb2_grpc
+from rootstock_llm.services.gateway.admin import gateways as peers
+from rootstock_llm.services.gateway.admin.gateways import Tenants
+from rootstock_llm.services.gateway.generation.abort import AbortReport, AbortScope
+from rootstock_llm.services.gateway.keys.key_table import ApiKey, KeyTable
+from rootstock_llm.services.shared.rpc import grpc_server
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import System, wait_until
 

@@ -13,18 +13,18 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from services.gateway.generation.decoding import Decoding
-from services.gateway.generation.errors import ApiError
-from services.gateway.generation.request import ModelInfo
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.remote import detokenizer_link, tokenizer_replica
-from services.gateway.remote.connection import Patience
-from services.gateway.remote.detokenizer_link import DetokPool
-from services.gateway.remote.token_texts import TokenTexts
-from services.gateway.remote.tokenizer_client import TokenizerClient
-from services.shared.rpc import grpc_server
-from services.tokenizer.refusal import Refusal
+from rootstock_llm.protos import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from rootstock_llm.services.gateway.generation.decoding import Decoding
+from rootstock_llm.services.gateway.generation.errors import ApiError
+from rootstock_llm.services.gateway.generation.request import ModelInfo
+from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
+from rootstock_llm.services.gateway.remote import detokenizer_link, tokenizer_replica
+from rootstock_llm.services.gateway.remote.connection import Patience
+from rootstock_llm.services.gateway.remote.detokenizer_link import DetokPool
+from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
+from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClient
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.tokenizer.refusal import Refusal
 from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, ids_of
 
 WAIT_S = 10.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.remote.connection import Patience, until_lost, until_unreachable
+from rootstock_llm.services.gateway.remote.connection import Patience, until_lost, until_unreachable
 
 WITHIN_S = 0.3
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2, worker_pb2
-from services.gateway.remote.connection import Patience
-from services.gateway.remote.worker_link import MESSAGE_BYTES, WorkerLink
-from services.gateway.routing.breaker import CircuitBreaker
-from services.shared.limits import MAX_MESSAGE_BYTES
+from rootstock_llm.protos import common_pb2, worker_pb2
+from rootstock_llm.services.gateway.remote.connection import Patience
+from rootstock_llm.services.gateway.remote.worker_link import MESSAGE_BYTES, WorkerLink
+from rootstock_llm.services.gateway.routing.breaker import CircuitBreaker
+from rootstock_llm.services.shared.limits import MAX_MESSAGE_BYTES
 
 PROMPT = [150_000] * 40_000
 BURST = 120  # prompts of about 120 kB each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.routing.breaker import BreakerConfig, BreakerState, CircuitBreaker
+from rootstock_llm.services.gateway.routing.breaker import BreakerConfig, BreakerState, CircuitBreaker
 
 CONFIG = BreakerConfig(
     threshold=3, window_s=10.0, fault_ratio=0.5, min_results=10, cooldown_s=5.0, max_cooldown_s=20.0, probe_s=30.0

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.routing.fair_queue import FairQueue, Placed, QueueFull
+from rootstock_llm.services.gateway.routing.fair_queue import FairQueue, Placed, QueueFull
 
 
 @dataclass(eq=False)

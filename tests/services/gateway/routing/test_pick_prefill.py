@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import random
 
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.policies import MOST_QUEUED_TOKENS, Pick, RoutingQuery, WorkerColumns, make_policy, pick_prefill
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.gateway.routing.policies import (
+    MOST_QUEUED_TOKENS,
+    Pick,
+    RoutingQuery,
+    WorkerColumns,
+    make_policy,
+    pick_prefill,
+)
 
 # Tokens of the prompt; tokens of it that the decode worker has cached; tokens queued at the prefill worker; whether the decode
 # worker is busy; whether the prefill worker is full; whether the prefill worker computes the prompt.

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.prefix_index import BlockTier
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.shared.index.prefix_index import BlockTier
 
 CHAINS = [[bytes([chain, depth]) + b"block." for depth in range(6)] for chain in range(3)]
 BLOCKS = [block for chain in CHAINS for block in chain]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.policies import (
+from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from rootstock_llm.services.gateway.routing.policies import (
     REASONS,
     TRIED_SAVES,
     Pick,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from services.gateway.routing.config import RoutingConfig
-from services.gateway.routing.policies import RoutingQuery, WorkerColumns, make_policy
-from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.index.prefix_index import BLOCK_TOKENS
+from rootstock_llm.services.gateway.routing.config import RoutingConfig
+from rootstock_llm.services.gateway.routing.policies import RoutingQuery, WorkerColumns, make_policy
+from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
+from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS
 
 SPECULATION_S = 2.0
 SECONDS_PER_BLOCK = 0.02

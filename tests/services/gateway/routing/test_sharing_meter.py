@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.routing.policies import SharingMeter
+from rootstock_llm.services.gateway.routing.policies import SharingMeter
 
 
 def test_sharing_meter_assumes_sharing_at_first() -> None:

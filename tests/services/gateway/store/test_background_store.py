@@ -11,16 +11,23 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import worker_pb2
-from services.gateway.store import background_past, background_store
-from services.gateway.store.background_past import pages
-from services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Talk
-from services.gateway.store.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, WriteResult, new_lease
-from services.gateway.store.lease import Lease, LeaseLost
-from services.gateway.store.owner import owner_of
-from services.gateway.store.redis_store import RedisStore
-from services.gateway.store.state_redis import StateRedis
-from services.gateway.store.state_store import StoreAway
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.gateway.store import background_past, background_store
+from rootstock_llm.services.gateway.store.background_past import pages
+from rootstock_llm.services.gateway.store.background_record import BackgroundOrder, BackgroundStatus, FinalRecords, Piece, Talk
+from rootstock_llm.services.gateway.store.background_store import (
+    GIVEN_UP,
+    BackgroundLimits,
+    BackgroundStore,
+    Begun,
+    WriteResult,
+    new_lease,
+)
+from rootstock_llm.services.gateway.store.lease import Lease, LeaseLost
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.gateway.store.redis_store import RedisStore
+from rootstock_llm.services.gateway.store.state_redis import StateRedis
+from rootstock_llm.services.gateway.store.state_store import StoreAway
 from tests.services.redis_server import EITHER_SERVER, RedisServer
 
 ALICE = owner_of("alice")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.gateway.store.batch_record import BatchOrder, BatchStatus
-from services.gateway.store.batch_store import BatchStore, LineResult, batch_lease
-from services.gateway.store.file_store import FileStore
-from services.gateway.store.lease import Lease, LeaseLost, Leases
-from services.gateway.store.owner import owner_of
-from services.gateway.store.state_redis import StateRedis
-from services.gateway.store.stored_files import ERRORS, OUTPUT, FileGone, StoredFile
+from rootstock_llm.services.gateway.store.batch_record import BatchOrder, BatchStatus
+from rootstock_llm.services.gateway.store.batch_store import BatchStore, LineResult, batch_lease
+from rootstock_llm.services.gateway.store.file_store import FileStore
+from rootstock_llm.services.gateway.store.lease import Lease, LeaseLost, Leases
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.gateway.store.state_redis import StateRedis
+from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT, FileGone, StoredFile
 from tests.services.redis_server import EITHER_SERVER, RedisServer
 
 ALICE = owner_of("alice")

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from services.gateway.store.lease import Lease, LeaseLost, Leases
-from services.gateway.store.state_redis import StateRedis
+from rootstock_llm.services.gateway.store.lease import Lease, LeaseLost, Leases
+from rootstock_llm.services.gateway.store.state_redis import StateRedis
 from tests.services.redis_server import RedisServer, redis_server
 
 WRITE = "redis.call('SET', KEYS[2], ARGV[2]) return 1"

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from services.gateway.store.owner import owner_of
-from services.gateway.store.redis_store import RedisStore
-from services.gateway.store.state_redis import WRITES, StateRedis
-from services.gateway.store.state_store import Changed, StoreAway, StoredRecord
-from services.shared.limits import MAX_RECORD_BYTES
+from rootstock_llm.services.gateway.store.owner import owner_of
+from rootstock_llm.services.gateway.store.redis_store import RedisStore
+from rootstock_llm.services.gateway.store.state_redis import WRITES, StateRedis
+from rootstock_llm.services.gateway.store.state_store import Changed, StoreAway, StoredRecord
+from rootstock_llm.services.shared.limits import MAX_RECORD_BYTES
 from tests.services.redis_server import EITHER_SERVER, RedisServer, until
 
 T = TypeVar("T")

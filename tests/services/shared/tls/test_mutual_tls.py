@@ -13,18 +13,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
-from services.gateway.remote.connection import keep_connected
-from services.shared.rpc import grpc_server
-from services.shared.rpc.dialer import Dialer, KeptChannel
-from services.shared.rpc.grpc_server import PortGuard
-from services.shared.settings import of_values
-from services.shared.tls import certificate_files, token_file
-from services.shared.tls.certificate_files import BadTls, CertificateFiles
-from services.shared.tls.mutual_tls import MutualTls, mutual_tls
-from services.shared.tls.roles import Role
-from services.shared.tls.token_file import TokenFile
-from services.tokenizer.settings import TokenizerSettings
+from rootstock_llm.protos import detokenizer_pb2, detokenizer_pb2_grpc
+from rootstock_llm.services.gateway.remote.connection import keep_connected
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.shared.rpc.dialer import Dialer, KeptChannel
+from rootstock_llm.services.shared.rpc.grpc_server import PortGuard
+from rootstock_llm.services.shared.settings import of_values
+from rootstock_llm.services.shared.tls import certificate_files, token_file
+from rootstock_llm.services.shared.tls.certificate_files import BadTls, CertificateFiles
+from rootstock_llm.services.shared.tls.mutual_tls import MutualTls, mutual_tls
+from rootstock_llm.services.shared.tls.roles import Role
+from rootstock_llm.services.shared.tls.token_file import TokenFile
+from rootstock_llm.services.tokenizer.settings import TokenizerSettings
 from tests.certificates import Authority, Mounted
 
 pytestmark = [pytest.mark.needs("openssl")]
@@ -228,7 +228,7 @@ def test_waiting_stream_connects_with_new_files(made: Made, tmp_path: Path, capl
     assert "the server closes the connection after it has received this process's certificate" in line
 
 
-DIALER = "services.shared.rpc.dialer"
+DIALER = "rootstock_llm.services.shared.rpc.dialer"
 SAID = {
     "of a foreign authority": "the server's certificate is refused: unable to get local issuer certificate",
     "of another service": "the server's certificate is refused: Hostname mismatch",

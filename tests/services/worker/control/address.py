@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.control.server import ControlAddress
+from rootstock_llm.services.worker.control.server import ControlAddress
 
 
 def control_at(

@@ -1,4 +1,4 @@
-"""Tests of `python -m services.worker.control`: arguments in; JSON or a one-line error out."""
+"""Tests of `python -m rootstock_llm.services.worker.control`: arguments in; JSON or a one-line error out."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rootstock.v1 import control_pb2 as pb
-from services.local.ports import free_ports
-from services.worker.control.command_line import PARSERS, WrongWords
-from services.worker.control.flags import OPERATIONS
-from services.worker.control.server import start_control
-from services.worker.control.servicer import BARRIERS
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.worker.control.command_line import PARSERS, WrongWords
+from rootstock_llm.services.worker.control.flags import OPERATIONS
+from rootstock_llm.services.worker.control.server import start_control
+from rootstock_llm.services.worker.control.servicer import BARRIERS
 from tests.services.worker.control.address import control_at
 from tests.services.worker.control.test_control_servicer import TOKEN, FakeLoop
 
@@ -24,7 +24,7 @@ async def shell(*words: str, token: str = "") -> tuple[int, str, str]:
     """Returns exit code, stdout and stderr of the command."""
     environment = {**os.environ, "ROOTSTOCK_CONTROL_TOKEN": token, "GRPC_VERBOSITY": "NONE"}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.worker.control", *words),
+        *(sys.executable, "-m", "rootstock_llm.services.worker.control", *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment,

@@ -11,9 +11,15 @@ import psutil
 import pytest
 import torch
 
-from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
-from services.worker.exec.contracts.protocol import Executor, ExecutorError
-from services.worker.exec.executor import DeviceExecutor
+from rootstock_llm.services.worker.exec.contracts.operations import (
+    OperationRefused,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+)
+from rootstock_llm.services.worker.exec.contracts.protocol import Executor, ExecutorError
+from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.host_executors import build_host_executor
 from tests.services.worker.control.demo_prompt import DEMO, counting

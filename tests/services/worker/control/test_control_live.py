@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from rootstock.v1 import common_pb2, control_pb2_grpc
-from rootstock.v1 import control_pb2 as pb
-from services.local.ports import free_ports
-from services.shared.control_values import as_json
-from services.shared.rpc import grpc_server
-from services.worker.control.server import start_control
-from services.worker.front.outbox import BEAT_S, GAP_S
-from services.worker.identity.model_identity import ServedWeights
-from services.worker.loop.inbox import Stop
+from rootstock_llm.protos import common_pb2, control_pb2_grpc
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.shared.control_values import as_json
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.worker.control.server import start_control
+from rootstock_llm.services.worker.front.outbox import BEAT_S, GAP_S
+from rootstock_llm.services.worker.identity.model_identity import ServedWeights
+from rootstock_llm.services.worker.loop.inbox import Stop
 from tests.services.worker.conftest import Serving, serving
 from tests.services.worker.control.address import control_at
 from tests.services.worker.control.test_control_servicer import changes

@@ -15,9 +15,9 @@ import grpc
 import psutil
 import pytest
 
-from rootstock.v1 import common_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
-from rootstock.v1 import control_pb2 as pb
-from services.local.ports import HOST, free_ports
+from rootstock_llm.protos import common_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.services.local.ports import HOST, free_ports
 from tests.night import NIGHTLY
 from tests.services.worker.control.demo_prompt import DEMO, counting
 
@@ -65,7 +65,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     flags = ["--port", port, "--metrics-port", metrics_port, "--control-port", control_port, "--profile-dir", folder]
     flags += ["--model", DEMO, "--dtype", "float32", "--num-threads", 1, "--worker-id", "w"]
     flags += ["--max-total-tokens", PAGES * PAGE_SIZE, "--page-size", PAGE_SIZE]
-    argv = [sys.executable, "-m", "services.worker", *map(str, flags)]
+    argv = [sys.executable, "-m", "rootstock_llm.services.worker", *map(str, flags)]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     try:
         with grpc.insecure_channel(f"{HOST}:{port}") as worker, grpc.insecure_channel(f"{HOST}:{control_port}") as control:

@@ -16,17 +16,17 @@ from typing import Any
 import grpc
 import pytest
 
-from rootstock.v1 import control_pb2 as pb
-from rootstock.v1 import control_pb2_grpc
-from services.local.ports import free_ports
-from services.shared.control_values import Scalar, as_json, put_values
-from services.shared.rpc import grpc_server
-from services.worker.control.server import ControlAddress, start_control
-from services.worker.control.servicer import BARRIERS
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import PauseMode
-from services.worker.core.contracts.transfers import ALL, Deleted, Selection, Tier
-from services.worker.exec.contracts.operations import (
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.protos import control_pb2_grpc
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.shared.control_values import Scalar, as_json, put_values
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.worker.control.server import ControlAddress, start_control
+from rootstock_llm.services.worker.control.servicer import BARRIERS
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.messages import PauseMode
+from rootstock_llm.services.worker.core.contracts.transfers import ALL, Deleted, Selection, Tier
+from rootstock_llm.services.worker.exec.contracts.operations import (
     DeleteStored,
     Operation,
     OperationRefused,
@@ -35,8 +35,8 @@ from services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
-from services.worker.exec.contracts.peer_pages import PeerRate
-from services.worker.loop.inbox import Barrier, Command, LoopEnded, NotIdle, Pace
+from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerRate
+from rootstock_llm.services.worker.loop.inbox import Barrier, Command, LoopEnded, NotIdle, Pace
 from tests.services.worker.control.address import control_at
 
 TOKEN = "an operators' token"

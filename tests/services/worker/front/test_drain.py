@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from services.local.ports import HOST, free_ports
-from services.shared.rpc import grpc_server
-from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, ReservationReleased
-from services.worker.front.drain import drain
+from rootstock_llm.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.local.ports import HOST, free_ports
+from rootstock_llm.services.shared.rpc import grpc_server
+from rootstock_llm.services.worker.core.contracts.messages import Submit
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, ReservationReleased
+from rootstock_llm.services.worker.front.drain import drain
 from tests.services.worker.conftest import Serving, run, serving
 from tests.services.worker.front.test_server import LENGTH, FrontEnd, expected, submit
 
@@ -163,7 +163,7 @@ async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process,
     port, metrics_port = free_ports(2)
     flags = ["--executor", "fake", "--model", DEMO, "--port", port, "--metrics-port", metrics_port]
     flags += ["--fake-step-s", step_s, "--grace-s", grace_s, "--grammar-workers", 0]
-    argv = [sys.executable, "-m", "services.worker", *map(str, flags)]
+    argv = [sys.executable, "-m", "rootstock_llm.services.worker", *map(str, flags)]
     worker = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE)
     try:
         async with grpc_server.channel(f"{HOST}:{port}") as channel:

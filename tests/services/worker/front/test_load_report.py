@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rootstock.v1 import worker_pb2
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.plan import StepResult
-from services.worker.exec.contracts.protocol import Run
-from services.worker.front.outbox import GAP_S, LoadReport, NoIndex, StreamOutbox
-from services.worker.loop.progress import Pulse, StepLimit
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.plan import StepResult
+from rootstock_llm.services.worker.exec.contracts.protocol import Run
+from rootstock_llm.services.worker.front.outbox import GAP_S, LoadReport, NoIndex, StreamOutbox
+from rootstock_llm.services.worker.loop.progress import Pulse, StepLimit
 from tests.services.worker.conftest import CAP_S, CONFIG, run, serving
 from tests.services.worker.front.test_server import FrontEnd, submit
 

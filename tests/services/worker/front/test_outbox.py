@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rootstock.v1 import worker_pb2
-from services.worker.front.outbox import MERGED_BYTES, PeerStream
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.worker.front.outbox import MERGED_BYTES, PeerStream
 
 
 def taken(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:

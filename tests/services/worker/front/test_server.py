@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from services.worker.core.contracts.reservations import KvReservation, KvSource
-from services.worker.exec.fake import hashed_token
+from rootstock_llm.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource
+from rootstock_llm.services.worker.exec.fake import hashed_token
 from tests.services.worker.conftest import CONFIG, run, serving
 
 LENGTH, TOKEN, STRING, ABORT = (

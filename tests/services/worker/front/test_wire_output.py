@@ -7,14 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rootstock.v1 import common_pb2, worker_pb2
-from services.gateway.generation.logprobs import LogprobRow, LogprobTable
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, PeerOutput, Verified
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
-from services.worker.core.contracts.transfers import Tier
-from services.worker.front.outbox import output_to_pb, refusal_to_pb
-from services.worker.front.wire import InvalidRequest, ready_from_pb
+from rootstock_llm.protos import common_pb2, worker_pb2
+from rootstock_llm.services.gateway.generation.logprobs import LogprobRow, LogprobTable
+from rootstock_llm.services.worker.core.contracts.messages import (
+    ErrorCode,
+    Finish,
+    FinishReason,
+    PagesReady,
+    PeerOutput,
+    Verified,
+)
+from rootstock_llm.services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
+from rootstock_llm.services.worker.core.contracts.transfers import Tier
+from rootstock_llm.services.worker.front.outbox import output_to_pb, refusal_to_pb
+from rootstock_llm.services.worker.front.wire import InvalidRequest, ready_from_pb
 
 
 def entries_of(rows: worker_pb2.LogprobRows) -> list[LogprobRow]:

@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
-from services.shared import limits
-from services.shared.sampling_parameters import SCALARS, SMALLEST_POSITIVE, Api, Kind, SamplingDefaults, SamplingParameter
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.core.contracts.messages import SessionTurn, Submit
-from services.worker.core.contracts.plan import DryParams, EmbeddingParams, SamplingParams, ScoreParams
-from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
-from services.worker.front.wire import InvalidRequest, ModelLimits, prefetch_from_pb, submit_from_pb
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.protos import worker_pb2
+from rootstock_llm.services.shared import limits
+from rootstock_llm.services.shared.sampling_parameters import (
+    SCALARS,
+    SMALLEST_POSITIVE,
+    Api,
+    Kind,
+    SamplingDefaults,
+    SamplingParameter,
+)
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import SessionTurn, Submit
+from rootstock_llm.services.worker.core.contracts.plan import DryParams, EmbeddingParams, SamplingParams, ScoreParams
+from rootstock_llm.services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
+from rootstock_llm.services.worker.front.wire import InvalidRequest, ModelLimits, prefetch_from_pb, submit_from_pb
 from tests.services.parameter_values import NUMERIC, outside, typical
 
 VOCAB = 1000

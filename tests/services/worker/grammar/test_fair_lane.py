@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.compile.compiler_pool import TENANTS_FULL, FairLane
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.grammar.compile.compiler_pool import TENANTS_FULL, FairLane
 
 
 def spec(name: str) -> GrammarSpec:

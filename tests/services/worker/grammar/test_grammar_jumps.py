@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.grammar.compile.byte_cursor import MAX_FORCED_BYTES, ByteCursor
-from services.worker.grammar.compile.grammar_compiler import Compiled
-from services.worker.grammar.compile.trial import allowed_ids
-from services.worker.grammar.match.matcher import XgrammarMatcher
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.grammar.compile.byte_cursor import MAX_FORCED_BYTES, ByteCursor
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled
+from rootstock_llm.services.worker.grammar.compile.trial import allowed_ids
+from rootstock_llm.services.worker.grammar.match.matcher import XgrammarMatcher
 from tests.grammar import model
 
 HANG_GUARD_S = 60.0
@@ -129,7 +129,7 @@ def test_cursor_forces_bytes_when_one_may_follow(pattern: str, before: str, forc
 
 
 ENDLESS = """
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
 from tests.grammar import model
 
 matcher = model.matcher(model.compiled(GrammarSpec(GrammarKind.EBNF, {source!r})), jump=True)

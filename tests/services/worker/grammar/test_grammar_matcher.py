@@ -9,22 +9,29 @@ import numpy as np
 import pytest
 import xgrammar
 
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.core.contracts.messages import PauseMode, Submit
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.control import SchedulerControl
-from services.worker.core.scheduler import Scheduler
-from services.worker.grammar.compile.byte_cursor import ByteCursor
-from services.worker.grammar.compile.forking_compiler import prepare
-from services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler
-from services.worker.grammar.compile.grammar_limits import GrammarLimits
-from services.worker.grammar.compile.trial import allowed_ids, try_out
-from services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
-from services.worker.grammar.match.mask_filler import MaskFiller
-from services.worker.grammar.match.matcher import BROKEN, MAX_UNSEEN, TOO_SLOW, ForcedText, MatcherSetup, XgrammarMatcher
-from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.loop.text_rules import ModelText
-from services.worker.text.step_meter import StepMeter
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import PauseMode, Submit
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.control import SchedulerControl
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.grammar.compile.byte_cursor import ByteCursor
+from rootstock_llm.services.worker.grammar.compile.forking_compiler import prepare
+from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler
+from rootstock_llm.services.worker.grammar.compile.grammar_limits import GrammarLimits
+from rootstock_llm.services.worker.grammar.compile.trial import allowed_ids, try_out
+from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
+from rootstock_llm.services.worker.grammar.match.mask_filler import MaskFiller
+from rootstock_llm.services.worker.grammar.match.matcher import (
+    BROKEN,
+    MAX_UNSEEN,
+    TOO_SLOW,
+    ForcedText,
+    MatcherSetup,
+    XgrammarMatcher,
+)
+from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
+from rootstock_llm.services.worker.loop.text_rules import ModelText
+from rootstock_llm.services.worker.text.step_meter import StepMeter
 from tests.core.deployed_config import deployed_config
 from tests.grammar import model
 
@@ -255,7 +262,7 @@ class Ticks:
 
 @pytest.mark.parametrize("budget_ms, ended", [(100.0, []), (20.0, [0])])
 def test_grammars_of_a_step_share_one_budget(budget_ms: float, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.grammar.match.matcher.time", Ticks())
+    monkeypatch.setattr("rootstock_llm.services.worker.grammar.match.matcher.time", Ticks())
     setup = MatcherSetup.of(model.vocabulary(), None)
     matchers = [XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(5, 50), model.unheard) for _ in range(20)]
     filler = MaskFiller(1280, max_rows=20, fill_ms=budget_ms)

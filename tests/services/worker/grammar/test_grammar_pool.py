@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from services.shared.limits import MAX_GRAMMAR_BYTES
-from services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
-from services.worker.grammar.book import CompiledBook, UnusedGrammars
-from services.worker.grammar.compile.compiler_pool import QUICK_NICENESS, SLOW_NICENESS
-from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
-from services.worker.grammar.compile.trial import allowed_ids
-from services.worker.grammar.match.matcher import TOO_SLOW
+from rootstock_llm.services.shared.limits import MAX_GRAMMAR_BYTES
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarPart, GrammarSpec
+from rootstock_llm.services.worker.grammar.book import CompiledBook, UnusedGrammars
+from rootstock_llm.services.worker.grammar.compile.compiler_pool import QUICK_NICENESS, SLOW_NICENESS
+from rootstock_llm.services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
+from rootstock_llm.services.worker.grammar.compile.trial import allowed_ids
+from rootstock_llm.services.worker.grammar.match.matcher import TOO_SLOW
 from tests.grammar import model
 
 HANG_GUARD_S = 90.0
@@ -181,7 +181,7 @@ def test_book_refuses_grammar_when_matchers_overrun(shared: tuple[CompiledBook, 
 def test_grammar_is_not_refused_when_compiler_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(LIMITS) as (book, news):
         with monkeypatch.context() as broken:
-            broken.setattr("services.worker.grammar.compile.compiler_pool.sys.executable", "/bin/false")
+            broken.setattr("rootstock_llm.services.worker.grammar.compile.compiler_pool.sys.executable", "/bin/false")
             assert outcome(book, news, regex("[0-9]")).endswith("try again later")  # the text of a refusal as busy
         assert outcome(book, news, regex("[0-9]")) == ""
 
@@ -478,7 +478,7 @@ def test_book_refuses_grammar_when_matcher_cannot_be_made(
     book, news = shared
     assert serves(book, news, "odd") and serves(book, news, "good")
     with monkeypatch.context() as odd:
-        odd.setattr("services.worker.grammar.book.XgrammarMatcher", broken)
+        odd.setattr("rootstock_llm.services.worker.grammar.book.XgrammarMatcher", broken)
         assert book.open(regex("odd")) is None
     assert "cannot be started" in news.next()[1]
     assert book.open(regex("good")) is not None

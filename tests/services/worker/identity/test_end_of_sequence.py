@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from services.shared.hf_tokenizer import load_tokenizer
-from services.worker.identity.end_of_sequence import end_of_sequence
+from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer
+from rootstock_llm.services.worker.identity.end_of_sequence import end_of_sequence
 
 TOKENS = ["a", "b", "<end>", "<stop>", "<turn>", "<eot>"]
 END, STOP, TURN, EOT = range(2, 6)

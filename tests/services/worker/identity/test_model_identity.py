@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from services.worker.engine import EXECUTORS, Built, OnLost, build_engine
-from services.worker.exec.contracts.options import TierOptions
-from services.worker.identity import weights_revision
-from services.worker.identity.model_identity import ModelIdentity, identify_model
-from services.worker.identity.weights_revision import WeightsReading
-from services.worker.loop.inbox import Inbox
-from services.worker.settings import WorkerSettings
+from rootstock_llm.services.worker.engine import EXECUTORS, Built, OnLost, build_engine
+from rootstock_llm.services.worker.exec.contracts.options import TierOptions
+from rootstock_llm.services.worker.identity import weights_revision
+from rootstock_llm.services.worker.identity.model_identity import ModelIdentity, identify_model
+from rootstock_llm.services.worker.identity.weights_revision import WeightsReading
+from rootstock_llm.services.worker.loop.inbox import Inbox
+from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.all_pairs import each_value
 
 SIZE = 10_001

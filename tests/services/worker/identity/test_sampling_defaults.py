@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rootstock.v1 import common_pb2 as pb
-from services.shared.sampling_parameters import API_DEFAULTS, SamplingDefaults
-from services.shared.settings import load
-from services.worker.front.wire import ModelLimits, sampling_from_pb
-from services.worker.identity.sampling_defaults import FILE, sampling_defaults
-from services.worker.settings import WorkerSettings
+from rootstock_llm.protos import common_pb2 as pb
+from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, SamplingDefaults
+from rootstock_llm.services.shared.settings import load
+from rootstock_llm.services.worker.front.wire import ModelLimits, sampling_from_pb
+from rootstock_llm.services.worker.identity.sampling_defaults import FILE, sampling_defaults
+from rootstock_llm.services.worker.settings import WorkerSettings
 
 QWEN = {"do_sample": True, "max_new_tokens": 99, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [2]}
 

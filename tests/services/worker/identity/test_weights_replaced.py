@@ -10,11 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rootstock.v1 import common_pb2, worker_pb2
-from rootstock.v1 import control_pb2 as pb
-from services.worker.exec.contracts.operations import Operation, ResumeMemory
-from services.worker.identity.model_identity import ServedWeights
-from services.worker.identity.sampling_defaults import sampling_defaults
+from rootstock_llm.protos import common_pb2, worker_pb2
+from rootstock_llm.protos import control_pb2 as pb
+from rootstock_llm.services.worker.exec.contracts.operations import Operation, ResumeMemory
+from rootstock_llm.services.worker.identity.model_identity import ServedWeights
+from rootstock_llm.services.worker.identity.sampling_defaults import sampling_defaults
 from tests.services.worker.control.test_control_live import Operated, operated, run
 from tests.services.worker.front.test_server import expected, submit
 from tests.services.worker.identity.test_model_identity import SIZE, identity_of, make_folder, revision_of

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rootstock.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.local.ports import free_ports
-from services.shared.index.prefix_index import (
+from rootstock_llm.protos import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rootstock_llm.services.local.ports import free_ports
+from rootstock_llm.services.shared.index.prefix_index import (
     BELOW_TTL_S,
     EVENTS_KEPT,
     BlockTier,
@@ -38,15 +38,15 @@ from services.shared.index.prefix_index import (
     split_hashes,
     workers_key,
 )
-from services.shared.index.redis_client import redis_client
-from services.shared.sampling_parameters import SamplingDefaults
-from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.core.kv.radix_cache import tree_name
-from services.worker.identity.model_identity import ServedWeights, identify_model
-from services.worker.index import publisher as publishing
-from services.worker.index.publisher import CacheEventHandover, IndexPublisher
-from services.worker.index.records import BlockMove, HeldBlocks, WorkerRecords
-from services.worker.index.sweeper import LATE_S, Sweeper
+from rootstock_llm.services.shared.index.redis_client import redis_client
+from rootstock_llm.services.shared.sampling_parameters import SamplingDefaults
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
+from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
+from rootstock_llm.services.worker.identity.model_identity import ServedWeights, identify_model
+from rootstock_llm.services.worker.index import publisher as publishing
+from rootstock_llm.services.worker.index.publisher import CacheEventHandover, IndexPublisher
+from rootstock_llm.services.worker.index.records import BlockMove, HeldBlocks, WorkerRecords
+from rootstock_llm.services.worker.index.sweeper import LATE_S, Sweeper
 from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
 from tests.services.worker.identity.test_model_identity import identity_of, revision_of
 
@@ -519,7 +519,7 @@ def test_sweeper_keeps_blocks_when_the_lease_returns(server: RedisServer) -> Non
 
 
 def test_worker_sweeps_after_start(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.index.sweeper.EVERY_S", 0.1)
+    monkeypatch.setattr("rootstock_llm.services.worker.index.sweeper.EVERY_S", 0.1)
 
     async def body() -> None:
         await leave(server, WORKER, 1, range(300), leased=True)
@@ -558,7 +558,17 @@ def metrics(port: int) -> str:
 def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServer) -> None:
     """The expected block names are computed as in a gateway, from the worker's WorkerInfo."""
     port, metrics_port = free_ports(2)
-    argv = [sys.executable, "-m", "services.worker", "--executor", "fake", "--model", str(DEMO), "--port", str(port)]
+    argv = [
+        sys.executable,
+        "-m",
+        "rootstock_llm.services.worker",
+        "--executor",
+        "fake",
+        "--model",
+        str(DEMO),
+        "--port",
+        str(port),
+    ]
     argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--fake-step-s", "0", "--grammar-workers", "0"]
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
     prompt = list(range(1, 201))
@@ -599,7 +609,7 @@ def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServ
 def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: RedisServer, tmp_path: Path) -> None:
     """The blocks are published before the first request. Blocks that are read again move to the device tier."""
     port, metrics_port = free_ports(2)
-    argv = [sys.executable, "-m", "services.worker", "--executor", "cpu", "--model", str(DEMO), "--port", str(port)]
+    argv = [sys.executable, "-m", "rootstock_llm.services.worker", "--executor", "cpu", "--model", str(DEMO), "--port", str(port)]
     argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--grammar-workers", "0", "--worker-id", "w"]
     argv += ["--max-total-tokens", "1024", "--enable-hierarchical-cache", "--hicache-size", "1"]
     argv += ["--hicache-storage-backend", "file", "--hicache-storage-dir", str(tmp_path / "kv")]
@@ -657,7 +667,17 @@ def test_worker_process_names_blocks_by_the_resumed_weights(server: RedisServer,
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (folder / file).write_bytes((DEMO / file).read_bytes())
     port, metrics_port, control_port = free_ports(3)
-    argv = [sys.executable, "-m", "services.worker", "--executor", "fake", "--model", str(folder), "--port", str(port)]
+    argv = [
+        sys.executable,
+        "-m",
+        "rootstock_llm.services.worker",
+        "--executor",
+        "fake",
+        "--model",
+        str(folder),
+        "--port",
+        str(port),
+    ]
     argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--fake-step-s", "0", "--grammar-workers", "0"]
     process = subprocess.Popen([*argv, "--control-port", str(control_port)], stderr=subprocess.DEVNULL)
     prompt = list(range(1, 201))

@@ -9,12 +9,21 @@ import grpc
 import numpy as np
 import pytest
 
-from rootstock.v1 import common_pb2, worker_pb2
-from services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
-from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import SamplingParams
-from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.loop.inbox import Barrier, CloseSession, Command, GrammarFailed, GrammarReady, LoopEnded, OpenSession, Stop
+from rootstock_llm.protos import common_pb2, worker_pb2
+from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, GrammarSpec
+from rootstock_llm.services.worker.core.contracts.messages import Submit
+from rootstock_llm.services.worker.core.contracts.plan import SamplingParams
+from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
+from rootstock_llm.services.worker.loop.inbox import (
+    Barrier,
+    CloseSession,
+    Command,
+    GrammarFailed,
+    GrammarReady,
+    LoopEnded,
+    OpenSession,
+    Stop,
+)
 from tests.services.worker.conftest import Serving, run, serving
 from tests.services.worker.front.test_server import FrontEnd, submit
 

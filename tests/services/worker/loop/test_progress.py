@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.plan import BatchPlan, SamplingParams
-from services.worker.core.scheduler import Scheduler
-from services.worker.exec.fake import FakeExecutor, TimeModel
-from services.worker.loop.first_steps import run_first_steps
-from services.worker.loop.inbox import Barrier, Command, Pace, PendingCommands
-from services.worker.loop.progress import FLOOR_S, Pulse, StepLimit, Watchdog
+from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
+from rootstock_llm.services.worker.core.contracts.messages import Submit
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams
+from rootstock_llm.services.worker.core.scheduler import Scheduler
+from rootstock_llm.services.worker.exec.fake import FakeExecutor, TimeModel
+from rootstock_llm.services.worker.loop.first_steps import run_first_steps
+from rootstock_llm.services.worker.loop.inbox import Barrier, Command, Pace, PendingCommands
+from rootstock_llm.services.worker.loop.progress import FLOOR_S, Pulse, StepLimit, Watchdog
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
 

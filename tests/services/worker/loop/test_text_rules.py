@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.worker.loop.text_rules import MAX_PATTERNS, ModelText, PatternTooExpensive
-from services.worker.text.patterns import InvalidPattern, compile_pattern
+from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from rootstock_llm.services.worker.loop.text_rules import MAX_PATTERNS, ModelText, PatternTooExpensive
+from rootstock_llm.services.worker.text.patterns import InvalidPattern, compile_pattern
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ class Clock:
 
 def test_pattern_is_refused_when_searches_take_too_long(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("services.worker.loop.text_rules.time", clock)
+    monkeypatch.setattr("rootstock_llm.services.worker.loop.text_rules.time", clock)
     rules = ModelText(tokenizer)
     clock.step = 25e-3
     assert not rules.search("slow at first", "text")

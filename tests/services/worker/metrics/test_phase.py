@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.metrics.phase import LifeMetrics, WorkerLife
+from rootstock_llm.services.worker.metrics.phase import LifeMetrics, WorkerLife
 
 
 def test_worker_life_reports_phase_cold_start_and_hangs() -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.worker.core.contracts.counters import StepStats
-from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
+from rootstock_llm.services.worker.core.contracts.counters import StepStats
+from rootstock_llm.services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
+from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from rootstock_llm.services.worker.metrics.scheduler_metrics import LoopCounts, WorkerMetrics
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
 NONE = np.zeros(0, dtype=np.int32)
