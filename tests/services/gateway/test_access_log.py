@@ -185,7 +185,7 @@ def test_access_log_has_background_responses_that_other_gateways_continue(tmp_pa
     assert (line["source"], line["route"], line["end"]) == ("background", "/v1/responses", "interrupted")
 
 
-def test_access_log_has_requests_that_the_connection_refused(logged: Logged) -> None:
+def test_access_log_has_requests_with_an_invalid_head(logged: Logged) -> None:
     with socket.create_connection(("127.0.0.1", logged.system.port)) as client:
         client.sendall(b"GET /" + b"a" * MAX_HEAD_BYTES)
         assert b" 431 " in client.recv(4096)
@@ -193,7 +193,7 @@ def test_access_log_has_requests_that_the_connection_refused(logged: Logged) -> 
     assert (line["status"], line["code"], line["route"], line["end"]) == (431, "head_too_large", "other", "refused")
 
 
-def test_access_log_writes_the_lines_of_one_turn_together(tmp_path: Path) -> None:
+def test_access_log_writes_all_lines_of_an_event_loop_iteration_together(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
 
     def ids() -> list[str]:
@@ -235,16 +235,16 @@ def test_access_log_writes_nothing_when_off(tmp_path: Path) -> None:
         assert not logged.path.exists()
 
 
-def test_access_log_follows_a_file_that_is_moved_away(logged: Logged) -> None:
+def test_access_log_makes_a_new_file_when_the_file_was_renamed(logged: Logged) -> None:
     logged.system.chat()
     logged.line()
     logged.path.rename(logged.path.with_suffix(".1"))
 
-    def is_made_anew() -> bool:
+    def has_lines() -> bool:
         logged.system.chat()
         return bool(logged.lines())
 
-    wait_until(is_made_anew, "a new file")
+    wait_until(has_lines, "a new file")
     assert logged.lines()[0]["end"] == "complete"
 
 

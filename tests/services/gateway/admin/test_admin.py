@@ -89,22 +89,22 @@ class FakeControl:
 
 @dataclass
 class FakeRequests:
-    """The open requests of this gateway and of other gateways. `scopes` records the aborts."""
+    """The open requests of this gateway and of the other gateways."""
 
-    here: int = 2
-    others: tuple[PeerAnswer, ...] = ()
-    scopes: list[AbortScope] = field(default_factory=list)
+    num_local: int = 2  # open requests of this gateway, all of which an abort ends
+    remote: tuple[PeerAnswer, ...] = ()  # results of an abort at the other gateways
+    scopes: list[AbortScope] = field(default_factory=list)  # scopes of the aborts at this gateway
 
-    def abort_here(self, scope: AbortScope, error: ApiError) -> int:
+    def abort_local(self, scope: AbortScope, error: ApiError) -> int:
         self.scopes.append(scope)
-        return self.here
+        return self.num_local
 
-    async def abort_there(self, scope: AbortScope) -> tuple[PeerAnswer, ...]:
-        return self.others
+    async def abort_remote(self, scope: AbortScope) -> tuple[PeerAnswer, ...]:
+        return self.remote
 
     def aborter(self) -> Aborter:
-        here = type("Here", (), {"abort": staticmethod(self.abort_here)})()
-        return Aborter(here, type("There", (), {"abort": staticmethod(self.abort_there)})())
+        local = type("Local", (), {"abort": staticmethod(self.abort_local)})()
+        return Aborter(local, type("Remote", (), {"abort": staticmethod(self.abort_remote)})())
 
 
 class NoWorkers:
@@ -146,7 +146,7 @@ async def admin(
             await server.stop(0)
 
 
-def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[httpx.Response, FakeControl]:
+def call_one_worker(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[httpx.Response, FakeControl]:
     """Sends a request to an admin API with one worker on which each operation succeeds."""
 
     async def run() -> tuple[httpx.Response, FakeControl]:
@@ -213,27 +213,29 @@ def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[ht
     ],
 )
 def test_route_calls_an_operation(method: str, path: str, body: str, rpc: str, request_: Message) -> None:
-    response, worker = one(method, path, body.encode())
+    response, worker = call_one_worker(method, path, body.encode())
     assert response.status_code == 200, response.text
     ((called, sent, _, _),) = worker.calls
     assert (called, sent) == (rpc, request_)
     assert response.json()["success"] and response.json()["workers"][0]["ok"]
 
 
-@pytest.mark.parametrize(("body", "asked"), [({}, ""), ({"cache_salt": "a"}, "a"), ({"cache_salt": "a", "extra_key": "b"}, None)])
-def test_flush_salts_by_api_key(body: dict[str, str], asked: str | None) -> None:
-    salted = joined_salt("a", "b") if asked is None else asked
+@pytest.mark.parametrize(("body", "salt"), [({}, ""), ({"cache_salt": "a"}, "a"), ({"cache_salt": "a", "extra_key": "b"}, None)])
+def test_flush_uses_the_cache_salt_of_the_api_key(body: dict[str, str], salt: str | None) -> None:
+    salted = joined_salt("a", "b") if salt is None else salt  # None: the body has both fields
     content = json.dumps({"api_key": "team-a", **body}).encode()
-    _, worker = one("POST", "/flush_cache", content, settings={"salt_cache_by_key": True})
+    _, worker = call_one_worker("POST", "/flush_cache", content, settings={"salt_cache_by_key": True})
     ((_, sent, _, _),) = worker.calls
     assert sent.cache_salt == Caller(key="team-a", salts_cache=True).cache_salt_of(salted)
-    refused, worker = one("POST", "/flush_cache", content)
+    refused, worker = call_one_worker("POST", "/flush_cache", content)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "api_key" and not worker.calls
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
-def test_flush_refuses_a_salt_without_a_key_when_keys_are_salted(name: str) -> None:
-    refused, worker = one("POST", "/flush_cache", json.dumps({name: "a"}).encode(), settings={"salt_cache_by_key": True})
+def test_flush_refuses_a_cache_salt_without_an_api_key_when_the_cache_is_salted_by_key(name: str) -> None:
+    refused, worker = call_one_worker(
+        "POST", "/flush_cache", json.dumps({name: "a"}).encode(), settings={"salt_cache_by_key": True}
+    )
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "api_key" and not worker.calls
 
 
@@ -251,34 +253,36 @@ def test_control_page_lists_every_route() -> None:
 
 
 def test_worker_response_is_plain_json() -> None:
-    response, _ = one("GET", "/server_info")
+    response, _ = call_one_worker("GET", "/server_info")
     (worker,) = response.json()["workers"]
     assert worker["result"]["tunables"] == {"policy": "lpm", "chunk": 1 << 40}
     assert worker["result"]["released"] == ["kv_cache"]
     assert worker["result"]["stats"] == {}
-    response, _ = one("POST", "/flush_cache")
+    response, _ = call_one_worker("POST", "/flush_cache")
     assert response.json()["workers"][0]["result"] == {"pages": 12}
 
 
-REFUSED = FakeControl((grpc.StatusCode.FAILED_PRECONDITION, "2 requests run"))
-WRONG = FakeControl((grpc.StatusCode.INVALID_ARGUMENT, "chunk: is below a page"))
-BROKEN = FakeControl((grpc.StatusCode.INTERNAL, "fault"))
-STRANGER = FakeControl((grpc.StatusCode.UNAUTHENTICATED, "a valid token is required"))
+BUSY = FakeControl((grpc.StatusCode.FAILED_PRECONDITION, "2 requests run"))
+BAD_ARGUMENT = FakeControl((grpc.StatusCode.INVALID_ARGUMENT, "chunk: is below a page"))
+FAULTY = FakeControl((grpc.StatusCode.INTERNAL, "fault"))
+OTHER_TOKEN = FakeControl((grpc.StatusCode.UNAUTHENTICATED, "a valid token is required"))
 
 
 @pytest.mark.parametrize(
-    ("workers", "down", "status", "codes"),
+    ("workers", "down", "status", "codes"),  # down: number of workers that do not run
     [
         ([FakeControl(), FakeControl()], 0, 200, [None, None]),
-        ([FakeControl(), REFUSED], 0, 409, [None, "FAILED_PRECONDITION"]),
-        ([WRONG, WRONG], 0, 400, ["INVALID_ARGUMENT", "INVALID_ARGUMENT"]),
-        ([WRONG, REFUSED], 0, 409, ["INVALID_ARGUMENT", "FAILED_PRECONDITION"]),
-        ([BROKEN, REFUSED, FakeControl()], 0, 502, ["INTERNAL", "FAILED_PRECONDITION", None]),
-        ([FakeControl(), STRANGER], 0, 502, [None, "UNAUTHENTICATED"]),
+        ([FakeControl(), BUSY], 0, 409, [None, "FAILED_PRECONDITION"]),
+        ([BAD_ARGUMENT, BAD_ARGUMENT], 0, 400, ["INVALID_ARGUMENT", "INVALID_ARGUMENT"]),
+        ([BAD_ARGUMENT, BUSY], 0, 409, ["INVALID_ARGUMENT", "FAILED_PRECONDITION"]),
+        ([FAULTY, BUSY, FakeControl()], 0, 502, ["INTERNAL", "FAILED_PRECONDITION", None]),
+        ([FakeControl(), OTHER_TOKEN], 0, 502, [None, "UNAUTHENTICATED"]),
         ([FakeControl()], 1, 502, [None, "UNAVAILABLE"]),
     ],
 )
-def test_each_worker_has_a_result(workers: list[FakeControl], down: int, status: int, codes: list[str | None]) -> None:
+def test_response_has_a_result_of_each_worker(
+    workers: list[FakeControl], down: int, status: int, codes: list[str | None]
+) -> None:
     async def run() -> httpx.Response:
         async with admin(*workers, down=down) as client:
             return await client.post("/flush_cache")
@@ -314,7 +318,7 @@ def test_each_worker_has_a_result(workers: list[FakeControl], down: int, status:
     ],
 )
 def test_invalid_body_is_400_and_reaches_no_worker(path: str, body: str, param: str | None) -> None:
-    response, worker = one("POST", path, body.encode())
+    response, worker = call_one_worker("POST", path, body.encode())
     error = response.json()["error"]
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
     if param is not None:
@@ -327,15 +331,15 @@ def test_invalid_body_is_400_and_reaches_no_worker(path: str, body: str, param: 
     [("GET", "/flush_cache", 405), ("POST", "/server_info", 405), ("GET", "/", 404), ("POST", "/v1/chat/completions", 404)],
 )
 def test_unknown_route_is_refused(method: str, path: str, status: int) -> None:
-    response, worker = one(method, path)
+    response, worker = call_one_worker(method, path)
     assert response.status_code == status and response.json()["error"]["code"] and not worker.calls
     assert response.headers.get("allow") == {"/flush_cache": "POST", "/server_info": "GET"}.get(path)
 
 
-@pytest.mark.parametrize("given", [None, "Bearer wrong", TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN} x"])
-def test_request_without_the_token_reaches_no_worker(given: str | None) -> None:
-    headers = {} if given is None else {"authorization": given}
-    response, worker = one("POST", "/flush_cache", headers=headers, settings={"control_token": TOKEN})
+@pytest.mark.parametrize("header", [None, "Bearer wrong", TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN} x"])
+def test_request_without_the_token_reaches_no_worker(header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header}
+    response, worker = call_one_worker("POST", "/flush_cache", headers=headers, settings={"control_token": TOKEN})
     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
     assert not worker.calls
 
@@ -343,54 +347,59 @@ def test_request_without_the_token_reaches_no_worker(given: str | None) -> None:
 def test_token_is_sent_to_the_workers(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     for settings in ({"control_token": TOKEN}, {"control_token_file": str(tmp_path / "token")}):
-        response, worker = one("POST", "/flush_cache", headers={"authorization": f"Bearer {TOKEN}"}, settings=settings)
+        response, worker = call_one_worker(
+            "POST", "/flush_cache", headers={"authorization": f"Bearer {TOKEN}"}, settings=settings
+        )
         assert response.status_code == 200
         assert worker.calls[0][3] == f"Bearer {TOKEN}"
 
 
-@pytest.mark.parametrize("by", ["body", "url"])
-def test_operation_reaches_the_named_worker_only(by: str) -> None:
+@pytest.mark.parametrize("place", ["body", "query"])
+def test_operation_reaches_only_the_named_worker(place: str) -> None:
     workers = [FakeControl(), FakeControl()]
 
     async def run() -> list[httpx.Response]:
         async with admin(*workers) as client:
-            everybody = (await client.post("/flush_cache")).json()["workers"]
-            name = everybody[1]["worker"]
-            sent = {"json": {"worker": name}} if by == "body" else {"params": {"worker": name}}
-            stranger = await client.post("/flush_cache", json={"worker": "nobody"})
-            twice = await client.post("/flush_cache", json={"worker": name}, params={"worker": "another"})
-            other = await client.post("/flush_cache", params={"wroker": name})
-            return [await client.post("/flush_cache", **sent), stranger, twice, other]
+            entries = (await client.post("/flush_cache")).json()["workers"]
+            name = entries[1]["worker"]
+            sent = {"json": {"worker": name}} if place == "body" else {"params": {"worker": name}}
+            unknown = await client.post("/flush_cache", json={"worker": "no-such-worker"})
+            conflicting = await client.post("/flush_cache", json={"worker": name}, params={"worker": "another"})
+            misspelt = await client.post("/flush_cache", params={"wrkr": name})
+            return [await client.post("/flush_cache", **sent), unknown, conflicting, misspelt]
 
-    answer, stranger, twice, other = asyncio.run(run())
+    answer, unknown, conflicting, misspelt = asyncio.run(run())
     assert [entry["ok"] for entry in answer.json()["workers"]] == [True]
     assert [len(worker.calls) for worker in workers] == [1, 2]
-    assert (stranger.status_code, stranger.json()["error"]["code"]) == (404, "worker_not_found")
-    assert [(each.status_code, each.json()["error"]["param"]) for each in (twice, other)] == [(400, "worker"), (400, "wroker")]
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "worker_not_found")
+    assert [(each.status_code, each.json()["error"]["param"]) for each in (conflicting, misspelt)] == [
+        (400, "worker"),
+        (400, "wrkr"),
+    ]
 
 
 def test_abort_reaches_all_gateways() -> None:
     down = PeerAnswer("10.0.0.9:7005", message="UNAVAILABLE: no")
-    peers = (PeerAnswer("10.0.0.7:7005", b"x", 3), PeerAnswer("10.0.0.8:7005", b"y", 0))
+    peers = (PeerAnswer("10.0.0.7:7005", b"x", aborted=3), PeerAnswer("10.0.0.8:7005", b"y", aborted=0))
 
     async def run(requests: FakeRequests, body: Any) -> httpx.Response:
         async with admin(FakeControl(), requests=requests) as client:
             return await client.post("/abort_request", json=body)
 
-    requests = FakeRequests(2, peers)
+    requests = FakeRequests(num_local=2, remote=peers)
     answer = asyncio.run(run(requests, {"abort_all": True}))
     assert answer.status_code == 200 and requests.scopes == [AbortScope(None, None)]
     assert answer.json() == {"success": True, "aborted": 5, "gateways": 3, "unreached": []}
-    requests = FakeRequests(2, (*peers, down))
+    requests = FakeRequests(num_local=2, remote=(*peers, down))
     answer = asyncio.run(run(requests, {"rid": "r"}))
     assert answer.status_code == 502 and requests.scopes == [AbortScope("r", None)]
     assert answer.json()["unreached"] == [{"gateway": down.address, "message": down.message}]
-    for wrong in ({}, {"rid": ""}, {"rid": "r", "abort_all": True}, {"abort_all": False}):
-        assert asyncio.run(run(requests, wrong)).status_code == 400
+    for invalid in ({}, {"rid": ""}, {"rid": "r", "abort_all": True}, {"abort_all": False}):
+        assert asyncio.run(run(requests, invalid)).status_code == 400
 
 
-def test_abort_is_refused_when_the_worker_was_never_connected() -> None:
-    """Requests are found by the id of their worker, which this gateway does not know."""
+def test_abort_is_refused_when_the_worker_id_is_unknown() -> None:
+    """An abort finds requests by the worker id. This gateway was never connected to the worker and has only its address."""
 
     async def run() -> httpx.Response:
         async with admin(FakeControl(), requests=requests) as client:
@@ -402,20 +411,22 @@ def test_abort_is_refused_when_the_worker_was_never_connected() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_unknown") and not requests.scopes
 
 
-def test_request_of_a_web_page_is_refused() -> None:
-    response, worker = one("POST", "/flush_cache", headers={"origin": "http://example.com"})
+def test_request_with_an_origin_header_is_403() -> None:
+    response, worker = call_one_worker("POST", "/flush_cache", headers={"origin": "http://example.com"})
     assert response.status_code == 403 and not worker.calls
 
 
-def test_operation_timeout_is_of_the_body_or_the_settings() -> None:
-    _, worker = one("POST", "/flush_cache", settings={"control_timeout_s": 30})
-    assert 20 < worker.calls[0][2] <= 31  # gRPC rounds the deadline up
-    _, worker = one("POST", "/flush_cache", b'{"timeout_s": 300}', settings={"control_timeout_s": 30})
-    assert 200 < worker.calls[0][2] <= 302
+def test_timeout_of_the_body_replaces_control_timeout_s() -> None:
+    _, worker = call_one_worker("POST", "/flush_cache", settings={"control_timeout_s": 30})
+    assert 20 < worker.calls[0][2] <= 31, "a call with 30 s; gRPC rounds the deadline up"
+    _, worker = call_one_worker("POST", "/flush_cache", b'{"timeout_s": 300}', settings={"control_timeout_s": 30})
+    assert 200 < worker.calls[0][2] <= 302, "a call with 300 s"
 
 
 def test_large_body_is_413() -> None:
-    response, worker = one("POST", "/set_internal_state", json.dumps({"server_args": {"a": "x" * (1 << 20)}}).encode())
+    response, worker = call_one_worker(
+        "POST", "/set_internal_state", json.dumps({"server_args": {"a": "x" * (1 << 20)}}).encode()
+    )
     assert response.status_code == 413 and not worker.calls
 
 
@@ -427,13 +438,13 @@ def test_large_body_is_413() -> None:
         ({"control_token": "a", "control_token_file": "b"}, "set only one"),
     ],
 )
-def test_admin_listener_refuses_settings_that_admit_strangers(settings: dict[str, Any], message: str) -> None:
+def test_admin_listener_does_not_start_with_an_unusable_token(settings: dict[str, Any], message: str) -> None:
     config = GatewaySettings(**{"admin_port": 1, "worker_control_addresses": "127.0.0.1:1", **settings})
 
     async def run() -> None:
         gateway = Gateway(config)
         async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies):
-            raise AssertionError("started")
+            raise AssertionError("the listener started")
 
     with pytest.raises(http_server.CannotListen, match=message):
         asyncio.run(run())
@@ -453,7 +464,7 @@ def test_admin_request_leaves_a_line_in_the_access_log(
     tmp_path: Path, method: str, path: str, headers: dict[str, str], route: str, status: int, code: str, end: str
 ) -> None:
     log = tmp_path / "access.log"
-    response, _ = one(method, path, b'{"tiers": ["host"]}', headers=headers, settings={"access_log_file": str(log)})
+    response, _ = call_one_worker(method, path, b'{"tiers": ["host"]}', headers=headers, settings={"access_log_file": str(log)})
     (line,) = map(orjson.loads, log.read_bytes().splitlines())
     assert {name: line[name] for name in ("source", "method", "route", "status", "code", "end", "bytes")} == {
         "source": "admin",
@@ -470,7 +481,7 @@ def test_admin_request_leaves_a_line_in_the_access_log(
 def test_admin_api_is_off_without_a_port() -> None:
     async def run() -> None:
         async with listening(GatewaySettings()):
-            assert len(asyncio.all_tasks()) == 1
+            assert len(asyncio.all_tasks()) == 1, "only the task of this test runs"
 
     asyncio.run(run())
 
@@ -489,7 +500,9 @@ def test_gateway_process_serves_the_admin_port(system: System) -> None:
         url = f"http://127.0.0.1:{port}/flush_cache"
         assert httpx.post(url).status_code == 401
         assert httpx.post(url, headers={"authorization": f"Bearer {TOKEN}"}).json()["workers"][0]["result"] == {"pages": 12}
-        assert httpx.post(f"http://127.0.0.1:{process.port}/flush_cache").status_code == 404, "not on the port of the traffic"
+        assert httpx.post(f"http://127.0.0.1:{process.port}/flush_cache").status_code == 404, (
+            "the port for clients has no admin routes"
+        )
         process.terminate()
         code, log = process.wait()
         assert code == 0 and TOKEN not in json.dumps(log)
@@ -499,7 +512,7 @@ def test_gateway_process_serves_the_admin_port(system: System) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--admin-host", "0.0.0.0"], ["--control-token-file", "/nowhere"]])
-def test_gateway_does_not_start_when_settings_admit_strangers(system: System, flags: list[str]) -> None:
+def test_gateway_does_not_start_with_an_unusable_token(system: System, flags: list[str]) -> None:
     process = Process(system, "--admin-port", str(free_ports(1)[0]), "--worker-control-addresses", "127.0.0.1:1", *flags)
     code, log = process.wait()
     problems = [line for line in log if line["level"] == "error"]

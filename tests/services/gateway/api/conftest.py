@@ -1,4 +1,4 @@
-"""Fixture with a store for stored records, one per test file."""
+"""Fixture with the Redis server of stored files, batches and responses. Each test file has its own."""
 
 from __future__ import annotations
 

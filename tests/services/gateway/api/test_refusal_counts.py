@@ -1,4 +1,4 @@
-"""Tests of the counter of refusals for lack of a worker: each reason has its own count, which begins at zero."""
+"""Tests of the metric of refusals for lack of a worker. Each reason has its own count, which is 0 at the start."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def test_refusal_is_counted_once_by_reason() -> None:
         assert [system.metric(REFUSALS, reason=reason) for reason in ("queue_full", "queue_timeout", "no_worker")] == [1, 1, 0]
 
 
-def test_grace_period_is_a_metric() -> None:
+def test_metrics_have_the_grace_period() -> None:
     with System(grace_s=7.5) as system:
         assert system.metric("rootstock_gateway_grace_period_seconds") == 7.5

@@ -351,7 +351,7 @@ class TestAbort:
 
 
 class TestHealthGenerate:
-    def test_health_check_sends_one_token_of_the_highest_priority(self, system: System) -> None:
+    def test_health_check_requests_one_token_with_the_highest_priority(self, system: System) -> None:
         assert system.get("/health_generate").status_code == 200
         (submit,) = system.worker.submits
         assert submit.sampling.max_new_tokens == 1 and submit.priority == (1 << 31) - 1

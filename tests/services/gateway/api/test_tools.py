@@ -23,8 +23,8 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
-TWO = CALL + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-TOOLS = {"tools": [WEATHER, CLOCK], "max_tokens": 400}
+TWO_CALLS = CALL + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+TOOLS = {"tools": [WEATHER, CLOCK], "max_tokens": 400}  # the fake worker makes a token per character; no output has 400
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def system() -> Iterator[System]:
 
 
 @pytest.fixture
-def says(system: System) -> Iterator[Any]:
+def set_output(system: System) -> Iterator[Any]:
     """Yields a function that sets the model's output."""
     yield lambda text: setattr(system.worker, "answer", lambda submit: text)
     system.worker.answer = lambda submit: "Hello, world!"
@@ -44,8 +44,8 @@ def client(system: System) -> OpenAI:
     return system.openai()
 
 
-def gathered(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """Returns the message from a stream's deltas, without the ids of calls, and its finish reason."""
+def streamed_message(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """Joins the deltas of a stream. Returns the message without the ids of calls, and its finish reason."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
     reason = None
     for chunk in chunks:
@@ -62,7 +62,8 @@ def gathered(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     return message, str(reason)
 
 
-def whole(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def document_message(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns the message of a response without the ids of calls, in the form of streamed_message(), and its finish reason."""
     [choice] = document["choices"]
     message = choice["message"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
@@ -76,44 +77,53 @@ def whole(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
     ("text", "content", "reasoning", "calls"),
     [
         pytest.param("Hello.", "Hello.", "", [], id="text"),
-        pytest.param(CALL, "", "", [["weather", '{"city": "Bonn"}']], id="a call"),
-        pytest.param("Let me see.\n" + TWO, "Let me see.", "", [["weather", '{"city": "Bonn"}'], ["clock", "{}"]], id="two"),
+        pytest.param(CALL, "", "", [["weather", '{"city": "Bonn"}']], id="call"),
+        pytest.param(
+            "Let me see.\n" + TWO_CALLS,
+            "Let me see.",
+            "",
+            [["weather", '{"city": "Bonn"}'], ["clock", "{}"]],
+            id="text and two calls",
+        ),
         pytest.param("<think>\nHm.\n</think>\n\nHello.", "Hello.", "Hm.", [], id="reasoning"),
-        pytest.param("<think>Hm.</think>" + CALL, "", "Hm.", [["weather", '{"city": "Bonn"}']], id="reasoning and a call"),
-        pytest.param(CALL.replace("weather", "unknown") + "\nOh.", "\nOh.", "", [], id="a tool that is not there"),
-        pytest.param("<tool_call>\n{oops", "{oops", "", [], id="no call"),
-        pytest.param("<think>Hm.\n" + CALL, "", "Hm.", [["weather", '{"city": "Bonn"}']], id="a call in open reasoning"),
-        pytest.param(f"<think>{CALL} or not", "", f"{CALL} or not", [], id="a call within reasoning"),
-        pytest.param(CALL.replace('{"city": "Bonn"}', ""), "", "", [["weather", "{}"]], id="an empty call"),
+        pytest.param("<think>Hm.</think>" + CALL, "", "Hm.", [["weather", '{"city": "Bonn"}']], id="reasoning and call"),
+        pytest.param(CALL.replace("weather", "unknown") + "\nOh.", "\nOh.", "", [], id="unknown tool"),
+        pytest.param("<tool_call>\n{oops", "{oops", "", [], id="malformed call"),
+        pytest.param("<think>Hm.\n" + CALL, "", "Hm.", [["weather", '{"city": "Bonn"}']], id="call in unclosed reasoning"),
+        pytest.param(f"<think>{CALL} or not", "", f"{CALL} or not", [], id="call quoted in reasoning"),
+        pytest.param(CALL.replace('{"city": "Bonn"}', ""), "", "", [["weather", "{}"]], id="call without arguments"),
         pytest.param(CALL.replace('"Bonn"', '"a\n",'), "", "", [["weather", r'{"city": "a\n"}']], id="damaged arguments"),
-        pytest.param(CALL[:-16], "", "", [["weather", '{"city": "Bonn"}']], id="an open call"),
+        # The last 16 characters are the quote of "Bonn", two braces and the end mark. The parser closes the JSON.
+        pytest.param(CALL[:-16], "", "", [["weather", '{"city": "Bonn"}']], id="unfinished call"),
     ],
 )
-def test_stream_has_the_message_of_the_document(
-    system: System, says: Any, text: str, content: str, reasoning: str, calls: list[list[str]]
+def test_stream_and_document_have_the_same_message(
+    system: System, set_output: Any, text: str, content: str, reasoning: str, calls: list[list[str]]
 ) -> None:
-    says(text)
+    set_output(text)
     expected = {"content": content, "reasoning_content": reasoning, "calls": calls}
     reason = "tool_calls" if calls else "stop"
-    found = whole(system.chat(**TOOLS).json())
+    found = document_message(system.chat(**TOOLS).json())
+    # Line ends between content and a call are not compared.
     found[0]["content"], expected["content"] = found[0]["content"].strip(), content.strip()
     assert found == (expected, reason)
-    streamed = gathered(events(system.chat(stream=True, **TOOLS).text))
+    streamed = streamed_message(events(system.chat(stream=True, **TOOLS).text))
     streamed[0]["content"] = streamed[0]["content"].strip()
     assert streamed == (expected, reason)
 
 
+# The arguments are the characters from 30 to 14 before the end of CALL; each size ends within them.
 @pytest.mark.parametrize("size", range(len(CALL) - 30, len(CALL) - 15, 3))
-def test_call_is_cut_off_when_the_output_reaches_max_tokens(system: System, says: Any, size: int) -> None:
-    says(CALL)
-    asked = {**TOOLS, "max_tokens": size}
-    message, reason = whole(system.chat(**asked).json())
+def test_call_is_cut_off_when_the_output_reaches_max_tokens(system: System, set_output: Any, size: int) -> None:
+    set_output(CALL)
+    body = {**TOOLS, "max_tokens": size}
+    message, reason = document_message(system.chat(**body).json())
     assert reason == "length" and '{"city": "Bonn"}'.startswith(message["calls"][0][1]) and message["content"] == ""
-    assert gathered(events(system.chat(stream=True, **asked).text)) == (message, reason)
+    assert streamed_message(events(system.chat(stream=True, **body).text)) == (message, reason)
 
 
-def test_stream_with_calls_has_complete_logprobs_and_ids(system: System, says: Any) -> None:
-    says("So:\n" + TWO)
+def test_stream_with_calls_has_complete_logprobs_and_ids(system: System, set_output: Any) -> None:
+    set_output("So:\n" + TWO_CALLS)
     more = {"logprobs": True, "return_token_ids": True, **TOOLS}
     document = system.chat(**more).json()["choices"][0]
     choices = [choice for chunk in events(system.chat(stream=True, **more).text) for choice in chunk["choices"]]
@@ -122,8 +132,8 @@ def test_stream_with_calls_has_complete_logprobs_and_ids(system: System, says: A
     assert [token for choice in choices for token in choice.get("token_ids", ())] == document["token_ids"]
 
 
-def test_openai_client_collects_calls(system: System, says: Any) -> None:
-    says(TWO)
+def test_openai_client_collects_calls(system: System, set_output: Any) -> None:
+    set_output(TWO_CALLS)
     messages: Any = [{"role": "user", "content": "Hi"}]
     with client(system).chat.completions.stream(model=MODEL, messages=messages, tools=[STRICT, CLOCK]) as stream:  # type: ignore[list-item]
         for _ in stream:
@@ -157,7 +167,9 @@ def test_openai_client_collects_calls(system: System, says: Any) -> None:
         pytest.param({"tools": [STRICT], "tool_choice": "none"}, None, False, id="none"),
     ],
 )
-def test_worker_gets_the_grammar_of_calls(system: System, fields: dict[str, Any], names: set[str] | None, forced: bool) -> None:
+def test_worker_receives_a_grammar_when_calls_are_strict_or_forced(
+    system: System, fields: dict[str, Any], names: set[str] | None, forced: bool
+) -> None:
     assert system.chat(**fields).status_code == 200
     grammar = system.worker.submits[-1].sampling.grammar
     assert bool(grammar.structural_tag) is (names is not None)
@@ -167,28 +179,28 @@ def test_worker_gets_the_grammar_of_calls(system: System, fields: dict[str, Any]
         assert ("triggered_tags" in text) is not forced and "</think>" in text
 
 
-def test_parallel_tool_calls_false_allows_one_call(system: System, says: Any) -> None:
-    says(TWO)
-    found, reason = whole(system.chat(parallel_tool_calls=False, **TOOLS).json())
+def test_parallel_tool_calls_false_allows_one_call(system: System, set_output: Any) -> None:
+    set_output(TWO_CALLS)
+    found, reason = document_message(system.chat(parallel_tool_calls=False, **TOOLS).json())
     assert found["calls"] == [["weather", '{"city": "Bonn"}']] and reason == "tool_calls"
 
 
-def test_dropped_calls_are_counted(system: System, says: Any) -> None:
+def test_metric_counts_dropped_calls(system: System, set_output: Any) -> None:
     def dropped() -> float:
         return system.metric("rootstock_gateway_tool_calls_dropped_total")
 
-    says(TWO.replace("weather", "wether"))
+    set_output(TWO_CALLS.replace("weather", "wether"))
     before = dropped()
-    message, _ = whole(system.chat(**TOOLS).json())
-    assert message["calls"] == [["clock", "{}"]], "an unknown name loses only itself"
+    message, _ = document_message(system.chat(**TOOLS).json())
+    assert message["calls"] == [["clock", "{}"]], "only the call of the unknown tool is dropped"
     assert dropped() == before + 1
 
 
-def test_forced_calls_use_the_fallback_format(shared: System) -> None:
+def test_forced_calls_use_the_fallback_format_when_the_model_has_no_tool_format(shared: System) -> None:
     shared.worker.answer = lambda submit: CALL
     try:
-        found, _ = whole(shared.chat(tool_choice="required", **TOOLS).json())
-        plain, _ = whole(shared.chat(**TOOLS).json())
+        found, _ = document_message(shared.chat(tool_choice="required", **TOOLS).json())
+        plain, _ = document_message(shared.chat(**TOOLS).json())
     finally:
         shared.worker.answer = lambda submit: "Hello, world!"
     assert found["calls"] == [["weather", '{"city": "Bonn"}']]
@@ -207,13 +219,13 @@ def test_constraint_starts_after_the_reasoning(system: System, field: dict[str, 
     assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(field))
 
 
-def test_reasoning_stays_in_the_text_when_not_separated(system: System, says: Any) -> None:
-    says("<think>Hm.</think>Hello.")
-    found, _ = whole(system.chat(separate_reasoning=False).json())
+def test_content_includes_reasoning_when_not_separated(system: System, set_output: Any) -> None:
+    set_output("<think>Hm.</think>Hello.")
+    found, _ = document_message(system.chat(separate_reasoning=False).json())
     assert found["content"] == "<think>Hm.</think>Hello." and not found["reasoning_content"]
 
 
-def test_parser_gets_marks_when_special_tokens_are_skipped(system: System) -> None:
+def test_detokenizer_keeps_the_marks_of_calls_when_the_request_has_tools(system: System) -> None:
     for skips in (True, False):
         system.chat(skip_special_tokens=skips, **TOOLS)
         opened = [opened for batch in system.detokenizers[0].servicer.batches for opened in batch.opens][-1]
@@ -227,18 +239,21 @@ def test_parser_gets_marks_when_special_tokens_are_skipped(system: System) -> No
 
 
 def test_reasoning_tokens_are_counted() -> None:
-    """The count uses the ids of the marks, which are single letters here, and includes an end of sequence within reasoning."""
+    """The gateway counts the tokens between the ids of the reasoning marks, which are "(" and ")" here.
+
+    The end-of-sequence token counts if it ends the reasoning.
+    """
     with System(formats=("", "think"), reasoning_marks=(ord("("), ord(")"))) as system:
         for text, tokens in (
-            ("(Hm.)Hello.", 5),
-            ("Hello (you).", 0),
-            ("(Hm", 4),
-        ):  # the last output ends with the end of sequence
+            ("(Hm.)Hello.", 5),  # the marks count
+            ("Hello (you).", 0),  # reasoning is only at the beginning
+            ("(Hm", 4),  # "(", "H", "m" and the end-of-sequence token
+        ):
             system.worker.answer = lambda submit, text=text: text  # type: ignore[misc]
             usage = system.chat().json()["usage"]
             assert usage["completion_tokens_details"] == {"reasoning_tokens": tokens}
         chunks = events(system.chat(stream=True, stream_options={"include_usage": True}, n=2).text)
-        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}
+        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}, "4 of each of the 2 choices"
 
 
 def test_numbers_of_tools_and_name_lengths_are_limited(system: System) -> None:
@@ -250,13 +265,13 @@ def test_numbers_of_tools_and_name_lengths_are_limited(system: System) -> None:
         assert system.chat(tools=[{"type": "function", "function": {"name": "f" * size}}]).status_code == status
 
 
-def test_calls_have_a_limit(system: System, says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_above_max_calls_are_dropped(system: System, set_output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_CALLS", 1)
-    says(TWO)
-    assert len(whole(system.chat(**TOOLS).json())[0]["calls"]) == 1
+    set_output(TWO_CALLS)
+    assert len(document_message(system.chat(**TOOLS).json())[0]["calls"]) == 1
 
 
-def test_tools_reach_the_template(system: System) -> None:
+def test_tokenizer_receives_the_tools(system: System) -> None:
     body = chat_body(messages=[{"role": "user", "content": "Hi"}])
     system.post("/v1/chat/completions", {**body, "model": MODEL, "tools": [CLOCK]})
     assert orjson.loads(system.tokenizer.calls[-1].tools_json) == [CLOCK]

@@ -1,4 +1,4 @@
-"""Tests of prompts beyond the context on workers that truncate: every endpoint keeps the first tokens."""
+"""Tests of prompts longer than the context on workers with auto_truncates: the gateway sends the first tokens."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, FakeWorker, ids_of,
 from tests.services.gateway.system import RawClient, System, wait_until
 
 LONG = "".join(chr(97 + i % 26) for i in range(CONTEXT_LEN + 100))
-MOST = CONTEXT_LEN - 1
+MAX_PROMPT = CONTEXT_LEN - 1  # longest prompt of a request with a completion, which needs one token
+# By path and, if a path has two, the form of the prompt: the body, and the tokens of it that are sent
 BODIES: dict[str, tuple[dict[str, Any], int]] = {
-    "/v1/chat/completions": ({"model": MODEL, "messages": [{"role": "user", "content": LONG}]}, MOST),
-    "/v1/completions": ({"model": MODEL, "prompt": LONG}, MOST),
-    "/v1/completions of ids": ({"model": MODEL, "prompt": [ids_of(LONG)]}, MOST),
+    "/v1/chat/completions": ({"model": MODEL, "messages": [{"role": "user", "content": LONG}]}, MAX_PROMPT),
+    "/v1/completions": ({"model": MODEL, "prompt": LONG}, MAX_PROMPT),
+    "/v1/completions of ids": ({"model": MODEL, "prompt": [ids_of(LONG)]}, MAX_PROMPT),
     "/v1/embeddings": ({"model": MODEL, "input": LONG}, CONTEXT_LEN),
-    "/generate": ({"text": LONG}, MOST),
-    "/generate of ids": ({"input_ids": ids_of(LONG)}, MOST),
+    "/generate": ({"text": LONG}, MAX_PROMPT),
+    "/generate of ids": ({"input_ids": ids_of(LONG)}, MAX_PROMPT),
     "/encode": ({"text": LONG}, CONTEXT_LEN),
 }
 
 
-def cut_all(workers: list[FakeWorker]) -> None:
+def set_auto_truncates(workers: list[FakeWorker]) -> None:
     for worker in workers:
         worker.info.auto_truncates = True
 
 
 @pytest.fixture(scope="module")
-def cutting() -> Iterator[System]:
-    with System(workers=2, configure=cut_all) as system:
+def truncating() -> Iterator[System]:
+    with System(workers=2, configure=set_auto_truncates) as system:
         yield system
 
 
@@ -41,58 +42,58 @@ def last_submit(system: System) -> Any:
     return max((submit for host in system.workers for submit in host.servicer.submits), key=lambda submit: submit.handle)
 
 
-def test_every_endpoint_keeps_the_first_tokens(cutting: System) -> None:
-    before = cutting.metric("rootstock_gateway_truncated_prompts_total")
-    for name, (body, most) in BODIES.items():
-        answer = cutting.post(name.split()[0], body)
+def test_every_endpoint_sends_the_first_tokens(truncating: System) -> None:
+    before = truncating.metric("rootstock_gateway_truncated_prompts_total")
+    for name, (body, max_prompt) in BODIES.items():
+        answer = truncating.post(name.split()[0], body)
         assert answer.status_code == 200, f"{name}: {answer.text}"
-        submit = last_submit(cutting)
+        submit = last_submit(truncating)
         sent = list(submit.prompt_ids)
-        whole = ids_of(f"<user>{LONG}") if "chat" in name else ids_of(LONG)
-        assert sent == whole[:most], name
+        all_ids = ids_of(f"<user>{LONG}") if "chat" in name else ids_of(LONG)
+        assert sent == all_ids[:max_prompt], name
         assert submit.sampling.max_new_tokens == 1
         content = answer.json()
         usage = content["meta_info"] if "meta_info" in content else content["usage"]
-        assert usage["prompt_tokens"] == most
-    assert cutting.metric("rootstock_gateway_truncated_prompts_total") == before + len(BODIES)
+        assert usage["prompt_tokens"] == max_prompt
+    assert truncating.metric("rootstock_gateway_truncated_prompts_total") == before + len(BODIES)
 
 
-def test_fitting_prompt_is_unchanged(cutting: System) -> None:
-    assert cutting.complete(prompt="x" * MOST).status_code == 200
-    assert len(last_submit(cutting).prompt_ids) == MOST
-    assert cutting.complete(prompt="").json()["error"]["param"] == "prompt"
+def test_fitting_prompt_is_unchanged(truncating: System) -> None:
+    assert truncating.complete(prompt="x" * MAX_PROMPT).status_code == 200
+    assert len(last_submit(truncating).prompt_ids) == MAX_PROMPT
+    assert truncating.complete(prompt="").json()["error"]["param"] == "prompt"
 
 
-def test_echo_and_logprobs_cover_the_truncated_prompt(cutting: System) -> None:
-    answer = cutting.complete(prompt=[LONG, "short"], echo=True, logprobs=1, max_tokens=5).json()
-    cut, short = answer["choices"]
-    assert cut["text"] == LONG[:MOST] + "H" and short["text"] == "shortHello"
-    values = cut["logprobs"]["token_logprobs"]
-    assert len(values) == MOST + 1 and values[1:MOST] == [logprob_of(ord(char)) for char in LONG[1:MOST]]
-    assert cutting.complete(prompt=LONG, return_token_ids=True).json()["prompt_token_ids"] == ids_of(LONG)[:MOST]
+def test_echo_and_logprobs_cover_the_truncated_prompt(truncating: System) -> None:
+    answer = truncating.complete(prompt=[LONG, "short"], echo=True, logprobs=1, max_tokens=5).json()
+    truncated, short = answer["choices"]
+    assert truncated["text"] == LONG[:MAX_PROMPT] + "H" and short["text"] == "shortHello"
+    values = truncated["logprobs"]["token_logprobs"]
+    assert len(values) == MAX_PROMPT + 1 and values[1:MAX_PROMPT] == [logprob_of(ord(char)) for char in LONG[1:MAX_PROMPT]]
+    assert truncating.complete(prompt=LONG, return_token_ids=True).json()["prompt_token_ids"] == ids_of(LONG)[:MAX_PROMPT]
 
 
-def test_logprob_start_counts_in_the_truncated_prompt(cutting: System) -> None:
+def test_logprob_start_len_is_limited_by_the_truncated_prompt(truncating: System) -> None:
     body = {"text": LONG, "return_logprob": True}
-    answer = cutting.post("/generate", {**body, "logprob_start_len": MOST - 1})
-    assert [entry[1] for entry in answer.json()["meta_info"]["input_token_logprobs"]] == [ord(LONG[MOST - 1])]
-    refused = cutting.post("/generate", {**body, "logprob_start_len": MOST})
+    answer = truncating.post("/generate", {**body, "logprob_start_len": MAX_PROMPT - 1})
+    assert [entry[1] for entry in answer.json()["meta_info"]["input_token_logprobs"]] == [ord(LONG[MAX_PROMPT - 1])]
+    refused = truncating.post("/generate", {**body, "logprob_start_len": MAX_PROMPT})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_start_len")
 
 
-def test_ids_beyond_the_cut_are_checked(cutting: System) -> None:
-    refused = cutting.complete(prompt=[*ids_of(LONG), -1])
+def test_invalid_id_after_the_truncated_prompt_is_refused(truncating: System) -> None:
+    refused = truncating.complete(prompt=[*ids_of(LONG), -1])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_session_turn_is_not_truncated(cutting: System) -> None:
+def test_session_turn_is_not_truncated(truncating: System) -> None:
     for path, body in (("/generate", {"text": LONG}), ("/v1/completions", {"model": MODEL, "prompt": LONG})):
-        refused = cutting.post(path, {**body, "session_params": {"id": "s"}})
+        refused = truncating.post(path, {**body, "session_params": {"id": "s"}})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_second_worker_gets_the_same_truncated_prompt() -> None:
-    with System(workers=2, configure=cut_all) as system:
+def test_second_worker_receives_the_same_truncated_prompt() -> None:
+    with System(workers=2, configure=set_auto_truncates) as system:
         system.allow(0)
         with_ids = {"input_ids": ids_of(LONG), "stream": True}
         client = RawClient(system, "/generate", {"model": MODEL, **with_ids})
@@ -103,14 +104,14 @@ def test_second_worker_gets_the_same_truncated_prompt() -> None:
         system.allow(None)
         client.read_to_end_of_stream()
         sent = [list(host.servicer.submits[0].prompt_ids) for host in system.workers]
-        assert sent[0] == sent[1] == ids_of(LONG)[:MOST]
+        assert sent[0] == sent[1] == ids_of(LONG)[:MAX_PROMPT]
 
 
 def test_prompt_is_refused_unless_all_workers_truncate() -> None:
-    def cut_one(workers: list[FakeWorker]) -> None:
+    def first_truncates(workers: list[FakeWorker]) -> None:
         workers[0].info.auto_truncates = True
 
-    with System(workers=2, configure=cut_one) as system:
+    with System(workers=2, configure=first_truncates) as system:
         for name, (body, _) in BODIES.items():
             refused = system.post(name.split()[0], body)
             error = refused.json()["error"]
@@ -118,16 +119,16 @@ def test_prompt_is_refused_unless_all_workers_truncate() -> None:
             assert "maximum context length is " in error["message"]
 
 
-class TestRoom:
+class TestContextBudget:
     MODEL = ModelInfo("m", 3 * BLOCK_TOKENS, 1000, auto_truncates=True)
 
-    def test_truncated_prompt_keeps_the_block_hashes_of_the_beginning(self) -> None:
+    def test_truncated_prompt_has_the_block_hashes_of_its_tokens(self) -> None:
         ids = list(range(300))
         prompt = PromptInput(ids, "text", block_hashes(b"\0" * HASH_BYTES, ids))
-        for budget, left in ((for_an_answer(self.MODEL), 3 * BLOCK_TOKENS - 1), (for_a_vector(self.MODEL), 3 * BLOCK_TOKENS)):
-            cut = budget.fit(prompt, "prompt")
-            assert (list(cut.ids), cut.text, cut.num_cut) == (ids[:left], None, 300 - left)
-            assert cut.block_hashes == block_hashes(b"\0" * HASH_BYTES, ids[:left])
+        for budget, length in ((for_an_answer(self.MODEL), 3 * BLOCK_TOKENS - 1), (for_a_vector(self.MODEL), 3 * BLOCK_TOKENS)):
+            truncated = budget.fit(prompt, "prompt")
+            assert (list(truncated.ids), truncated.text, truncated.num_cut) == (ids[:length], None, 300 - length)
+            assert truncated.block_hashes == block_hashes(b"\0" * HASH_BYTES, ids[:length])
 
     def test_fitting_prompt_is_returned_unchanged(self) -> None:
         prompt = PromptInput([1] * (3 * BLOCK_TOKENS - 1), "text")

@@ -407,7 +407,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_replica_closes_after_the_last_call_when_the_endpoint_is_gone(self) -> None:
+    def test_removed_replica_closes_after_its_last_call(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = Tokenizer(), Tokenizer()
@@ -425,8 +425,8 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_call_waits_for_another_tokenizer_when_a_silent_one_is_gone(self) -> None:
-        """The channel of the gone tokenizer is closed after its last call."""
+    def test_call_moves_to_a_new_tokenizer_when_its_silent_tokenizer_is_removed(self) -> None:
+        """The channel of the removed tokenizer is closed after its last call."""
 
         async def test() -> None:
             async with replicas() as servers:

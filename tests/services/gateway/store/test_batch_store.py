@@ -1,4 +1,4 @@
-"""Files and batches in a real Redis with files on disk: results, quotas and restarts."""
+"""Tests of stored files and batches in a real Redis with persistent files: results of lines, quotas and restarts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT, Fi
 from tests.services.redis_server import EITHER_SERVER, RedisServer
 
 ALICE = owner_of("alice")
-NOW, LATER = 1_900_000_000, 1_900_086_400
+NOW, LATER = 1_900_000_000, 1_900_086_400  # Unix seconds; LATER is a day after NOW
 ORDER = BatchOrder("batch_a", ALICE, "alice", "/v1/completions", "file-in", "24h", NOW, LATER, 3600, "file-out", "file-err")
 
 
@@ -39,15 +39,19 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def with_stores(
-    server: RedisServer, use: Callable[[Stores], Awaitable[None]], most: int = 100, most_bytes: int = 1 << 20
+    server: RedisServer, use: Callable[[Stores], Awaitable[None]], max_files: int = 100, max_bytes: int = 1 << 20
 ) -> None:
+    """Runs a test with stores on an empty Redis. `max_files` also limits the batches of an owner."""
+
     async def run() -> None:
         server.client.flushall()
         redis = StateRedis(server.url, 5)
         leases = Leases(redis, 60)
         try:
             await use(
-                Stores(FileStore(redis, most, most_bytes), BatchStore(redis, leases, 3600, most, most_bytes), leases, redis)
+                Stores(
+                    FileStore(redis, max_files, max_bytes), BatchStore(redis, leases, 3600, max_files, max_bytes), leases, redis
+                )
             )
         finally:
             await redis.close()
@@ -65,13 +69,13 @@ async def upload(stores: Stores, file_id: str, *chunks: bytes) -> bool:
 
 
 async def begin(stores: Stores, total: int = 3) -> Lease:
-    """Begins the batch and takes its lease. The batch is in progress."""
+    """Stores ORDER, takes the lease of its batch, and changes the status of the batch to in_progress."""
     assert await stores.batches.begin(ORDER)
     lease = await stores.leases.take(batch_lease(ALICE, ORDER.id))
     assert lease is not None
-    known = {"total": total, "last": total, "model": "demo"}
+    progress = {"total": total, "last": total, "model": "demo"}
     for _ in range(2):  # a call is repeated after a lost reply
-        assert await stores.batches.advance(lease, ORDER, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, **known)
+        assert await stores.batches.advance(lease, ORDER, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, **progress)
     return lease
 
 
@@ -79,9 +83,10 @@ async def read(stores: Stores, file: StoredFile) -> bytes:
     return b"".join([piece async for piece in stores.files.content(ALICE, file)])
 
 
-def results_of(lease_id: str, *numbers: int) -> list[LineResult]:
+def results_by(gateway: str, *numbers: int) -> list[LineResult]:
+    """Returns a result of 2 input tokens for each line number. The content names the line and the gateway."""
     return [
-        LineResult(number, OUTPUT, b"%d of %s\n" % (number, lease_id.encode()), usage={"input_tokens": 2}) for number in numbers
+        LineResult(number, OUTPUT, b"%d by %s\n" % (number, gateway.encode()), usage={"input_tokens": 2}) for number in numbers
     ]
 
 
@@ -90,45 +95,53 @@ def test_record_stores_only_the_first_result_of_a_line(server: RedisServer) -> N
     async def use(stores: Stores) -> None:
         lease = await begin(stores)
         batches = stores.batches
-        assert not await batches.record(lease, ORDER, results_of("one", 2))
+        assert not await batches.record(lease, ORDER, results_by("one", 2))
         server.client.delete(lease.key)
         with pytest.raises(LeaseLost):
-            await batches.record(lease, ORDER, results_of("late", 1))
+            await batches.record(lease, ORDER, results_by("one", 1))
         other = await stores.leases.take(batch_lease(ALICE, ORDER.id))
         assert other is not None and await batches.done(ORDER) == {2}
         failed = LineResult(1, ERRORS, b"1 failed\n", forced=True)
-        assert not await batches.record(other, ORDER, [failed, *results_of("two", 1, 2, 3)])
+        assert not await batches.record(other, ORDER, [failed, *results_by("two", 1, 2, 3)])
         found = await batches.get(ALICE, ORDER.id)
         assert found is not None and (found.total, found.completed, found.failed, found.usage["input_tokens"]) == (3, 2, 1, 4)
         parts = {OUTPUT: (ORDER.output_id, found.output_bytes), ERRORS: (ORDER.error_id, found.error_bytes)}
-        made = [StoredFile(*parts[part], NOW, LATER, part, "batch_output", 0, ORDER.id, part, 3) for part in parts]
-        for done in (True, False):
-            assert await batches.finish(other, found, BatchStatus.COMPLETED, made, LATER) is done
-        assert await read(stores, made[0]) == b"2 of one\n3 of two\n" and await read(stores, made[1]) == b"1 failed\n"
-        assert await stores.files.get(ALICE, ORDER.output_id) == made[0] and not await batches.is_read(ALICE, "file-in")
+        result_files = [
+            StoredFile(*parts[part], NOW, LATER, name=part, purpose="batch_output", batch=ORDER.id, part=part, lines=3)
+            for part in parts
+        ]
+        for ends in (True, False):  # the second call finds that the batch has ended
+            assert await batches.finish(other, found, BatchStatus.COMPLETED, result_files, LATER) is ends
+        assert (
+            await read(stores, result_files[0]) == b"2 by one\n3 by two\n"
+            and await read(stores, result_files[1]) == b"1 failed\n"
+        )
+        assert await stores.files.get(ALICE, ORDER.output_id) == result_files[0] and not await batches.is_read(ALICE, "file-in")
         with pytest.raises(LeaseLost):
-            await batches.record(other, ORDER, results_of("after its end", 3))
-        assert await stores.files.delete(ALICE, made[0]) and server.client.hget(f"state:filebytes:{ALICE}", "!") == b"9"
+            await batches.record(other, ORDER, results_by("two", 3))
+        assert await stores.files.delete(ALICE, result_files[0])
+        # The field "!" counts the bytes of all files of the owner. The 9 bytes of "1 failed\n" are left.
+        assert server.client.hget(f"state:filebytes:{ALICE}", "!") == b"9"
 
     with_stores(server, use)
 
 
 @pytest.mark.by_day(one_in=2)
-def test_record_returns_results_beyond_the_quota(server: RedisServer) -> None:
+def test_record_returns_results_above_the_quota(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         assert await upload(stores, "file-in", b"x" * 90)
         lease = await begin(stores)
         large = LineResult(1, OUTPUT, b"x" * 11)
-        assert await stores.batches.record(lease, ORDER, [large, *results_of("a", 2)]) == [large]
-        assert not await stores.batches.record(lease, ORDER, [LineResult(1, ERRORS, b"no room for it\n", forced=True)])
+        assert await stores.batches.record(lease, ORDER, [large, *results_by("a", 2)]) == [large]
+        assert not await stores.batches.record(lease, ORDER, [LineResult(1, ERRORS, b"the quota is full\n", forced=True)])
         assert await stores.batches.done(ORDER) == {1, 2} and not await stores.files.add(ALICE, "file-b", 0, b"x")
         assert await stores.files.delete(ALICE, file_of("file-in", b"x")) and await stores.files.add(ALICE, "file-b", 0, b"x")
 
-    with_stores(server, use, most_bytes=100)
+    with_stores(server, use, max_bytes=100)
 
 
 @pytest.mark.by_day(one_in=2)
-def test_file_store_shows_a_file_after_the_seal(server: RedisServer) -> None:
+def test_file_store_returns_a_file_only_after_seal(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         files, whole = stores.files, file_of("file-a", b"one", b"two")
         assert await files.add(ALICE, "file-a", 0, b"one") and await files.get(ALICE, "file-a") is None
@@ -137,7 +150,7 @@ def test_file_store_shows_a_file_after_the_seal(server: RedisServer) -> None:
             assert await files.add(ALICE, "file-a", 1, b"two")
         assert await files.seal(ALICE, whole) and await files.seal(ALICE, whole)
         assert await read(stores, whole) == b"onetwo" and server.client.hget(f"state:filebytes:{ALICE}", "!") == b"6"
-        assert not await upload(stores, "file-b", b"x"), "there are too many"
+        assert not await upload(stores, "file-b", b"x"), "max_files is 1"
         await files.discard(ALICE, "file-b", 1)
         server.client.delete(f"state:chunk:{ALICE}:file-a:1")
         with pytest.raises(FileGone):
@@ -146,15 +159,15 @@ def test_file_store_shows_a_file_after_the_seal(server: RedisServer) -> None:
         assert await files.delete(ALICE, whole) and not await files.delete(ALICE, whole)
         assert [key for key in server.client.keys("*") if b"chunk" in key or b"file:" in key] == []
 
-    with_stores(server, use, most=1)
+    with_stores(server, use, max_files=1)
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_batch_store_has_acknowledged_writes_after_a_kill(server: RedisServer) -> None:
+def test_stores_have_acknowledged_writes_after_a_kill_of_redis(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         assert await upload(stores, "file-in", b"one", b"two")
         lease = await begin(stores)
-        await stores.batches.record(lease, ORDER, results_of("one", 1, 3))
+        await stores.batches.record(lease, ORDER, results_by("one", 1, 3))
         await asyncio.to_thread(server.wait_until_written)
         server.kill()
         await asyncio.to_thread(server.start)

@@ -1,4 +1,4 @@
-"""Leases in a real Redis: one holder at a time, which writes only while it has the lease."""
+"""Tests of leases in a real Redis: one gateway at a time has a lease, and only this gateway can write with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def server() -> Iterator[RedisServer]:
 
 
 def with_leases(server: RedisServer, use: Callable[[Leases, Leases], Awaitable[None]]) -> None:
-    """Runs a test with the leases of two gateways."""
+    """Runs a test with the Leases of two gateways on one Redis."""
 
     async def run() -> None:
         server.client.flushall()
@@ -35,48 +35,48 @@ def with_leases(server: RedisServer, use: Callable[[Leases, Leases], Awaitable[N
     asyncio.run(run())
 
 
-def run_out(server: RedisServer, lease: Lease) -> None:
-    """Makes a lease expire."""
+def expire(server: RedisServer, lease: Lease) -> None:
+    """Deletes the key of a lease, as Redis does when the lease expires."""
     server.client.delete(lease.key)
 
 
-def test_lease_has_one_holder_until_give_back(server: RedisServer) -> None:
-    async def use(ours: Leases, theirs: Leases) -> None:
-        lease = await ours.take("work")
-        assert lease is not None and await theirs.take("work") is None and await theirs.take("other") is not None
-        assert await ours.keep(lease) and await ours.write(lease, WRITE, ["written"], "a") == 1
+def test_other_gateway_takes_a_lease_only_after_give_back(server: RedisServer) -> None:
+    async def use(first: Leases, second: Leases) -> None:
+        lease = await first.take("work")
+        assert lease is not None and await second.take("work") is None and await second.take("other") is not None
+        assert await first.keep(lease) and await first.write(lease, WRITE, ["written"], "a") == 1
         assert 0 < server.client.pttl(lease.key) <= 60_000
-        await ours.give_back(lease)
-        assert await theirs.take("work") is not None
+        await first.give_back(lease)
+        assert await second.take("work") is not None
 
     with_leases(server, use)
 
 
 def test_write_raises_when_the_lease_is_lost(server: RedisServer) -> None:
-    async def use(ours: Leases, theirs: Leases) -> None:
-        lease = await ours.take("work")
+    async def use(first: Leases, second: Leases) -> None:
+        lease = await first.take("work")
         assert lease is not None
-        run_out(server, lease)
+        expire(server, lease)
         with pytest.raises(LeaseLost):
-            await ours.write(lease, WRITE, ["written"], "late")
-        other = await theirs.take("work")
-        assert other is not None and not await ours.keep(lease)
+            await first.write(lease, WRITE, ["written"], "late")
+        other = await second.take("work")
+        assert other is not None and not await first.keep(lease)
         with pytest.raises(LeaseLost):
-            await ours.write(lease, WRITE, ["written"], "late")
-        await ours.give_back(lease)
-        assert await theirs.write(other, WRITE, ["written"], "theirs") == 1
-        assert server.client.get("written") == b"theirs"
+            await first.write(lease, WRITE, ["written"], "late")
+        await first.give_back(lease)
+        assert await second.write(other, WRITE, ["written"], "second") == 1
+        assert server.client.get("written") == b"second"
 
     with_leases(server, use)
 
 
-def test_keep_renews_an_expired_lease_without_a_new_holder(server: RedisServer) -> None:
-    """This happens if the store was unreachable for longer than a lease lasts."""
+def test_keep_renews_an_expired_lease_when_no_other_gateway_took_it(server: RedisServer) -> None:
+    """A lease expires if the gateway cannot reach the store for longer than the lease lasts."""
 
-    async def use(ours: Leases, theirs: Leases) -> None:
-        lease = await ours.take("work")
+    async def use(first: Leases, second: Leases) -> None:
+        lease = await first.take("work")
         assert lease is not None
-        run_out(server, lease)
-        assert await ours.keep(lease) and await theirs.take("work") is None
+        expire(server, lease)
+        assert await first.keep(lease) and await second.take("work") is None
 
     with_leases(server, use)

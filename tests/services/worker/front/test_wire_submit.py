@@ -319,17 +319,17 @@ class TestSubmit:
             self.made(change)
 
 
-class TestOutputFromElsewhere:
+class TestResumedOutput:
     @staticmethod
     def submit(output: list[int], prompt: list[int] = PROMPT, model: ModelLimits = MODEL, **more: Any) -> Submit:
         message = worker_pb2.Submit(handle=1, prompt_ids=prompt, output_ids=output, **more)
         return submit_from_pb(message, 1, model, 77)
 
-    def test_output_ids_arrive(self) -> None:
+    def test_submit_has_the_output_ids_of_the_message(self) -> None:
         assert self.submit([7, 8, 999]).output_ids == (7, 8, 999)
         assert self.submit([]).output_ids == ()
 
-    def test_output_ids_fill_the_context_at_most(self) -> None:
+    def test_output_ids_beyond_the_context_are_refused(self) -> None:
         whole = self.submit([5] * (CONTEXT - len(PROMPT)))
         assert len(whole.output_ids) == whole.params.max_new_tokens
         with pytest.raises(InvalidRequest, match=r"^output_ids: .* 100 tokens"):

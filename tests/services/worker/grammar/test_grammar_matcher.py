@@ -171,7 +171,7 @@ def raises(*_: object) -> None:
     raise RuntimeError("out of the library")
 
 
-def test_trial_counts_cpu_time_of_jumps() -> None:
+def test_trial_refuses_a_grammar_with_an_expensive_search_for_jumps() -> None:
     limits = GrammarLimits(step_ms=0.1, burst_ms=5)
     cheap = regex("a*")
     endless = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "a" root'))  # the search reads 256 bytes after each token

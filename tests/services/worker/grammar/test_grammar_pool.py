@@ -92,7 +92,7 @@ def test_book_reports_ready_grammar_by_message(shared: tuple[CompiledBook, News]
     assert first is not None and second is not None and first is not second
     (one,) = model.tokenizer().encode_batch(["1"], False)
     assert first.accept(one[0])
-    assert not second.accept(model.EOS[0]), "each request has its own place in the grammar"
+    assert not second.accept(model.EOS[0]), "each request has its own state of the grammar"
 
 
 def test_nested_lookaheads_compile(shared: tuple[CompiledBook, News]) -> None:
@@ -100,7 +100,7 @@ def test_nested_lookaheads_compile(shared: tuple[CompiledBook, News]) -> None:
     assert serves(*shared, f"^{'(?=' * depth}a+{')' * depth}[ab]*$")
 
 
-def test_refusal_for_memory_names_no_tag_when_gateway_made_tag() -> None:
+def test_refusal_for_memory_does_not_name_a_tag_that_the_gateway_made() -> None:
     schema = {"type": "string", "pattern": "(?=[ab]*c)" * 40 + "[abc]{1,900}"}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     spec = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps(tag), (GrammarPart("#/format"),))
