@@ -78,7 +78,7 @@ ELSEWHERE = {
     "MAX_BATCH_RESULT_BYTES": (GATEWAY + "batches/test_line_results.py", "MAX_BATCH_RESULT_BYTES + 1"),
     "MAX_WORD_CHARS": (
         "tests/services/tokenizer/test_encoding_pieces.py",
-        "test_piece_encoder_refuses_uncuttable_text_above_the_limit",
+        "test_piece_encoder_refuses_an_uncuttable_text_above_max_word_chars",
     ),
     "MAX_CALL_DEPTH": (GATEWAY + "output/test_odd_outputs.py", "MAX_CALL_DEPTH"),
     "MAX_HELD_CALL_CHARS": (GATEWAY + "output/test_odd_outputs.py", "MAX_HELD_CALL_CHARS"),
