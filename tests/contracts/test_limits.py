@@ -33,12 +33,15 @@ ELSEWHERE = {
     "MAX_SECRETS_OF_A_KEY": (KEYS, "MAX_SECRETS_OF_A_KEY"),
     "MAX_MODELS_OF_A_KEY": (KEYS, "MAX_MODELS_OF_A_KEY"),
     "MAX_MODEL_NAME_CHARS": (KEYS, "MAX_MODEL_NAME_CHARS"),
-    "SMALL_BODY_BYTES": (BODIES, "test_body_budget_lets_small_bodies_pass_a_waiting_large_one"),
-    "SMALL_BODY_POOL_BYTES": (BODIES, "test_body_budget_lets_small_bodies_pass_a_waiting_large_one"),
+    "SMALL_BODY_BYTES": (BODIES, "test_body_budget_admits_small_bodies_while_a_large_body_waits"),
+    "SMALL_BODY_POOL_BYTES": (BODIES, "test_body_budget_admits_small_bodies_while_a_large_body_waits"),
     "MAX_JSON_DEPTH": (GATEWAY + "api/test_bad_input.py", "MAX_JSON_DEPTH"),
     **dict.fromkeys(("MAX_JSON_VALUES", "JSON_VALUE_BYTES"), (BODIES, "MAX_JSON_VALUES")),
     "BODY_STEP_BYTES": (BODIES, "test_body_budget_grows_in_steps_when_the_size_is_unknown"),
-    "MAX_WAITING_BODIES": (GATEWAY + "http/test_body_pool.py", "test_budget_does_not_wait_for_waiting_bodies"),
+    "MAX_WAITING_BODIES": (
+        GATEWAY + "http/test_body_pool.py",
+        "test_budget_refuses_a_body_when_all_other_bytes_belong_to_waiting_bodies",
+    ),
     **dict.fromkeys(
         ("MAX_ENCODING_BYTES", "MAX_ENCODING_WAIT_S"), (LONG, "test_long_request_is_refused_when_the_budget_stays_full")
     ),

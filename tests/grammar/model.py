@@ -16,8 +16,10 @@ from rootstock_llm.services.worker.grammar.match.matcher import ForcedText, Matc
 from rootstock_llm.services.worker.text.step_meter import StepMeter
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-EOS = (0, 2)
+EOS = (0, 2)  # end-of-sequence ids of the demo model
+# Tokens that end strings, objects, arrays and numbers of JSON
 CLOSERS = frozenset({b'"', b"}", b"]", b"0", b'"}', b'"]', b"]}", b"}}"})
+# Tokens that write() prefers at first, because they begin escapes, numbers and nested values
 TEMPTING = frozenset({b"\\", b"u", b'"', b"0", b"6", b"1", b":", b",", b"a", b"b", b"{", b"[", b"\n", b" "})
 
 
@@ -40,15 +42,15 @@ def compiled(spec: GrammarSpec) -> Compiled:
     return compiler().compile(prepare(spec))
 
 
-def unheard() -> bool:
-    """Handles an overrun of a meter: it is not tolerated."""
+def does_not_tolerate_overrun() -> bool:
+    """Handles an overrun of a meter. Returns False: the overrun becomes a fault of the matcher."""
     return False
 
 
 def matcher(grammar: Compiled, jump: bool = False) -> XgrammarMatcher:
     """Returns a matcher without limits of CPU time."""
     forced = ForcedText(tokenizer()) if jump else None
-    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary(), forced), StepMeter(1e6, 1e6), unheard)
+    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary(), forced), StepMeter(1e6, 1e6), does_not_tolerate_overrun)
 
 
 def accepts(grammar: Compiled, text: str) -> bool:
@@ -63,35 +65,35 @@ def may_end(walker: XgrammarMatcher) -> bool:
 
 
 def write(
-    grammar: Compiled, chooser: random.Random, loose: int = 40, most: int = 3000, closers: frozenset[bytes] = CLOSERS
+    grammar: Compiled, chooser: random.Random, free_tokens: int = 40, max_tokens: int = 3000, closers: frozenset[bytes] = CLOSERS
 ) -> str | None:
     """Writes random text that the grammar allows.
 
     Args:
-        loose: number of tokens after which tokens that close something are preferred.
-        most: largest number of tokens.
-        closers: the tokens that close something.
+        free_tokens: number of tokens after which write() prefers `closers`, and ends where the output may end.
+        max_tokens: largest number of tokens.
+        closers: tokens that end values.
 
     Returns:
-        None if the output does not end within `most` tokens.
+        None if the output does not end within `max_tokens` tokens.
     """
     walker = matcher(grammar)
     tokens = vocabulary().tokens
     written = b""
-    for count in range(most):
+    for count in range(max_tokens):
         if walker.terminated:
             return written.decode()
         allowed = allowed_ids(walker.mask(), 1280)
-        if EOS[0] in allowed and (count >= loose or chooser.random() < 0.1):
+        if EOS[0] in allowed and (count >= free_tokens or chooser.random() < 0.1):
             return written.decode()
-        token = _choose([token for token in allowed if token not in EOS], chooser, closers if count >= loose else None)
-        assert walker.accept(token), f"masked in, then refused: {tokens[token]!r} after {written!r}"
+        token = _choose([token for token in allowed if token not in EOS], chooser, closers if count >= free_tokens else None)
+        assert walker.accept(token), f"the mask allows a token that the matcher refuses: {tokens[token]!r} after {written!r}"
         written += tokens[token]
     return None
 
 
 def _choose(allowed: list[int], chooser: random.Random, closers: frozenset[bytes] | None) -> int:
-    assert allowed, "nothing may follow, and the output is not complete"
+    assert allowed, "a matcher that allows no token has a complete output"
     tokens = vocabulary().tokens
-    liked = [token for token in allowed if tokens[token] in (closers or TEMPTING)]
-    return chooser.choice(liked if liked and chooser.random() < (0.8 if closers else 0.4) else allowed)
+    preferred = [token for token in allowed if tokens[token] in (closers or TEMPTING)]
+    return chooser.choice(preferred if preferred and chooser.random() < (0.8 if closers else 0.4) else allowed)

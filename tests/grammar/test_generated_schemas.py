@@ -16,7 +16,7 @@ from tests.grammar import model
 from tests.night import NIGHTLY
 
 BLOCKS, SCHEMAS = (10, 200) if NIGHTLY else (6, 20)  # blocks, and schemas per block
-WRITES = 5 if NIGHTLY else 2
+WRITES = 5 if NIGHTLY else 2  # outputs per schema
 NAMES = ["a", "b", "name", "naïve 世界", 'quo"te', "a\\b", "", "line\nend", "x_1", "x"]
 TEXT_PATTERNS = [
     "^[a-z]+$",
@@ -133,10 +133,10 @@ def test_output_validates_against_schema(block: int) -> None:
         grammar = model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
         validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
         for _ in range(WRITES):
-            text = model.write(grammar, chooser, loose=chooser.choice([5, 30, 100]))
+            text = model.write(grammar, chooser, free_tokens=chooser.choice([5, 30, 100]))
             written += 1
             if text is not None:
                 ended += 1
                 errors = [error.message for error in validator.iter_errors(json.loads(text))]
                 assert not errors, f"{json.dumps(schema)} allowed {text}: {errors[:1]}"
-    assert ended >= 0.9 * written, f"{written - ended} of {written} came to no end"
+    assert ended >= 0.9 * written, f"{written - ended} of {written} did not end"

@@ -39,7 +39,7 @@ ZOD = json.loads((pathlib.Path(__file__).parent / "zod_schemas.json").read_text(
 ZOD_SCHEMAS = {f"{name} {form}": schema for name, forms in ZOD["schemas"].items() for form, schema in forms.items()}
 # Paths of refused keywords. Their reasons are in docs/how-to/structured-output.md.
 REFUSED_OF_ZOD = {"z.emoji() alone": "#/pattern", "z.emoji() required": "#/properties/value/pattern"}
-CLOSERS = model.CLOSERS | {b"@", b".", b"a", b":", b"/"}  # these close an address
+CLOSERS = model.CLOSERS | {b"@", b".", b"a", b":", b"/"}  # these complete an email or IP address, and a URL
 
 
 class Kind(enum.Enum):
@@ -166,7 +166,7 @@ PYDANTIC: dict[str, Any] = {
     "discriminated Cat | Dog": Annotated[Cat | Dog, Field(discriminator="kind")],
     "Json[list[int]]": pydantic.Json[list[int]],
 }
-REFUSED_OF_PYDANTIC = {
+REFUSED_OF_PYDANTIC = {  # by type: the keyword of its schema that is refused
     "Pattern": "format",
     "ZoneInfo": "format",
     "HttpUrl": "format",
@@ -192,9 +192,9 @@ def check_outputs(name: str, schema: Any) -> None:
     grammar = compiled(schema)
     validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
     chooser = random.Random(name)
-    texts = [model.write(grammar, chooser, loose=chooser.choice([0, 5, 30]), closers=CLOSERS) for _ in range(WRITES)]
+    texts = [model.write(grammar, chooser, free_tokens=chooser.choice([0, 5, 30]), closers=CLOSERS) for _ in range(WRITES)]
     for text in texts:
-        assert text is not None, "an output has come to no end"
+        assert text is not None, "the output did not end within the limit of tokens"
         errors = [error.message for error in validator.iter_errors(json.loads(text))]
         assert not errors, f"{text}: {errors[:1]}"
 

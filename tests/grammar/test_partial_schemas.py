@@ -27,7 +27,7 @@ PARTIAL: dict[str, tuple[Any, list[str], list[str]]] = {
         ['{"a": null, "b": 1}'],
         ['{"b": 1}', '{"a": 1, "b": "x"}'],
     ),
-    "oneOf that is not told apart": ({"oneOf": [INT, {"type": "number"}]}, ["1", "1.5"], ['"a"']),
+    "oneOf with overlapping members": ({"oneOf": [INT, {"type": "number"}]}, ["1", "1.5"], ['"a"']),
     "anyOf of required names": (
         {**OBJ, "properties": {"a": INT}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
         ["{}", '{"a": 1}'],
@@ -71,15 +71,15 @@ def test_schema_is_refused_when_another_part_is_partial() -> None:
 @pytest.mark.parametrize(
     ("schema", "path"),
     [({"items": {"not": {}}}, "#/properties/a/items/not"), ({"$ref": "#/$defs/x", "$defs": {"x": {"not": {}}}}, "#/$defs/x/not")],
-    ids=["within", "a definition"],
+    ids=["subschema", "definition"],
 )
-def test_refusal_names_the_part_and_the_clients_path(schema: Any, path: str) -> None:
+def test_refusal_names_the_part_and_the_path_in_the_clients_schema(schema: Any, path: str) -> None:
     with pytest.raises(GrammarRefused) as refusal:
         tag(schema, GrammarPart("#/format/content"), GrammarPart("#/format", "/properties/a"))
     assert (str(refusal.value), refusal.value.part) == (f"{path}: this keyword is not supported", 1)
 
 
-def test_partial_schema_is_built_once_when_every_level_is_at_fault() -> None:
+def test_partial_schema_is_built_once_when_every_level_has_an_unsupported_keyword() -> None:
     schema: Any = {"uniqueItems": True}
     for _ in range(25):
         schema = {"type": "array", "items": schema, "uniqueItems": True, "contains": {}, "unevaluatedItems": False}

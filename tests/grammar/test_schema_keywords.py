@@ -1,4 +1,4 @@
-"""Tests the texts that each supported keyword allows and refuses, and the refusal of each unsupported one with its pointer."""
+"""Tests the texts that each supported keyword allows and refuses, and that unsupported keywords are refused with their path."""
 
 # ruff: noqa: E501 (one case a line)
 from __future__ import annotations
@@ -131,13 +131,13 @@ def test_keyword_allows_and_refuses_texts(name: str, schema: Any, passing: list[
     grammar = model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     validator = jsonschema.Draft202012Validator(schema)
     for text in passing:
-        assert validator.is_valid(json.loads(text)), f"the test is wrong about {text}"
+        assert validator.is_valid(json.loads(text)), f"jsonschema refuses {text}"
         assert model.accepts(grammar, text), f"{text} should pass"
     for text in stopped:
         assert not model.accepts(grammar, text), f"{text} should not pass"
 
 
-# (schema, place of the refusal)
+# (schema, JSON pointer of the refused keyword)
 UNSUPPORTED: list[tuple[Any, str]] = [
     (False, "#"),
     ([], "#"),
@@ -193,7 +193,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
 
 @pytest.mark.by_day(one_in=5, seed=19)
 @pytest.mark.parametrize("schema, place", UNSUPPORTED, ids=[json.dumps(case[0])[:60] for case in UNSUPPORTED])
-def test_unsupported_keyword_is_refused_with_pointer(schema: Any, place: str) -> None:
+def test_unsupported_keyword_is_refused_with_json_pointer(schema: Any, place: str) -> None:
     with pytest.raises(GrammarRefused, match=r"^json_schema: ") as refusal:
         model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     assert str(refusal.value).split(": ")[1] == place

@@ -69,13 +69,13 @@ def test_regex_allows_and_refuses_texts(pattern: str, passing: list[str], stoppe
         ),
     ],
 )
-def test_broken_or_irregular_regex_is_refused(pattern: str) -> None:
+def test_invalid_or_unsupported_regex_is_refused(pattern: str) -> None:
     with pytest.raises(GrammarRefused, match=r"^pattern, position \d+: |^pattern: "):
         model.compiled(GrammarSpec(GrammarKind.REGEX, pattern))
 
 
 def test_octal_escape_is_refused() -> None:
-    """Some engines read it as NUL and a digit, others as BEL."""
+    """Some engines read the escape as NUL and a digit, others as BEL."""
     with pytest.raises(GrammarRefused, match="octal"):
         model.compiled(GrammarSpec(GrammarKind.REGEX, r"\07"))
 
@@ -85,7 +85,7 @@ def test_octal_escape_is_refused() -> None:
 def test_output_matches_regex(pattern: str) -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.REGEX, pattern))
     chooser = random.Random(pattern)
-    texts = [text for _ in range(20) if (text := model.write(grammar, chooser, loose=10)) is not None]
+    texts = [text for _ in range(20) if (text := model.write(grammar, chooser, free_tokens=10)) is not None]
     assert len(texts) > 10
     for text in texts:
         assert re.fullmatch(pattern, text), text
@@ -101,7 +101,7 @@ def test_ebnf_allows_and_refuses_texts() -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("source", ["", "root ::= missing"])
-def test_broken_ebnf_is_refused_with_message_of_compiler(source: str) -> None:
+def test_invalid_ebnf_is_refused_with_message_of_compiler(source: str) -> None:
     with pytest.raises(GrammarRefused) as refusal:
         model.compiled(GrammarSpec(GrammarKind.EBNF, source))
     assert str(refusal.value)

@@ -112,9 +112,9 @@ def system_off() -> Iterator[System]:
 def test_wait_in_the_queue_is_a_span(collector: Collector) -> None:
     with System(otlp_endpoint=collector.address) as system:
         system.call(system.workers[0].stop())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the break")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the disconnection")
         waiting = in_background(system, TRACED)
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         system.call(system.workers[0].start())
         waiting.join(60)
         (server,) = collector.wait_for(SERVER)

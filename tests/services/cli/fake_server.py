@@ -13,14 +13,14 @@ from aiohttp import web
 
 
 class FakeServer:
-    """Completes `max_tokens` tokens, `tokens_per_chunk` in an event, in a thread of its own. Each request takes one behaviour."""
+    """A server thread. A completion has `max_tokens` tokens, and an event has `tokens_per_chunk` of them."""
 
     def __init__(self, tokens_per_chunk: int = 1, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []  # authorization header of each request
-        self.behaviours: list[str] = []  # behaviour of each next request; "ok" for later requests
+        self.behaviours: list[str] = []  # behaviours of the next requests, in order; "ok" for later requests
         self.info: dict[str, Any] = {}  # body of /server_info
-        self.left = threading.Event()  # set when a client closes a stream early
+        self.client_closed = threading.Event()  # set when a client closes a stream early
         self.url = ""
         self._tokens_per_chunk = tokens_per_chunk
         self._port = port
@@ -87,7 +87,7 @@ class FakeServer:
                 await response.write(b": waiting\n\n")
                 await asyncio.sleep(0.02)
         except ConnectionResetError:
-            self.left.set()
+            self.client_closed.set()
             raise
 
     def _events(self, body: dict[str, Any], chat: bool) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ SPECS = [Spec(name, range_ratio=0.5, num_requests=30) for name in WORKLOADS]
 
 
 def bench(server: FakeServer, path: Path, *flags: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Exit status, results of the summary line, and the lines of the requests."""
+    """Runs the load generator. Returns its exit status, the summary line and the lines of the requests of the results file."""
     argv = [
         "bench",
         "--url",
@@ -96,7 +96,7 @@ def test_shared_prefix_workload_has_one_system_prompt_per_group() -> None:
         Spec("random", input_len=0),
         Spec("multi-turn", conversations=2, turns=2, num_requests=5),
     ],
-    ids=["ids-of-an-answer", "ratio", "no-ids", "empty-prompt", "too-few-requests"],
+    ids=["multi-turn-token-ids", "ratio-above-1", "no-ids", "empty-prompt", "too-few-requests"],
 )
 def test_workload_refuses_an_impossible_spec(spec: Spec) -> None:
     with pytest.raises(ValueError):
@@ -131,7 +131,7 @@ def outcome(ttft: float, itl: list[float], tokens: int) -> Outcome:
     return done
 
 
-def test_summary_has_the_statistics_of_known_numbers() -> None:
+def test_summary_has_the_statistics_of_known_values() -> None:
     two_tokens_a_chunk = outcome(ttft=0.1, itl=[0.2, 0.2], tokens=5)
     one_token = outcome(ttft=0.3, itl=[], tokens=1)
     failed = replace(outcome(9.0, [9.0], 9), error="timeout")
@@ -151,7 +151,7 @@ def event(**choice: Any) -> bytes:
 
 
 def test_stream_meter_measures_times_between_chunks() -> None:
-    """The role of a chat's first event, a bare finish and the usage bring no token; a token without text does."""
+    """Events with only a role, a finish reason or the usage count as no token. A token without text counts."""
     seen = Outcome(scheduled_at=10.0, sent_at=10.0)
     meter = StreamMeter(seen)
     meter.feed(event(delta={"role": "assistant", "content": ""}), 11.0)
@@ -237,7 +237,7 @@ def test_chat_turn_contains_earlier_answers(server: FakeServer, tmp_path: Path) 
     assert [b["messages"] for b in server.bodies[:2]] == [messages[:1], messages[:3]]
 
 
-def test_text_turn_begins_with_the_turn_before(server: FakeServer, tmp_path: Path) -> None:
+def test_text_turn_begins_with_the_previous_turn(server: FakeServer, tmp_path: Path) -> None:
     bench(server, tmp_path / "r.jsonl", "--workload", "multi-turn", "--conversations", "1", "--turns", "2")
     first, second = (b["prompt"] for b in server.bodies)
     assert second.startswith(first + " a0 a1 a2 a3\n")
@@ -277,9 +277,9 @@ def test_summary_block_has_the_rows_of_other_benchmarks(server: FakeServer, caps
 @pytest.mark.parametrize(
     "flags",
     [("--token-ids", "--endpoint", "chat"), ("--concurrency", "0"), ("--output-details",), ("--request-rate", "-2")],
-    ids=["ids-to-chat", "no-concurrency", "details-of-no-file", "rate"],
+    ids=["token-ids-to-chat", "no-concurrency", "details-without-file", "negative-rate"],
 )
-def test_bench_exits_with_2_when_flags_contradict(flags: tuple[str, ...]) -> None:
+def test_bench_exits_with_2_when_flags_are_invalid(flags: tuple[str, ...]) -> None:
     assert main(["bench", *flags]) == Exit.USAGE
 
 

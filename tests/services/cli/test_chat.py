@@ -24,8 +24,8 @@ from tests.services.cli.fake_server import FakeServer
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Room:
-    """A conversation whose user types `lines`. An exception among them is raised instead."""
+class ReplSession:
+    """The chat command with typed lines instead of a terminal."""
 
     def __init__(self, server: FakeServer, on_write: Callable[[str], None] = lambda text: None) -> None:
         class Out(io.StringIO):
@@ -38,38 +38,39 @@ class Room:
         self._server = Server(Target(server.url))
 
     def type(self, *lines: str | BaseException) -> Exit:
-        left = iter((*lines, EOFError()))
+        """Runs the command with these lines and the end of the input. An exception is raised where its line is read."""
+        remaining = iter((*lines, EOFError()))
 
         def read(prompt: str) -> str:
-            line = next(left)
+            line = next(remaining)
             if isinstance(line, BaseException):
                 raise line
             return line
 
         return Repl(self._server, self.conversation, read, Terminal(self.out, {}), Terminal(self.err, {}), True).run()
 
-    def said(self) -> list[tuple[str, str]]:
+    def history(self) -> list[tuple[str, str]]:
         return [(message["role"], message["content"]) for message in self.conversation.messages]
 
 
 def test_chat_sends_earlier_turns_until_reset(server: FakeServer) -> None:
-    room = Room(server)
-    assert room.type("One \\", "two", "", "Three", "/reset", "Four") == Exit.DONE
+    repl = ReplSession(server)
+    assert repl.type("One \\", "two", "", "Three", "/reset", "Four") == Exit.DONE
     assert [len(body["messages"]) for body in server.bodies] == [2, 4, 2]
     assert server.bodies[1]["messages"][1:3] == [
         {"role": "user", "content": "One \ntwo"},
         {"role": "assistant", "content": " a0 a1 a2"},
     ]
-    assert room.said() == [("system", "Be brief."), ("user", "Four"), ("assistant", " a0 a1 a2")]
-    assert room.out.getvalue().count(" a0 a1 a2\n") == 3 and "10 tokens in" in room.err.getvalue()
+    assert repl.history() == [("system", "Be brief."), ("user", "Four"), ("assistant", " a0 a1 a2")]
+    assert repl.out.getvalue().count(" a0 a1 a2\n") == 3 and "10 tokens in" in repl.err.getvalue()
 
 
 def test_chat_drops_a_failed_turn_and_continues(server: FakeServer) -> None:
     server.behaviours = ["ok", "503", "truncated", "stream error", "ok"]
-    room = Room(server)
-    assert room.type("One", "Two", "Three", "Four", "Five") == Exit.DONE
-    assert [content for role, content in room.said() if role == "user"] == ["One", "Five"]
-    assert room.err.getvalue().count("rootstock: ") == 3
+    repl = ReplSession(server)
+    assert repl.type("One", "Two", "Three", "Four", "Five") == Exit.DONE
+    assert [content for role, content in repl.history() if role == "user"] == ["One", "Five"]
+    assert repl.err.getvalue().count("rootstock: ") == 3
 
 
 def test_chat_ctrl_c_stops_the_answer_and_continues(server: FakeServer) -> None:
@@ -82,21 +83,21 @@ def test_chat_ctrl_c_stops_the_answer_and_continues(server: FakeServer) -> None:
             raise KeyboardInterrupt
 
     server.behaviours = ["hangs", "ok"]
-    room = Room(server, press)
-    assert room.type("One", KeyboardInterrupt(), "Two", "/exit", "never said") == Exit.DONE
-    assert server.left.wait(30), "the server was told"
-    assert room.said()[1:] == [("user", "One"), ("assistant", " a0 a1"), ("user", "Two"), ("assistant", " a0 a1 a2")]
+    repl = ReplSession(server, press)
+    assert repl.type("One", KeyboardInterrupt(), "Two", "/exit", "not sent") == Exit.DONE
+    assert server.client_closed.wait(30), "the client closes the stream"
+    assert repl.history()[1:] == [("user", "One"), ("assistant", " a0 a1"), ("user", "Two"), ("assistant", " a0 a1 a2")]
 
 
 def test_chat_commands_print_results_and_errors(server: FakeServer, tmp_path: Path) -> None:
-    room, file = Room(server), tmp_path / "chat.json"
-    room.type(
+    repl, file = ReplSession(server), tmp_path / "chat.json"
+    repl.type(
         "/model nope", "/model fake", "/system Be kind.", "/no", "/save", f"/save {tmp_path}/no/where", "Hi", f"/save {file}"
     )
     saved = json.loads(file.read_text())
     assert (saved["model"], saved["messages"][0]) == ("fake", {"role": "system", "content": "Be kind."})
     assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
-    told = room.err.getvalue()
+    errors = repl.err.getvalue()
     for text in (
         "there is no nope; there are: fake (this one)",
         "there is no command /no",
@@ -104,37 +105,37 @@ def test_chat_commands_print_results_and_errors(server: FakeServer, tmp_path: Pa
         "cannot be written",
         "1 turns in",
     ):
-        assert text in told
+        assert text in errors
 
 
-def test_chat_holds_a_conversation_on_a_terminal(server: FakeServer) -> None:
+def test_chat_process_continues_after_ctrl_c_on_a_terminal(server: FakeServer) -> None:
     server.behaviours = ["hangs", "ok"]
-    ours, theirs = pty.openpty()
+    terminal, program_end = pty.openpty()
     command = [sys.executable, "-m", "rootstock_llm.services.cli", "chat", "--max-tokens", "3"]
-    pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    pipes = {"stdin": program_end, "stdout": program_end, "stderr": program_end}
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=hear_interrupts, **pipes)
-    os.close(theirs)
+    os.close(program_end)
     seen = ""
 
     def until(text: str) -> None:
         nonlocal seen
         while text not in seen:
-            seen += os.read(ours, 4096).decode(errors="replace")
+            seen += os.read(terminal, 4096).decode(errors="replace")
         seen = seen.partition(text)[2]
 
     try:
         until("> ")
-        os.write(ours, b"Hi\n")
+        os.write(terminal, b"Hi\n")
         until("a1")
         process.send_signal(signal.SIGINT)
         until("(stopped)")
         until("> ")
-        os.write(ours, b"Again\n")
+        os.write(terminal, b"Again\n")
         until(" a2")
         until("> ")
-        os.write(ours, b"/exit\n")
+        os.write(terminal, b"/exit\n")
         assert process.wait(30) == Exit.DONE
     finally:
         process.kill()
-        os.close(ours)
+        os.close(terminal)
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["Hi", " a0 a1", "Again"]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def offered(*words: str) -> set[str]:
-    """By bash itself, for the last of the words."""
+    """Returns the completions that bash offers for the last word."""
     line = f"COMP_WORDS=(rootstock {' '.join(words)}); COMP_CWORD={len(words)}; _rootstock; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     code = f"{script('bash', build_parser())}\n{line}"
     result = subprocess.run(["bash", "--norc", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
@@ -43,5 +43,5 @@ def test_completion_script_contains_every_flag(shell: str) -> None:
     if shell == "fish":  # fish offers files for every value without this flag
         assert "-l workload -x -a 'random" in text and "-l api-key-file -r -F" in text
     for case in text.split(";;") if shell == "zsh" else ():
-        places = re.findall(r"'(\d+):", case.partition("_arguments")[2])
-        assert places == [str(place) for place in range(1, len(places) + 1)], "no two words have one place"
+        positions = re.findall(r"'(\d+):", case.partition("_arguments")[2])
+        assert positions == [str(position) for position in range(1, len(positions) + 1)], "each argument has its own position"

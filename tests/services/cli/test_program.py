@@ -30,7 +30,7 @@ def started(*arguments: str, **pipes: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "status", "told"),
+    ("behaviour", "status", "message"),
     [
         ("401", Exit.FAILED, "set ROOTSTOCK_API_KEY"),
         ("503", Exit.FAILED, "rootstock status"),
@@ -41,13 +41,13 @@ def started(*arguments: str, **pipes: int) -> subprocess.Popen[str]:
     ids=["no-key", "unavailable", "fault", "error-in-stream", "cut-off"],
 )
 def test_program_reports_a_server_fault_by_status_and_sentence(
-    server: FakeServer, capsys: pytest.CaptureFixture[str], behaviour: str, status: Exit, told: str
+    server: FakeServer, capsys: pytest.CaptureFixture[str], behaviour: str, status: Exit, message: str
 ) -> None:
     server.behaviours = [behaviour, behaviour]
     for command in (CHAT, ["complete", "Hi"]):
         assert main(command) == status
         errors = capsys.readouterr().err
-        assert told in errors and errors.count("\n") == 1 and errors.startswith("rootstock: ")
+        assert message in errors and errors.count("\n") == 1 and errors.startswith("rootstock: ")
 
 
 def test_program_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_program_exits_with_usage_when_values_are_wrong(server: FakeServer, caps
 
 
 def test_program_exits_with_usage_when_the_command_line_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    """A key is no flag, nor the beginning of one: others see a process's arguments."""
+    """No flag takes an API key, because other users can see the arguments of a process."""
     for command in ("", "nothing", "chat --api-key sesame", "chat --extra-body {", "status --watch --once"):
         with pytest.raises(SystemExit) as caught:
             main(command.split())
@@ -86,9 +86,11 @@ def test_program_exits_with_usage_when_the_command_line_is_wrong(capsys: pytest.
         ("--versoin", "rootstock: unknown flag --versoin; did you mean --version?"),
         ("models --frobnicate sesame", "rootstock models: unknown flag --frobnicate; --help lists the flags."),
     ],
-    ids=["value", "equals sign", "underscores", "before the command", "nothing near"],
+    ids=["value", "equals sign", "underscores", "before the command", "no similar flag"],
 )
-def test_program_names_the_nearest_flag_when_one_is_unknown(words: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_names_the_nearest_flag_when_a_flag_is_unknown(
+    words: str, nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words.split())
     assert (caught.value.code, capsys.readouterr().err) == (Exit.USAGE, f"{nearest}\n")
@@ -101,10 +103,10 @@ def test_program_closes_the_request_on_ctrl_c(server: FakeServer) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (Exit.INTERRUPTED, "")
-    assert server.left.wait(30)
+    assert server.client_closed.wait(30)
 
 
-def test_program_closes_the_request_when_the_reader_of_stdout_ends(server: FakeServer) -> None:
+def test_program_closes_the_request_when_stdout_is_closed(server: FakeServer) -> None:
     read, write = os.pipe()
     os.close(read)
     process = started(*CHAT, stdout=write, stderr=subprocess.PIPE)
@@ -129,8 +131,8 @@ def test_complete_prints_text_or_json(server: FakeServer, capsys: pytest.Capture
     assert main([*CHAT, "-s", "Be brief.", *flags]) == Exit.DONE
     assert capsys.readouterr().out == " a0 a1\n"
     assert main(["complete", "Once", "--max-tokens", "2", "--json"]) == Exit.DONE
-    told = json.loads(capsys.readouterr().out)
-    assert (told["text"], told["finish_reason"], told["usage"]["completion_tokens"]) == (" a0 a1", "length", 2)
+    message = json.loads(capsys.readouterr().out)
+    assert (message["text"], message["finish_reason"], message["usage"]["completion_tokens"]) == (" a0 a1", "length", 2)
     first, second = server.bodies
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
     assert (first["model"], first["temperature"], first["stop"], first["top_k"]) == ("fake", 0, ["a", "b"], 1)
@@ -166,7 +168,7 @@ def test_terminal_writes_colours_to_terminals_and_control_characters_to_pipes(
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         (["models/absent", "--no-demo"], Exit.FAILED, "models/absent: there is no such folder here"),
         (["--model", "models/absent"], Exit.FAILED, "models/absent: there is no such folder here"),
@@ -176,11 +178,11 @@ def test_terminal_writes_colours_to_terminals_and_control_characters_to_pipes(
     ids=["model", "flag", "misspelt flag", "two models"],
 )
 def test_serve_passes_arguments_to_the_launcher(
-    words: list[str], status: Exit, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], status: Exit, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert main(["serve", *words]) == status
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_serve_prints_the_flags_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +208,7 @@ def test_page_of_the_client_matches_the_code_and_has_every_status() -> None:
     assert [int(line.split()[0]) for line in EXITS.splitlines()[1:]] == [*Exit]
 
 
-def test_program_starts_with_the_standard_library() -> None:
+def test_program_imports_only_the_standard_library_at_the_start() -> None:
     """The standard library is enough for all commands but bench, which imports others when it runs."""
     foreign = "{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'__main__'}"
     code = f"import sys, rootstock_llm.services.cli.program; print(*{foreign})"

@@ -23,16 +23,19 @@ from tests.services.cli.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = Terminal(io.StringIO(), {})
-UNTOLD = ("told_s_ago", "num_running", "num_waiting", "kv_used_tokens", "kv_cached_tokens", "prompt_tokens")
-UNTOLD += ("cached_prompt_tokens", "generated_tokens", "retractions")
+# Fields of a worker that are null before its first load report
+LOAD_FIELDS = ("told_s_ago", "num_running", "num_waiting", "kv_used_tokens", "kv_cached_tokens", "prompt_tokens")
+LOAD_FIELDS += ("cached_prompt_tokens", "generated_tokens", "retractions")
 
 
-def worker(name: str | None, state: str = "ready", **told: Any) -> dict[str, Any]:
+def worker(name: str | None, state: str = "ready", **fields: Any) -> dict[str, Any]:
     figures = {"num_running": 2, "num_waiting": 1, "kv_used_tokens": 250, "kv_cached_tokens": 9, "retractions": 0}
     figures |= {"prompt_tokens": 80, "cached_prompt_tokens": 60, "generated_tokens": 100, "told_s_ago": 0.0}
     if state in ("lost", "starting"):
-        figures = dict.fromkeys(UNTOLD)
-    return {"worker_id": name, "model": "m", "role": "both", "state": state, "max_running": 8, "kv_tokens": 1000} | figures | told
+        figures = dict.fromkeys(LOAD_FIELDS)
+    return (
+        {"worker_id": name, "model": "m", "role": "both", "state": state, "max_running": 8, "kv_tokens": 1000} | figures | fields
+    )
 
 
 def info(*workers: dict[str, Any]) -> dict[str, Any]:
@@ -40,13 +43,13 @@ def info(*workers: dict[str, Any]) -> dict[str, Any]:
     return {"models": [{"id": "m"}], "workers": list(workers), "gateway": gateway}
 
 
-def rates(looks: list[tuple[float, dict[str, Any]]]) -> list[float | None]:
+def rates(polls: list[tuple[float, dict[str, Any]]]) -> list[float | None]:
     observer = Observer()
-    return [observer.look(info(worker("a", **told)), now).workers[0].tokens_per_second for now, told in looks]
+    return [observer.look(info(worker("a", **fields)), now).workers[0].tokens_per_second for now, fields in polls]
 
 
 @pytest.mark.parametrize(
-    ("looks", "expected"),
+    ("polls", "expected"),
     [
         ([(10.0, {}), (12.0, {"generated_tokens": 300})], [None, 100.0]),
         ([(10.0, {}), (11.5, {"generated_tokens": 200, "told_s_ago": 0.5})], [None, 100.0]),
@@ -58,13 +61,13 @@ def rates(looks: list[tuple[float, dict[str, Any]]]) -> list[float | None]:
         ([(10.0, {}), (11.0, {"generated_tokens": 5}), (12.0, {"generated_tokens": 25})], [None, None, 20.0]),
         ([(10.0, {}), (11.0, {"state": "lost"}), (12.0, {"generated_tokens": 900})], [None, None, None]),
     ],
-    ids=["between-looks", "between-tellings", "told-once", "at-rest", "started-anew", "lost-and-back"],
+    ids=["two-polls", "older-report", "same-report-twice", "idle", "restarted", "lost"],
 )
-def test_observer_computes_rates_between_reports(looks: list[tuple[float, dict[str, Any]]], expected: list[float | None]) -> None:
-    assert rates(looks) == expected
+def test_observer_computes_rates_between_reports(polls: list[tuple[float, dict[str, Any]]], expected: list[float | None]) -> None:
+    assert rates(polls) == expected
 
 
-def test_observer_computes_shares_and_lists_missing_workers_as_gone() -> None:
+def test_observer_computes_ratios_and_lists_missing_workers_as_gone() -> None:
     observer = Observer()
     first = observer.look(info(worker("a"), worker("b"), worker(None, "starting")), 10.0)
     assert (first.workers[0].kv_use, first.workers[0].hit_rate, first.waiting) == (0.25, 0.75, 4)
@@ -74,17 +77,17 @@ def test_observer_computes_shares_and_lists_missing_workers_as_gone() -> None:
     assert [each.name for each in observer.look(info(worker("a")), 72.0).workers] == ["a"]
 
 
-def test_observer_refuses_the_response_of_another_server() -> None:
-    """An older gateway, or another server."""
+def test_observer_refuses_a_response_without_the_fields_of_a_gateway() -> None:
+    """An older gateway or another server may send such a response."""
     for answer in ([], {}, {"loads": []}, info({"worker_id": "a"})):
         with pytest.raises(CommandFailed) as caught:
             Observer().look(answer, 0.0)  # type: ignore[arg-type]
         assert caught.value.status is Exit.FAILED
 
 
-def shown(*workers: Worker) -> list[str]:
-    standing = Standing(0.0, ("m",), workers, 1, 2, 3)
-    return lines(standing, "http://127.0.0.1:8000", PLAIN)
+def table_of(*workers: Worker) -> list[str]:
+    fleet = Standing(0.0, ("m",), workers, 1, 2, 3)
+    return lines(fleet, "http://127.0.0.1:8000", PLAIN)
 
 
 def worker_of(model: str, row: list[str]) -> Worker:
@@ -102,7 +105,7 @@ def test_table_fits_80_columns_and_keeps_worker_names_distinct() -> None:
     figures = (256, 256, 999, 1.0, 1.0, 12345.6, 9999)
     full = [Worker(name, "meta-llama/Llama-3.1-8B", "decode", "draining", *figures) for name in names]
     other = Worker("c", "another-model", "prefill", "lost")
-    rows = shown(*full, other)
+    rows = table_of(*full, other)
     assert max(map(len, rows)) <= 80, "\n".join(rows)
     assert all(any(tail in row for row in rows) for tail in ("abcde", "fghij"))
     assert "queue 1  tokenizers 2  detokenizers 3" in rows and rows[-1].endswith("shorter answers")
@@ -120,12 +123,12 @@ def test_picture_in_the_tutorial_matches_the_table() -> None:
 
 
 def test_table_removes_control_characters_from_worker_names() -> None:
-    rows = shown(Worker("\x1b]0;x\x07", "m\x1b[2J", "both", "\x1b[H"), Worker("b", "n", "both", "ready"))
+    rows = table_of(Worker("\x1b]0;x\x07", "m\x1b[2J", "both", "\x1b[H"), Worker("b", "n", "both", "ready"))
     assert "\x1b" not in "".join(rows)
 
 
 def test_table_omits_model_and_role_when_workers_share_them() -> None:
-    rows = shown(Worker("a", "m", "both", "ready"), Worker("-", "-", "-", "starting"))
+    rows = table_of(Worker("a", "m", "both", "ready"), Worker("-", "-", "-", "starting"))
     assert rows[1] == "2 workers, 1 ready"
     assert rows[3].split() == ["WORKER", "STATE", "RUN", "WAIT", "KV", "HITS", "TOK/S", "RETR"]
 
@@ -133,35 +136,35 @@ def test_table_omits_model_and_role_when_workers_share_them() -> None:
 def test_status_prints_one_line_of_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.info = info(worker("a"), worker("b", "lost"))
     assert main(["status", "--once", "--json"]) == Exit.DONE
-    told = json.loads(capsys.readouterr().out)
-    assert [(each["name"], each["state"], each["kv_use"]) for each in told["workers"]] == [
+    fields = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["state"], each["kv_use"]) for each in fields["workers"]] == [
         ("a", "ready", 0.25),
         ("b", "lost", None),
     ]
-    assert (told["waiting"], told["tokenizers"], told["detokenizers"], told["models"]) == (4, 2, 3, ["m"])
+    assert (fields["waiting"], fields["tokenizers"], fields["detokenizers"], fields["models"]) == (4, 2, 3, ["m"])
 
 
 def test_status_watch_continues_when_the_gateway_is_unavailable() -> None:
-    standing = Observer().look(info(worker("a")), 1.0)
-    answers: Iterator[Standing | CommandFailed] = iter([unreachable("http://h", "Connection refused"), standing])
+    fleet = Observer().look(info(worker("a")), 1.0)
+    answers: Iterator[Standing | CommandFailed] = iter([unreachable("http://h", "Connection refused"), fleet])
 
-    def look() -> Standing:
+    def poll() -> Standing:
         answer = next(answers)
         if isinstance(answer, CommandFailed):
             raise answer
         return answer
 
     out = io.StringIO()
-    assert _next_look(look, 0.0, Terminal(out, {}), is_json=True) is standing
+    assert _next_look(poll, 0.0, Terminal(out, {}), is_json=True) is fleet
     assert "cannot be reached" in json.loads(out.getvalue())["error"]
 
 
-def test_troubles_name_each_fault_with_a_place_to_look() -> None:
+def test_troubles_name_the_faults_of_workers_and_tokenizers() -> None:
     well = Observer().look(info(worker("a"), worker("b", "lost")), 10.0)
     assert troubles(well) == []
     gateway = {"waiting": 4, "workers": 0, "tokenizers": 0, "detokenizers": 3}
-    told = {**info(worker("a", "hung"), worker("b", "lost"), worker("c", "unused")), "gateway": gateway}
-    said = troubles(Observer().look(told, 10.0))
+    fields = {**info(worker("a", "hung"), worker("b", "lost"), worker("c", "unused")), "gateway": gateway}
+    said = troubles(Observer().look(fields, 10.0))
     assert [text.partition(":")[0] for text in said] == [
         "no tokenizer is connected",
         "no worker of m can answer (1 hung, 1 lost, 1 unused), and 4 requests wait",
@@ -172,11 +175,11 @@ def test_troubles_name_each_fault_with_a_place_to_look() -> None:
     assert troubles(full) == ["a has no memory left for the 1 that wait there: more workers, or shorter answers"]
 
 
-def test_troubles_name_faults_of_services_that_the_gateway_needs() -> None:
+def test_troubles_name_the_faults_of_redis_keys_and_certificates() -> None:
     def said(**around: Any) -> list[str]:
-        told = info(worker("a"))
-        gateway = {**told["gateway"], "surroundings": around}
-        return [text.partition(":")[0] for text in troubles(Observer().look({**told, "gateway": gateway}, 10.0))]
+        fields = info(worker("a"))
+        gateway = {**fields["gateway"], "surroundings": around}
+        return [text.partition(":")[0] for text in troubles(Observer().look({**fields, "gateway": gateway}, 10.0))]
 
     redis = {"index": True, "limits": None, "kept": True}
     week = 7 * 86400

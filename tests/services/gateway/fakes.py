@@ -149,14 +149,14 @@ class _FakeStream(EncodeStream):
 
 def _wanted(text: str, request: Any) -> tokenizer_pb2.TokenIds:
     """Returns the ids of a text. As the real tokenizer does, stops one token beyond `max_tokens`."""
-    ids, most = ids_of(text), request.max_tokens
-    if not most or len(ids) <= most:
+    ids, max_tokens = ids_of(text), request.max_tokens
+    if not max_tokens or len(ids) <= max_tokens:
         return tokenizer_pb2.TokenIds(ids=ids)
-    return tokenizer_pb2.TokenIds(ids=ids[:most] if request.cuts else [], at_least=most + 1)
+    return tokenizer_pb2.TokenIds(ids=ids[:max_tokens] if request.cuts else [], at_least=max_tokens + 1)
 
 
 PAGE_SIZE = 4  # tokens per page of KV reservations
-SECRET = b"0123456789abcdef"
+SECRET = b"0123456789abcdef"  # secret of KV reservations
 
 
 @dataclass
@@ -175,8 +175,8 @@ class Row:
             if matched and not self.include_stop:
                 text = text[: text.rindex(matched)]
         else:
-            held = max((n for s in self.stop for n in range(1, len(s) + 1) if text.endswith(s[:n])), default=0)
-            text = text[: len(text) - held]
+            held_back = max((n for s in self.stop for n in range(1, len(s) + 1) if text.endswith(s[:n])), default=0)
+            text = text[: len(text) - held_back]
         new, self.emitted = text[self.emitted :], max(self.emitted, len(text))
         return new
 
@@ -253,7 +253,7 @@ class Running:
     script: list[int]  # ids of the whole output
     made: list[int] = field(default_factory=list)  # ids of the output so far, including output_ids of the submit
     by_tier: dict[str, int] = field(default_factory=dict)  # additional fields of the Finish
-    said_pieces: int = 0  # messages of prompt_logprobs() that were sent
+    sent_pieces: int = 0  # messages of prompt_logprobs() that were sent
 
     def __post_init__(self) -> None:
         self.made += self.submit.output_ids  # tokens of another worker, after which this worker continues
@@ -341,8 +341,8 @@ class Refusal(NamedTuple):
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """A worker whose step makes one token for every request.
 
-    It reports its load when a test calls tell(), and additionally every `beat_s` seconds if set. It refuses a submit for another
-    model version, after a new hello.
+    It reports its load when a test calls report_load(), and additionally every `beat_s` seconds if set. It sends a new hello and
+    refuses if a submit has another model version.
     """
 
     def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:
@@ -365,12 +365,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.steps = 0
         self._kick = asyncio.Event()
         self.ended = 0  # streams that have ended
-        self._loads = 0  # number of tell() calls
+        self._loads = 0  # number of report_load() calls
         self._ready: list[worker_pb2.PagesReady] = []  # announcements that are not sent yet
         self._hello_due = False
         self._refused: list[worker_pb2.Finish] = []  # refusals of the newest stream that are not sent yet
 
-    def tell(self, **fields: Any) -> None:
+    def report_load(self, **fields: Any) -> None:
         """Sends a load on the open stream, and as the first load of every later stream."""
         self.load = worker_pb2.WorkerLoad(**fields)
         self._loads += 1
@@ -409,15 +409,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.running, self._refused = running, refused
         self.contexts.append(context)
         yield worker_pb2.GenerateResponse(hello=self.info)
-        told = 0 if self.load is not None else self._loads
+        num_sent = 0 if self.load is not None else self._loads
         reader = asyncio.create_task(self._read(requests, running, refused))
         try:
             while True:
                 if self._hello_due:
                     self._hello_due = False
                     yield worker_pb2.GenerateResponse(hello=self.info)
-                if told != self._loads and self.load is not None:
-                    told = self._loads
+                if num_sent != self._loads and self.load is not None:
+                    num_sent = self._loads
                     yield worker_pb2.GenerateResponse(load=self.load)
                 if self._ready:
                     yield worker_pb2.GenerateResponse(step=worker_pb2.StepOutput(ready=self._ready))
@@ -436,7 +436,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     try:
                         await asyncio.wait_for(self._kick.wait(), self.beat_s)
                     except TimeoutError:
-                        told = -1
+                        num_sent = -1
         finally:
             reader.cancel()
             running.clear()
@@ -465,9 +465,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def _early_prompts(self, running: dict[int, Running]) -> worker_pb2.StepOutput:
         step = worker_pb2.StepOutput()
         for request in running.values() if self.early_prompt else ():
-            if not request.made and not request.said_pieces:
+            if not request.made and not request.sent_pieces:
                 step.prompt_logprobs.extend(request.prompt_logprobs()[:1])
-                request.said_pieces = 1
+                request.sent_pieces = 1
         return step
 
     def _step(self, running: dict[int, Running], refused: list[worker_pb2.Finish]) -> worker_pb2.StepOutput:
@@ -493,7 +493,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if sampling.HasField("score"):
             return request.scored()
         if not request.made:
-            step.prompt_logprobs.extend(request.prompt_logprobs()[request.said_pieces :])
+            step.prompt_logprobs.extend(request.prompt_logprobs()[request.sent_pieces :])
         if sampling.HasField("max_new_tokens") and not sampling.max_new_tokens:
             return request.ended()
         token, finish = request.next()
@@ -554,4 +554,4 @@ def _bound(server: grpc.aio.Server, port: int) -> int:
     for _ in range(5):
         with suppress(RuntimeError):
             return int(server.add_insecure_port(f"127.0.0.1:{port or free_ports(1)[0]}"))
-    raise RuntimeError(f"no port to be had: {port or 'any'}")
+    raise RuntimeError(f"could not bind to port {port or '(any)'} in five attempts")

@@ -38,7 +38,7 @@ class Process:
             str(self.health_port),
         ]
         quiet = {**os.environ, "GRPC_VERBOSITY": "NONE"}  # without the log lines of gRPC's C core
-        few = ["prlimit", "--nofile=256:4096"]  # a low soft limit, which the gateway must raise
+        few = ["prlimit", "--nofile=256:4096"]  # a low soft limit of open files, which the gateway must raise
         self._process = subprocess.Popen([*few, *command, *peers, *flags], stderr=subprocess.PIPE, text=True, env=quiet)
         self.pid = self._process.pid
 

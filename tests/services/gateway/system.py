@@ -30,7 +30,7 @@ WAIT_S = 60.0
 def wait_until(condition: Callable[[], bool], what: str = "condition", wait_s: float = WAIT_S) -> None:
     deadline = time.monotonic() + wait_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        assert time.monotonic() < deadline, f"did not happen: {what}"
         time.sleep(0.005)
 
 
@@ -74,7 +74,7 @@ class System:
         self._sizes = (workers, detokenizers, tokenizers)
         self._down = down
         self.clients: list[RawClient] = []
-        # Fakes send their load only once. A test that needs the silence limit sets a lower one.
+        # Fakes send their load only once, so the silence limit is long. A test of silence sets a lower limit.
         waits = {"queue_timeout_s": 10.0, "worker_silence_s": 60.0}
         self._overrides = {**waits, "grace_s": 0.2, **settings}
         # One connection per request; verify=False avoids loading certificates.

@@ -17,7 +17,7 @@ from rootstock_llm.services.gateway.observe.access_log import AccessLog
 from rootstock_llm.services.gateway.store.owner import owner_of
 from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES
 from tests.services.gateway.fakes import MODEL
-from tests.services.gateway.http.test_slow_readers import LARGE, Deaf
+from tests.services.gateway.http.test_slow_readers import LARGE, SlowReader
 from tests.services.gateway.system import RawClient, System, wait_until
 from tests.services.redis_server import redis_server
 
@@ -47,7 +47,7 @@ class Logged:
         return [orjson.loads(line) for line in text.splitlines()]
 
     def line(self, count: int = 1) -> dict[str, Any]:
-        """The newest line, once there are `count`."""
+        """Waits until the log has `count` lines. Returns the newest line."""
         wait_until(lambda: len(self.lines()) >= count, f"{count} lines in the access log")
         lines = self.lines()
         assert len(lines) == count
@@ -123,7 +123,7 @@ def test_access_log_names_keys_and_hides_secrets(tmp_path: Path) -> None:
     assert SECRET not in text and "word" not in text and "Hi" not in text
 
 
-def test_access_log_has_clients_that_left(logged: Logged) -> None:
+def test_access_log_has_requests_whose_client_left(logged: Logged) -> None:
     system = logged.system
     system.do(lambda: system.worker.allow(1))
     client = RawClient(system, "/v1/chat/completions", STREAMED)
@@ -140,7 +140,7 @@ def test_access_log_has_aborted_requests(logged: Logged) -> None:
     responses: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: responses.append(system.complete(rid="mine")))
     asking.start()
-    wait_until(lambda: system.has_tokens(1), "its first token")
+    wait_until(lambda: system.has_tokens(1), "the first token")
     assert system.post("/abort_request", {"rid": "mine"}).json()["aborted"] == 1
     asking.join()
     wait_until(lambda: len(logged.lines()) == 2, "two lines")
@@ -164,14 +164,14 @@ def test_access_log_has_streams_that_failed(tmp_path: Path) -> None:
         assert (line["status"], line["end"], line["code"]) == (200, "failed", "timeout")
 
 
-def test_access_log_has_connections_that_were_cut(tmp_path: Path) -> None:
+def test_access_log_has_requests_whose_connection_was_cut(tmp_path: Path) -> None:
     with Logged(tmp_path, request_timeout_s=4.0) as logged:
         server = logged.system.gateway._http
         logged.system.do(lambda: server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096))
-        deaf = Deaf(logged.system, {**LARGE, "stream": True})
+        reader = SlowReader(logged.system, {**LARGE, "stream": True})
         line = logged.line()
         assert (line["status"], line["end"], line["code"]) == (200, "cut", "timeout")
-        deaf.close()
+        reader.close()
 
 
 def test_access_log_has_background_responses_that_other_gateways_continue(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_access_log_has_background_responses_that_other_gateways_continue(tmp_pa
         system = logged.system
         system.allow(4)
         response = system.openai().responses.create(model=MODEL, input="Hi", background=True)
-        wait_until(lambda: bool(system.worker.submits), "a worker to have the response")
+        wait_until(lambda: bool(system.worker.submits), "the submit")
         store.client.set(f"state:lease:background:{owner_of('')}:{response.id}", "another", px=2000)
         line = logged.line(2)
     assert (line["source"], line["route"], line["end"]) == ("background", "/v1/responses", "interrupted")

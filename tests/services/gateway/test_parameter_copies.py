@@ -1,4 +1,4 @@
-"""The parameters of a request stay one message from its body to a worker's stream; each submit has the only copy of it."""
+"""Tests that sampling parameters are copied once per submit: GenerationParams has the only other message."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ COPIES = ("CopyFrom", "MergeFrom", "MergeFromString", "ParseFromString")
 
 
 @contextmanager
-def counted(system: System) -> Iterator[Counter[str]]:
-    """Copies of SamplingParams by protobuf's methods, on the gateway's event loop."""
+def count_copies(system: System) -> Iterator[Counter[str]]:
+    """Counts the copies of SamplingParams by protobuf's methods on the gateway's event loop, by method."""
     copies: Counter[str] = Counter()
 
     def watch(_frame: FrameType, event: str, called: Any) -> None:
@@ -50,8 +50,8 @@ def parameters(system: System) -> list[pb.SamplingParams]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_one_copy_for_each_choice(shared: System, n: int) -> None:
-    with counted(shared) as copies:
+def test_parameters_are_copied_once_for_each_choice(shared: System, n: int) -> None:
+    with count_copies(shared) as copies:
         answer = shared.chat(n=n, temperature=0.5, seed=7, stop=["zzz"], max_tokens=4)
     assert answer.status_code == 200 and copies["CopyFrom"] == n
     sent = [submit.sampling for submit in shared.worker.submits[-n:]]
@@ -59,8 +59,8 @@ def test_one_copy_for_each_choice(shared: System, n: int) -> None:
     assert all((params.temperature, list(params.stop), params.max_new_tokens) == (0.5, ["zzz"], 4) for params in sent)
 
 
-def test_a_replay_is_one_more() -> None:
-    with System(workers=2, configure=stopped) as system, counted(system) as copies:
+def test_parameters_are_copied_again_for_a_replay() -> None:
+    with System(workers=2, configure=stopped) as system, count_copies(system) as copies:
         pending = Pending(system, temperature=1.0)
         first = begun(system, 3)
         assert copies["CopyFrom"] == 1
@@ -71,8 +71,8 @@ def test_a_replay_is_one_more() -> None:
         assert copies["CopyFrom"] == 2 and before == after and before.HasField("seed")
 
 
-def test_a_hedge_is_one_more() -> None:
-    with System(workers=2, configure=stopped, hedge_after_s=0.1) as system, counted(system) as copies:
+def test_parameters_are_copied_again_for_a_hedge() -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=0.1) as system, count_copies(system) as copies:
         pending = Pending(system)
         hedged(system)
         wait_until(lambda: copies["CopyFrom"] == 2, "the copy's parameters")
@@ -80,8 +80,8 @@ def test_a_hedge_is_one_more() -> None:
         assert pending.result().status_code == 200 and copies["CopyFrom"] == 2
 
 
-def test_the_count_sees_a_copy(shared: System) -> None:
-    with counted(shared) as copies:
+def test_count_copies_counts_a_copy(shared: System) -> None:
+    with count_copies(shared) as copies:
         shared.do(lambda: pb.SamplingParams().CopyFrom(pb.SamplingParams(top_k=3)))
     assert copies["CopyFrom"] == 1
 
@@ -122,11 +122,13 @@ def test_write_sampling_adds_grammar_limit_defaults_and_seed() -> None:
     assert (written.grammar.json_object, written.max_new_tokens, written.top_p, written.seed) == (True, 2, 0.25, 7)
     assert list(written.logit_bias_ids) == [1] and written.temperature == 0.5
     asked = params.sampling
-    assert not (asked.HasField("grammar") or asked.HasField("seed") or asked.HasField("top_p")), "it is shared by all choices"
+    assert not (asked.HasField("grammar") or asked.HasField("seed") or asked.HasField("top_p")), (
+        "the message is shared by all choices"
+    )
 
 
-def test_no_constructor_makes_a_copy() -> None:
-    """Calls of protobuf's methods are counted above, calls of constructors here: a submit gets its parameters by one CopyFrom."""
+def test_no_constructor_copies_parameters() -> None:
+    """count_copies() does not see copies by constructors, so this test searches the code for them."""
     calls = [
         node for path in GATEWAY.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
     ]

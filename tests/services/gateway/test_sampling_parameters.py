@@ -20,14 +20,14 @@ from tests.services.gateway.system import System
 from tests.services.parameter_values import WRONG_TYPES, name_of, outside, typical
 
 SECRET = "s3cr3t-input"
-OWN: dict[Api, dict[str, Any]] = {
+MINIMAL_BODIES: dict[Api, dict[str, Any]] = {
     Api.CHAT: {"model": MODEL, "messages": [{"role": "user", "content": SECRET}]},
     Api.COMPLETION: {"model": MODEL, "prompt": SECRET},
     Api.GENERATE: {"text": SECRET},
 }
 # tests/contracts/test_sampling_parameters.py checks type and range of every field of every body. For chat, one row per kind of
 # range is therefore enough here, and all rows that another route names differently.
-OF_A_KIND = {(row.kind, row.low is not None and row.low < 0, row.high is None): row for row in reversed(PARAMETERS)}
+ONE_OF_EACH_RANGE = {(row.kind, row.low is not None and row.low < 0, row.high is None): row for row in reversed(PARAMETERS)}
 CHECKED = [
     pytest.param(api, row, id=f"{row.names[api]} of {api}")
     for row in PARAMETERS
@@ -36,10 +36,10 @@ CHECKED = [
     # Chat and completions inherit their fields from one class. One field that SGLang's route inherits is enough.
     if not (api is Api.COMPLETION and Api.CHAT in row.names)
     if not (api is Api.GENERATE and row.names[api] in SamplingBody.model_fields and row.names[api] != "temperature")
-    if api is not Api.CHAT or row in OF_A_KIND.values()
+    if api is not Api.CHAT or row in ONE_OF_EACH_RANGE.values()
 ]
 # One comprehension copies all scalars. tests/services/gateway/api/test_known_fields.py checks the effect of each.
-CROSSING = {(row.kind, row.of_model, len(set(row.names.values()))): row for row in SCALARS}
+ONE_OF_EACH_COPY = {(row.kind, row.of_model, len(set(row.names.values()))): row for row in SCALARS}
 
 
 def test_shared_fields_are_defined_once() -> None:
@@ -49,7 +49,7 @@ def test_shared_fields_are_defined_once() -> None:
 
 
 def body_of(api: Api, name: str, value: Any) -> dict[str, Any]:
-    return {**OWN[api], **({"sampling_params": {name: value}} if api is Api.GENERATE else {name: value})}
+    return {**MINIMAL_BODIES[api], **({"sampling_params": {name: value}} if api is Api.GENERATE else {name: value})}
 
 
 def sampled(system: System, api: Api, name: str, value: Any) -> pb.SamplingParams:
@@ -73,8 +73,8 @@ def test_invalid_value_is_refused_by_name(shared: System, api: Api, row: Samplin
 
 
 SHARED_NAMES: dict[str, dict[str, Any]] = {
-    **{str(api): body for api, body in OWN.items()},
-    "/v1/messages": {**OWN[Api.CHAT], "max_tokens": 4},
+    **{str(api): body for api, body in MINIMAL_BODIES.items()},
+    "/v1/messages": {**MINIMAL_BODIES[Api.CHAT], "max_tokens": 4},
     "/v1/responses": {"model": MODEL, "input": SECRET},
 }
 
@@ -86,7 +86,7 @@ def shared_body(path: str, fields: dict[str, Any], stream: bool = False) -> dict
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", SHARED_NAMES)
-def test_top_p_of_0_is_taken_by_every_api(shared: System, path: str, stream: bool) -> None:
+def test_top_p_of_0_is_accepted_by_every_api(shared: System, path: str, stream: bool) -> None:
     answer = shared.post(path, shared_body(path, {"top_p": 0}, stream))
     assert answer.status_code == 200, answer.text
     sent = shared.worker.submits[-1].sampling
@@ -120,7 +120,7 @@ def test_tiny_repetition_penalty_stays_above_0(shared: System) -> None:
 
 
 @pytest.mark.by_day(one_in=3, seed=6)
-@pytest.mark.parametrize("row", CROSSING.values(), ids=name_of)
+@pytest.mark.parametrize("row", ONE_OF_EACH_COPY.values(), ids=name_of)
 def test_value_reaches_the_worker_unless_null(shared: System, row: SamplingParameter) -> None:
     for api, name in row.names.items():
         assert getattr(sampled(shared, api, name, typical(row)), row.wire) == typical(row)

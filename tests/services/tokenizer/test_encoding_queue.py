@@ -45,9 +45,7 @@ async def ids_of(encode_queue: EncodeQueue, texts: Sequence[str], add_special_to
         ("long request", [(["b" * 500], True), (["c"], True)], [["b" * 500], ["c"]]),
     ],
 )
-def test_queue_joins_waiting_jobs_within_its_limits(
-    name: str, jobs: list[tuple[list[str], bool]], calls: list[list[str]]
-) -> None:
+def test_queue_joins_waiting_jobs_up_to_the_limits(name: str, jobs: list[tuple[list[str], bool]], calls: list[list[str]]) -> None:
     async def run() -> None:
         encoder = GatedEncoder()
         with ThreadPoolExecutor(1) as executor:
@@ -64,7 +62,7 @@ def test_queue_joins_waiting_jobs_within_its_limits(
     asyncio.run(run())
 
 
-def test_bad_text_fails_only_its_request() -> None:
+def test_bad_text_fails_only_one_request() -> None:
     async def run() -> None:
         encoder = GatedEncoder()
         with ThreadPoolExecutor(1) as executor:
@@ -99,7 +97,7 @@ def test_queue_does_not_encode_a_cancelled_request() -> None:
 
 def test_queue_encodes_a_job_that_arrives_when_a_lane_ends() -> None:
     async def client(encode_queue: EncodeQueue) -> int:
-        """Sends jobs one after the other. Returns their number."""
+        """Sends 1500 jobs, each after the result of the previous job. Returns their number."""
         for number in range(1500):
             assert await ids_of(encode_queue, ["x" * (number % 7)]) == [[number % 7]]
         return 1500

@@ -39,7 +39,7 @@ def in_files(folder: Path, **values: Any) -> TierOptions:
     return found
 
 
-def test_options_are_none_by_default() -> None:
+def test_tiers_are_off_by_default() -> None:
     assert options() is None
 
 

@@ -26,11 +26,11 @@ from tests.services.worker.conftest import CONFIG, Serving, serving
 from tests.services.worker.control.address import control_at
 
 GUARD_S = 180.0
-SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # for the lowest limit of the duration of a step
+SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # chunk in tokens; small steps give the lowest limit of a step's time
 
 
 class Operated:
-    """A running fleet, with one HTTP client for the admin port and one for the port of the traffic."""
+    """A running fleet, with an HTTP client for the admin port and an HTTP client for the port of the API."""
 
     def __init__(self, admin: httpx.AsyncClient, api: httpx.AsyncClient, workers: list[Serving], gateway: Gateway) -> None:
         self.admin, self.api, self.workers, self.gateway = admin, api, workers, gateway
@@ -100,7 +100,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(guarded())
 
 
-def test_discovered_workers_can_be_named() -> None:
+def test_operation_reaches_a_discovered_worker_by_name() -> None:
     async def check() -> None:
         async with operated() as at:
             everybody = (await at.admin.post("/flush_cache")).json()
@@ -124,7 +124,7 @@ def test_paused_worker_gets_no_requests_and_abort_all_ends_the_rest() -> None:
             first = [at.start(f"a{number}") for number in range(2)]
             await at.until(lambda: running(at, 1, 1))
             assert (await at.admin.post("/pause_generation", json={"mode": "in_place", "worker": "w0"})).status_code == 200
-            await at.until(lambda: told(at, "w0", paused=True, usable=False))
+            await at.until(lambda: has_load(at, "w0", paused=True, usable=False))
             others = [at.start(f"b{number}") for number in range(3)]
             await at.until(lambda: running(at, 1, 4))
             assert (await at.api.get("/health_generate")).status_code == 200
@@ -139,24 +139,24 @@ def test_paused_worker_gets_no_requests_and_abort_all_ends_the_rest() -> None:
     run(check)
 
 
-def test_requests_are_refused_at_once_when_no_worker_queues_any() -> None:
+def test_requests_are_refused_at_once_when_no_worker_has_a_queue() -> None:
     async def check() -> None:
         async with operated(step_s=0.03) as at:
             first = [at.start(f"a{number}", 60) for number in range(2)]
             await at.until(lambda: running(at, 1, 1))
-            await retuned(at, max_queued_requests=0)
+            await set_tunables(at, max_queued_requests=0)
             for worker in ("w0", "w1"):
-                await at.until(lambda: told(at, worker, refuses_new=True, usable=True))  # noqa: B023
+                await at.until(lambda: has_load(at, worker, refuses_new=True, usable=True))  # noqa: B023
             refused = (await at.start("b")).json()["error"]
             assert refused["code"] == "queue_full" and "max_queued_requests" in refused["message"]
             assert [(await task).json()["meta_info"]["finish_reason"]["type"] for task in first] == ["length"] * 2
-            await retuned(at, max_queued_requests=3)
+            await set_tunables(at, max_queued_requests=3)
             assert (await at.start("c", 4)).status_code == 200
 
     run(check)
 
 
-async def retuned(at: Operated, **tunables: Any) -> None:
+async def set_tunables(at: Operated, **tunables: Any) -> None:
     answer = await at.admin.post("/set_internal_state", json={"server_args": tunables})
     assert answer.status_code == 200, answer.text
     state = (await at.admin.get("/set_internal_state")).json()["workers"]
@@ -167,7 +167,7 @@ async def retuned(at: Operated, **tunables: Any) -> None:
     ("name", "value"),
     [("max_queued_requests", -1), ("session_ttl_s", 0.0), ("adaptive_chunk_s", 1e300), ("max_sessions", 1 << 62)],
 )
-def test_admin_port_takes_the_range_of_the_setting_and_no_more(name: str, value: float) -> None:
+def test_admin_port_refuses_a_tunable_outside_the_range_of_the_setting(name: str, value: float) -> None:
     async def check() -> None:
         async with operated() as at:
             answer = await at.admin.post("/set_internal_state", json={"server_args": {name: value}})
@@ -186,24 +186,26 @@ async def running(at: Operated, *counts: int) -> bool:
     return [load["open_here"] for load in (await at.loads()).values()] == list(counts)
 
 
-async def told(at: Operated, worker: str, **fields: Any) -> bool:
+async def has_load(at: Operated, worker: str, **fields: Any) -> bool:
     load = (await at.loads())[worker]
     return all(load[name] == value for name, value in fields.items())
 
 
-def test_hung_executor_is_reported_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_generate_is_503_when_every_step_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FLOOR_S", 2.5)
 
     async def check() -> None:
         async with operated() as at:
-            await asyncio.gather(at.start("a", 4), at.start("b", 4))  # a step has been measured on each
+            await asyncio.gather(at.start("a", 4), at.start("b", 4))  # each worker has measured a step
             returns, waits = threading.Event(), [worker.executor.wait for worker in at.workers]
             for worker, wait in zip(at.workers, waits, strict=True):
                 worker.executor.wait = lambda run, wait=wait: returns.wait(60) and wait(run)  # type: ignore[method-assign]
             try:
                 hung = [at.start("c"), at.start("d")]
                 await at.until(lambda: running(at, 1, 1))
-                seen: list[tuple[int, int]] = []  # the youngest step's age in ms, the status
+                seen: list[
+                    tuple[int, int]
+                ] = []  # by check: the smallest step age of the workers in ms, and the status of /health_generate
 
                 async def unhealthy() -> bool:
                     status = (await at.api.get("/health_generate")).status_code
@@ -221,12 +223,12 @@ def test_hung_executor_is_reported_at_the_limit(monkeypatch: pytest.MonkeyPatch)
     run(check)
 
 
-def test_unreachable_worker_is_reported() -> None:
+def test_operation_reports_workers_without_a_reachable_control_service() -> None:
     async def check() -> None:
         async with operated() as at, bare_worker() as address:
-            appeared = dict.fromkeys([*(worker.address for worker in at.workers), address, "127.0.0.1:1"], True)
-            at.gateway.dispatcher.fleet.set_endpoints(appeared)
-            await at.until(lambda: told_of(at, "bare"))
+            endpoints = dict.fromkeys([*(worker.address for worker in at.workers), address, "127.0.0.1:1"], True)
+            at.gateway.dispatcher.fleet.set_endpoints(endpoints)
+            await at.until(lambda: is_listed(at, "bare"))
             answer = await at.admin.post("/flush_cache")
             assert answer.status_code == 502
             entries = {entry["worker"]: entry for entry in answer.json()["workers"]}
@@ -238,13 +240,13 @@ def test_unreachable_worker_is_reported() -> None:
     run(check)
 
 
-async def told_of(at: Operated, worker: str) -> bool:
+async def is_listed(at: Operated, worker: str) -> bool:
     return worker in await at.loads()
 
 
 @asynccontextmanager
 async def bare_worker() -> AsyncIterator[str]:
-    """A worker that greets the gateway and has no control service."""
+    """Yields the address of a worker that sends a hello and has no control service."""
 
     class Servicer(worker_pb2_grpc.WorkerServicer):
         async def Generate(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:

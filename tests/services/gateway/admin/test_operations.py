@@ -1,4 +1,4 @@
-"""The order in which an operation reaches the workers."""
+"""Tests of the order in which an operation reaches the workers."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from rootstock_llm.services.gateway.admin.workers import KnownWorker, WorkerResu
 
 
 class Workers:
-    """A directory of three workers, which records the calls to them."""
+    """A directory of three workers. `calls` records the worker ids of each call."""
 
     def __init__(self) -> None:
         roles = {"a": "decode", "b": "prefill", "c": ""}
         links = {name: cast(Any, SimpleNamespace(info=SimpleNamespace(role=role))) for name, role in roles.items()}
         self.known = [KnownWorker(name, name, name, link=link) for name, link in links.items()]
-        self.turns: list[list[str]] = []
+        self.calls: list[list[str]] = []
 
     def find(self, _name: str | None) -> list[KnownWorker]:
         return self.known
 
-    async def ask(self, some: Sequence[KnownWorker], _rpc: str, _request: Message, _timeout_s: float) -> list[WorkerResult]:
-        self.turns.append([worker.worker_id for worker in some])
-        return [WorkerResult(worker, {}) for worker in some]
+    async def ask(self, workers: Sequence[KnownWorker], _rpc: str, _request: Message, _timeout_s: float) -> list[WorkerResult]:
+        self.calls.append([worker.worker_id for worker in workers])
+        return [WorkerResult(worker, {}) for worker in workers]
 
 
 @pytest.mark.parametrize(
-    ("body", "turns"),
+    ("body", "calls"),
     [(FlushCache(cache_salt="s"), [["b"], ["a", "c"]]), (ClearStorage(), [["b"], ["a", "c"]]), (Pause(), [["a", "b", "c"]])],
-    ids=["flush", "clear", "another"],
+    ids=["flush", "clear storage", "pause"],
 )
-def test_flush_reaches_prefill_workers_first(body: AdminBody, turns: list[list[str]]) -> None:
+def test_flush_reaches_prefill_workers_first(body: AdminBody, calls: list[list[str]]) -> None:
     workers = Workers()
     operations = AdminOperations(cast(Any, workers), cast(Any, workers), cast(Any, None), 1.0)
     status, answer = asyncio.run(operations.run(AdminOperation("FlushCache", type(body)), body))
-    assert status == 200 and workers.turns == turns
+    assert status == 200 and workers.calls == calls
     assert sorted(each["worker"] for each in answer["workers"]) == ["a", "b", "c"]

@@ -22,7 +22,7 @@ WEATHER: Any = {"name": "weather", "input_schema": {"type": "object", "propertie
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 ALL = "<think>Hm.</think>It rains.\n" + CALL
 HI: Any = [{"role": "user", "content": "Hi"}]
-HIDDEN: Any = {"thinking": {"type": "adaptive", "display": "omitted"}}
+OMITTED_THINKING: Any = {"thinking": {"type": "adaptive", "display": "omitted"}}
 THINKING: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 
 
@@ -33,7 +33,7 @@ def system() -> Iterator[System]:
 
 
 @pytest.fixture
-def says(system: System) -> Iterator[Any]:
+def set_output(system: System) -> Iterator[Any]:
     """Yields a function that sets the model's output."""
     yield lambda text: setattr(system.worker, "answer", lambda submit: text)
     system.worker.answer = lambda submit: "Hello, world!"
@@ -70,50 +70,50 @@ def plain(message: Any) -> dict[str, Any]:
     ("text", "more", "kinds", "reason"),
     [
         pytest.param("Hello.", {}, ["text"], "end_turn", id="text"),
-        pytest.param(CALL, {}, ["tool_use"], "tool_use", id="a call"),
-        pytest.param(ALL, THINKING, ["thinking", "text", "tool_use"], "tool_use", id="everything"),
-        pytest.param(ALL, {}, ["text", "tool_use"], "tool_use", id="thoughts that nobody asked for"),
+        pytest.param(CALL, {}, ["tool_use"], "tool_use", id="call"),
+        pytest.param(ALL, THINKING, ["thinking", "text", "tool_use"], "tool_use", id="thinking, text and call"),
+        pytest.param(ALL, {}, ["text", "tool_use"], "tool_use", id="thinking not requested"),
         pytest.param(
             ALL,
-            HIDDEN,
+            OMITTED_THINKING,
             ["thinking", "text", "tool_use"],
             "tool_use",
-            id="hidden",
+            id="thinking omitted",
         ),
-        pytest.param("one two three", {"stop_sequences": ["two"]}, ["text"], "stop_sequence", id="a stop sequence"),
-        pytest.param("one two three", {"max_tokens": 5}, ["text"], "max_tokens", id="cut"),
-        pytest.param(CALL, {"max_tokens": 60}, ["tool_use"], "max_tokens", id="a call that is cut"),
+        pytest.param("one two three", {"stop_sequences": ["two"]}, ["text"], "stop_sequence", id="stop sequence"),
+        pytest.param("one two three", {"max_tokens": 5}, ["text"], "max_tokens", id="max_tokens"),
+        pytest.param(CALL, {"max_tokens": 60}, ["tool_use"], "max_tokens", id="call cut by max_tokens"),
     ],
 )
-def test_stream_has_the_content_of_the_document(
-    client: Anthropic, says: Any, text: str, more: dict[str, Any], kinds: list[str], reason: str
+def test_stream_and_response_have_the_same_content(
+    client: Anthropic, set_output: Any, text: str, more: dict[str, Any], kinds: list[str], reason: str
 ) -> None:
-    says(text)
-    whole = ask(client, tools=[WEATHER], **more)
-    assert ([block.type for block in whole.content], whole.stop_reason) == (kinds, reason)
-    assert whole.stop_sequence == ("two" if reason == "stop_sequence" else None)
+    set_output(text)
+    document = ask(client, tools=[WEATHER], **more)
+    assert ([block.type for block in document.content], document.stop_reason) == (kinds, reason)
+    assert document.stop_sequence == ("two" if reason == "stop_sequence" else None)
     body: Any = {"model": MODEL, "max_tokens": 400, "messages": HI, "tools": [WEATHER], **more}
     with client.messages.stream(**body) as stream:
         for _ in stream:
             pass
         final = stream.get_final_message()
-    assert plain(final) == plain(whole)
+    assert plain(final) == plain(document)
     if kinds[-1] == "tool_use" and reason == "tool_use":
-        assert whole.content[-1].input == {"city": "Bonn"}
+        assert document.content[-1].input == {"city": "Bonn"}
     if "thinking" in kinds:
         hidden = "display" in more["thinking"]
-        assert whole.content[0].thinking == ("" if hidden else "Hm.") and whole.content[0].signature
+        assert document.content[0].thinking == ("" if hidden else "Hm.") and document.content[0].signature
 
 
-def test_calls_drop_arguments_that_are_not_json(client: Anthropic, says: Any) -> None:
+def test_calls_drop_arguments_that_are_not_json(client: Anthropic, set_output: Any) -> None:
     """The client receives the complete members before the fault. Numbers may have any size."""
     arguments = '{"city": "Bonn", "day": 123456789012345678901234567890, "x": nope}'
-    says(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
-    whole = ask(client, tools=[WEATHER])
+    set_output(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+    document = ask(client, tools=[WEATHER])
     body: Any = {"model": MODEL, "max_tokens": 400, "messages": HI, "tools": [WEATHER]}
     with client.messages.stream(**body) as stream:
         final = stream.get_final_message()
-    assert plain(final)["content"] == plain(whole)["content"]
+    assert plain(final)["content"] == plain(document)["content"]
 
 
 def test_usage_counts_cached_tokens(client: Anthropic) -> None:
@@ -123,7 +123,7 @@ def test_usage_counts_cached_tokens(client: Anthropic) -> None:
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_chat_template_gets_the_history_as_chat_messages(system: System, client: Anthropic) -> None:
+def test_chat_template_receives_the_history_as_chat_messages(system: System, client: Anthropic) -> None:
     use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
     thought = [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "redacted_thinking", "data": "y"}]
@@ -156,7 +156,7 @@ def test_chat_template_gets_the_history_as_chat_messages(system: System, client:
     assert shown(system)[1] == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
 
 
-def test_worker_gets_tool_choices_and_formats(system: System, client: Anthropic) -> None:
+def test_worker_receives_tool_choices_and_formats(system: System, client: Anthropic) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         ask(client, tools=[WEATHER], tool_choice=choice)
         assert "weather" in system.worker.submits[-1].sampling.grammar.structural_tag
@@ -171,17 +171,17 @@ def test_worker_gets_tool_choices_and_formats(system: System, client: Anthropic)
     assert sampling.HasField("grammar") and (sampling.top_k, sampling.temperature) == (3, 0.5)
 
 
-def test_silent_stream_gets_pings(system: System, client: Anthropic, says: Any) -> None:
-    """This includes a stream whose model thinks while the client does not ask for the thoughts."""
+def test_silent_stream_has_pings(system: System, client: Anthropic, set_output: Any) -> None:
+    """A stream also gets pings while the model writes reasoning that the client did not request."""
     system.do(lambda: system.worker.allow(0))
     with client.messages.stream(model=MODEL, max_tokens=400, messages=HI) as stream:
         lines = stream.response.iter_lines()
         assert [next(lines), next(lines)] == ["event: ping", 'data: {"type":"ping"}']
         system.allow(None)
         rest = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    told = [name for name in rest if name != "ping"]
-    assert (told[0], told[1], told[-2:]) == ("message_start", "content_block_start", ["message_delta", "message_stop"])
-    says("<think>" + "Hm. " * 20 + "</think>Hi.")
+    names = [name for name in rest if name != "ping"]
+    assert (names[0], names[1], names[-2:]) == ("message_start", "content_block_start", ["message_delta", "message_stop"])
+    set_output("<think>" + "Hm. " * 20 + "</think>Hi.")
     system.allow(0)
     over = threading.Event()
 
@@ -200,7 +200,7 @@ def test_silent_stream_gets_pings(system: System, client: Anthropic, says: Any) 
         thinking.join()
         system.allow(None)
     pings = begun[begun.index("message_start") + 1 :]
-    assert len(pings) >= 3 and set(pings) == {"ping"}, "while it thinks, and says nothing of it"
+    assert len(pings) >= 3 and set(pings) == {"ping"}, "the model writes reasoning that the stream omits"
 
 
 @pytest.mark.by_day(one_in=3, seed=52)
@@ -256,17 +256,17 @@ def test_errors_have_the_types_of_the_client() -> None:
             system.allow(None)
 
 
-def test_input_equals_the_parsed_stream_when_the_output_is_cut(client: Anthropic, says: Any) -> None:
+def test_input_equals_the_parsed_stream_when_the_output_is_cut(client: Anthropic, set_output: Any) -> None:
     """The client's own parser reads the pieces of the stream, for random arguments and limits."""
     rng = random.Random(7)
     for _ in range(60):
         text = json.dumps({"a": _value(rng), "b": _value(rng)}, ensure_ascii=rng.random() < 0.5)
-        says('<tool_call>\n{"name": "weather", "arguments": ' + text[: rng.randrange(len(text) + 1)])
+        set_output('<tool_call>\n{"name": "weather", "arguments": ' + text[: rng.randrange(len(text) + 1)])
         asked = {"tools": [WEATHER], "max_tokens": rng.randrange(40, 60)}
         with client.messages.stream(model=MODEL, messages=HI, **asked) as stream:
             pieces = [event.partial_json for event in stream if event.type == "input_json"]
-        whole, theirs = ask(client, **asked), from_json("".join(pieces).encode() or b"{}", partial_mode=True)
-        assert [block.input for block in whole.content if block.type == "tool_use"] in ([theirs], []), text
+        document, parsed = ask(client, **asked), from_json("".join(pieces).encode() or b"{}", partial_mode=True)
+        assert [block.input for block in document.content if block.type == "tool_use"] in ([parsed], []), text
 
 
 def _value(rng: random.Random) -> Any:

@@ -143,15 +143,18 @@ EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-# Chats check the fields that chats and completions share (a test below shows the shared definition). Completions check their own
-# fields, and one value of a shared function: it checks all token ids and constraints. tests/contracts/test_sampling_parameters.py
-# checks lengths and types of lists, test_limits_walked.py values just above a limit, test_known_fields.py unsupported fields.
-APART = {"max_tokens"}
-AGAIN = {name: case for name, case in BOTH.items() if case[1] in APART or name == "stop_token_ids outside"}
+# The cases of chats check the fields that chats and completions share (a test below checks that the definition is shared). The
+# cases of completions check the other fields, and one value of the function that checks all token ids and constraints.
+# tests/contracts/test_sampling_parameters.py checks lengths and types of lists, test_limits_walked.py checks values just above a
+# limit, and test_known_fields.py checks unsupported fields.
+COMPLETION_FIELDS = {"max_tokens"}
+SHARED_BY_COMPLETIONS = {
+    name: case for name, case in BOTH.items() if case[1] in COMPLETION_FIELDS or name == "stop_token_ids outside"
+}
 CASES = [
     *((f"embedding: {name}", "/v1/embeddings", *case) for name, case in EMBEDDING.items()),
     *((f"chat: {name}", "/v1/chat/completions", *case) for name, case in (CHAT | BOTH).items()),
-    *((f"completion: {name}", "/v1/completions", *case) for name, case in (COMPLETION | AGAIN).items()),
+    *((f"completion: {name}", "/v1/completions", *case) for name, case in (COMPLETION | SHARED_BY_COMPLETIONS).items()),
 ]
 # Values that pydantic refuses by the declared type and range. /openapi.json has the declarations, and
 # tests/e2e/test_fuzz.py draws values from them.
@@ -164,11 +167,11 @@ DECLARED = {
     *(f"completion: {name}" for name in ("no prompt", "logprobs true", "too many logprobs", "logprobs negative")),
     *(f"completion: {name}" for name in ("echo a string", "max_tokens beyond 64 bits")),
 }
-OF_RULES = [case for case in CASES if case[0] not in DECLARED]
-OF_DECLARATIONS = [case for case in CASES if case[0] in DECLARED]
+REFUSED_BY_RULES = [case for case in CASES if case[0] not in DECLARED]
+REFUSED_BY_DECLARATIONS = [case for case in CASES if case[0] in DECLARED]
 
 
-OWN: dict[str, dict[str, Any]] = {
+MINIMAL_BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": USER},
     "/v1/completions": {"prompt": SECRET},
     "/v1/embeddings": {"input": SECRET},
@@ -177,7 +180,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 def expect_refusal(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     before = len(shared.worker.submits)
-    own = OWN[path]
+    own = MINIMAL_BODIES[path]
     body = {key: value for key, value in {"model": MODEL, **own, **change}.items() if value is not None}
     answer = shared.post(path, body)
     assert answer.status_code == 400, answer.text
@@ -189,23 +192,25 @@ def expect_refusal(shared: System, path: str, change: dict[str, Any], param: str
 
 
 @pytest.mark.by_day(one_in=2, seed=90)
-@pytest.mark.parametrize(("path", "change", "param"), [case[1:] for case in OF_RULES], ids=[case[0] for case in OF_RULES])
+@pytest.mark.parametrize(
+    ("path", "change", "param"), [case[1:] for case in REFUSED_BY_RULES], ids=[case[0] for case in REFUSED_BY_RULES]
+)
 def test_bad_field_is_refused_by_name(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     expect_refusal(shared, path, change, param)
 
 
 @pytest.mark.by_day(one_in=4, seed=8)
 @pytest.mark.parametrize(
-    ("path", "change", "param"), [case[1:] for case in OF_DECLARATIONS], ids=[case[0] for case in OF_DECLARATIONS]
+    ("path", "change", "param"), [case[1:] for case in REFUSED_BY_DECLARATIONS], ids=[case[0] for case in REFUSED_BY_DECLARATIONS]
 )
 def test_value_is_refused_by_the_fields_declaration(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     expect_refusal(shared, path, change, param)
 
 
-def test_chats_and_completions_share_their_field_definitions() -> None:
+def test_chats_and_completions_share_field_definitions() -> None:
     of_chat, of_completions = ChatCompletionRequest.model_fields, CompletionRequest.model_fields
     shared = of_chat.keys() & of_completions.keys()
-    assert {name for name in shared if repr(of_chat[name]) != repr(of_completions[name])} <= APART | {"logprobs"}
+    assert {name for name in shared if repr(of_chat[name]) != repr(of_completions[name])} <= COMPLETION_FIELDS | {"logprobs"}
     assert {param.partition(".")[0] for _, param in BOTH.values()} <= shared
 
 
@@ -242,7 +247,7 @@ def levels_of(value: Any) -> int:
     return 0 if inner is None else 1 + max(map(levels_of, inner), default=0)
 
 
-def test_body_has_a_limit_of_levels(shared: System) -> None:
+def test_body_with_too_many_levels_is_refused(shared: System) -> None:
     """The body's own object counts as one level. Brackets in a string and sibling objects add none."""
     most = limits.MAX_JSON_DEPTH
     assert shared.chat(metadata=nested(most - 1)).status_code == 200
@@ -253,15 +258,15 @@ def test_body_has_a_limit_of_levels(shared: System) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
-def used(given: Any) -> dict[str, Any]:
-    call = {"type": "tool_use", "id": "a", "name": "f", "input": given}
+def tool_use_body(value: Any) -> dict[str, Any]:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": value}
     return {"max_tokens": 9, "messages": [*USER, {"role": "assistant", "content": [call]}, *USER]}
 
 
 # A route, and a function that puts a client's nested value into a body.
-DEEP: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
-    ("/v1/messages", used),
-    ("/v1/messages/count_tokens", used),
+NESTED_VALUES: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
+    ("/v1/messages", tool_use_body),
+    ("/v1/messages/count_tokens", tool_use_body),
     ("/v1/messages", lambda schema: {"max_tokens": 9, "messages": USER, "tools": [{"name": "f", "input_schema": schema}]}),
     (
         "/v1/chat/completions",
@@ -286,10 +291,10 @@ DEEP: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
 ]
 
 
-def test_value_at_the_limit_of_levels_fails_nowhere() -> None:
-    """The gateway can also write messages derived from it, which are a few levels deeper. A deeper body is refused first."""
+def test_value_at_the_limit_of_levels_causes_no_internal_error() -> None:
+    """The gateway can also write the derived messages, which have a few more levels. A body with more levels is refused."""
     with System(formats=("hermes", "think")) as system:
-        for path, body_of in DEEP:
+        for path, body_of in NESTED_VALUES:
             around = levels_of(body_of({})) - 1
             for levels in (limits.MAX_JSON_DEPTH, limits.MAX_JSON_DEPTH + 1, 254):
                 answer = system.post(path, {"model": MODEL, **body_of(nested(levels - around))})
@@ -299,7 +304,7 @@ def test_value_at_the_limit_of_levels_fails_nowhere() -> None:
                     assert answer.status_code == 400 and "levels" in answer.text, (path, levels, answer.text)
         for levels, status in ((limits.MAX_JSON_DEPTH, 200), (limits.MAX_JSON_DEPTH + 1, 400), (254, 400)):
             answer = system.chat(guided_json=orjson.dumps(nested(levels)).decode())
-            assert answer.status_code == status, "a text of JSON"
+            assert answer.status_code == status, "JSON in a string"
 
 
 @pytest.mark.parametrize(
@@ -335,25 +340,25 @@ def test_error_before_a_stream_is_a_plain_response(shared: System) -> None:
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[System]:
+def limited() -> Iterator[System]:
     with System(max_body_bytes=1000) as system:
         yield system
 
 
 class TestBodySize:
-    def test_declared_size_over_the_limit_is_413(self, small: System) -> None:
-        answer = small.post("/v1/completions", {"model": MODEL, "prompt": "x" * 2000})
+    def test_declared_size_over_the_limit_is_413(self, limited: System) -> None:
+        answer = limited.post("/v1/completions", {"model": MODEL, "prompt": "x" * 2000})
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
 
-    def test_chunked_body_over_the_limit_is_413(self, small: System) -> None:
-        with socket.create_connection(("127.0.0.1", small.port), timeout=10) as raw:
+    def test_chunked_body_over_the_limit_is_413(self, limited: System) -> None:
+        with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
             for _ in range(3):
                 raw.sendall(b"1f4\r\n" + b"x" * 500 + b"\r\n")
             assert raw.recv(65536).startswith(b"HTTP/1.1 413 ")
 
-    def test_size_below_the_limit_is_accepted(self, small: System) -> None:
-        assert small.complete(prompt="x" * 400).status_code == 200
+    def test_size_below_the_limit_is_accepted(self, limited: System) -> None:
+        assert limited.complete(prompt="x" * 400).status_code == 200
 
     def test_slow_body_is_408(self) -> None:
         with System(body_timeout_s=0.1) as system, socket.create_connection(("127.0.0.1", system.port), timeout=10) as raw:

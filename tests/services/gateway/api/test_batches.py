@@ -36,11 +36,11 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": MODEL, "input": "Hi"},
     "/v1/score": {"model": MODEL, "query": "Hi", "items": ["a", "b"], "label_token_ids": [5]},
 }
-OVER = ("completed", "failed", "expired", "cancelled")
+TERMINAL = ("completed", "failed", "expired", "cancelled")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def often() -> Iterator[None]:
+def short_intervals() -> Iterator[None]:
     """Shortens the interval at which gateways look for work."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_runner, "LOOK_S", 0.05)
@@ -48,7 +48,7 @@ def often() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def system(store: RedisServer, often: None) -> Iterator[System]:
+def system(store: RedisServer, short_intervals: None) -> Iterator[System]:
     with System(state_redis_url=store.url, batch_lines_beside=16, keys=["alice", "bob"]) as started:
         yield started
 
@@ -71,15 +71,16 @@ def begin(client: OpenAI, lines: Sequence[Any], endpoint: Any = CHAT, window: An
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window=window, **fields)
 
 
-def over(client: OpenAI, batch: Batch) -> Batch:
+def wait_for_end(client: OpenAI, batch: Batch) -> Batch:
+    """Waits until a batch has ended, and returns it."""
     found = batch
 
-    def is_over() -> bool:
+    def has_ended() -> bool:
         nonlocal found
         found = client.batches.retrieve(batch.id)
-        return found.status in OVER
+        return found.status in TERMINAL
 
-    wait_until(is_over, f"{batch.id} to be over", 60)
+    wait_until(has_ended, f"the end of {batch.id}", 60)
     return found
 
 
@@ -88,15 +89,17 @@ def results(client: OpenAI, file_id: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("endpoint", [pytest.param(path, id=path[4:]) for path in BODIES])
-def test_line_result_equals_the_response_of_its_route(system: System, client: OpenAI, endpoint: str) -> None:
-    batch = over(client, begin(client, [line(1, endpoint), line(2, endpoint, body={"n": []})], endpoint, metadata={"a": "b"}))
+def test_line_result_equals_the_response_of_the_route(system: System, client: OpenAI, endpoint: str) -> None:
+    batch = wait_for_end(
+        client, begin(client, [line(1, endpoint), line(2, endpoint, body={"n": []})], endpoint, metadata={"a": "b"})
+    )
     assert (batch.status, batch.metadata, batch.errors) == ("completed", {"a": "b"}, None)
     assert batch.request_counts is not None and batch.request_counts.to_dict() == {"total": 2, "completed": 1, "failed": 1}
     (good,) = results(client, batch.output_file_id)
     (bad,) = results(client, batch.error_file_id)
-    asked = {"headers": {"authorization": "Bearer alice"}}
-    same = system.post(endpoint, BODIES[endpoint], **asked).json()
-    wrong = system.post(endpoint, {"n": []}, **asked)
+    lookups = {"headers": {"authorization": "Bearer alice"}}
+    same = system.post(endpoint, BODIES[endpoint], **lookups).json()
+    wrong = system.post(endpoint, {"n": []}, **lookups)
     assert good["custom_id"] == "line-1" and good["error"] is None and good["response"]["status_code"] == 200
     assert good["response"]["body"].keys() == same.keys() and good["response"]["body"]["usage"] == same["usage"]
     assert bad["custom_id"] == "line-2" and bad["error"] is None
@@ -117,11 +120,11 @@ def test_batch_reports_faults_of_the_input_by_line(client: OpenAI) -> None:
         line(9, body="Hi"),
         line(10),
     ]
-    batch = over(client, begin(client, lines))
+    batch = wait_for_end(client, begin(client, lines))
     assert batch.status == "failed" and batch.failed_at and batch.output_file_id is batch.error_file_id is None
     assert batch.errors is not None and batch.errors.data is not None
-    told = [(error.line, error.code, error.param) for error in batch.errors.data]
-    assert told == [
+    found = [(error.line, error.code, error.param) for error in batch.errors.data]
+    assert found == [
         (2, "invalid_json_line", None),
         (4, "invalid_json_line", None),
         (5, "duplicate_custom_id", "custom_id"),
@@ -131,7 +134,7 @@ def test_batch_reports_faults_of_the_input_by_line(client: OpenAI) -> None:
         (9, "invalid_body", "body"),
     ]
     assert batch.request_counts is not None and batch.request_counts.total == 0
-    (blank,) = over(client, begin(client, [b""])).errors.data or ()  # type: ignore[union-attr]
+    (blank,) = wait_for_end(client, begin(client, [b""])).errors.data or ()  # type: ignore[union-attr]
     assert blank.code == "empty_file"
 
 
@@ -150,7 +153,7 @@ def test_refusal_of_a_batch_names_the_field(client: OpenAI) -> None:
 
 
 def test_lists_have_pages(client: OpenAI) -> None:
-    begun = [over(client, begin(client, [line(1)])) for _ in range(3)]
+    begun = [wait_for_end(client, begin(client, [line(1)])) for _ in range(3)]
     first = client.batches.list(limit=2)
     assert [batch.id for batch in first.data] == [begun[2].id, begun[1].id] and first.has_more
     following = first.get_next_page()
@@ -164,8 +167,8 @@ def test_lists_have_pages(client: OpenAI) -> None:
             client.batches.list(**wrong)
 
 
-def test_other_key_finds_no_files_and_batches(system: System, client: OpenAI) -> None:
-    batch, bob = over(client, begin(client, [line(1)])), system.openai(api_key="bob")
+def test_files_and_batches_are_not_found_with_another_key(system: System, client: OpenAI) -> None:
+    batch, bob = wait_for_end(client, begin(client, [line(1)])), system.openai(api_key="bob")
     ours: Any = batch.input_file_id, batch.output_file_id
     for find in (bob.files.retrieve, bob.files.content, bob.files.delete):
         for file_id in ours:
@@ -179,13 +182,13 @@ def test_other_key_finds_no_files_and_batches(system: System, client: OpenAI) ->
     assert not bob.files.list().data and not bob.batches.list().data
 
 
-def test_deletion_removes_a_file_unless_a_batch_reads_it(system: System, client: OpenAI) -> None:
+def test_deletion_removes_a_file_unless_a_batch_reads_the_file(system: System, client: OpenAI) -> None:
     system.allow(0)
     batch = begin(client, [line(1)])
     with pytest.raises(openai.ConflictError):
         client.files.delete(batch.input_file_id)
     system.allow(None)
-    done: Any = over(client, batch)
+    done: Any = wait_for_end(client, batch)
     for file_id in (batch.input_file_id, done.output_file_id):
         assert client.files.delete(file_id).deleted
         for find in (client.files.retrieve, client.files.content, client.files.delete):
@@ -193,67 +196,69 @@ def test_deletion_removes_a_file_unless_a_batch_reads_it(system: System, client:
                 find(file_id)
 
 
-def test_cancelled_batch_keeps_its_results(system: System, client: OpenAI) -> None:
+def test_cancelled_batch_keeps_results(system: System, client: OpenAI) -> None:
     """Running lines are aborted at the worker. Each custom_id has a result in one of the two files."""
     lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(40)]
     system.allow(0)
     batch = begin(client, lines)
-    wait_until(lambda: system.running() == [16], "as many lines as there are lanes")
+    wait_until(lambda: system.running() == [16], "a line in every lane")
     assert system.metric("rootstock_gateway_batch_lines_in_flight") == 16
     system.allow(1)
-    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "three results")  # type: ignore[union-attr]
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "three results in the store")  # type: ignore[union-attr]
     assert client.batches.cancel(batch.id).status == "cancelling"
-    done = over(client, batch)
-    wait_until(lambda: system.running() == [0], "the worker to have nothing to do")
+    done = wait_for_end(client, batch)
+    wait_until(lambda: system.running() == [0], "the aborts at the worker")
     system.allow(None)
     good, bad = results(client, done.output_file_id), results(client, done.error_file_id)
     assert done.status == "cancelled" and done.cancelled_at and len(good) == 3
     assert {each["error"]["code"] for each in bad} == {"batch_cancelled"}
     assert sorted(each["custom_id"] for each in good + bad) == sorted(each["custom_id"] for each in lines)
     with pytest.raises(openai.ConflictError):
-        client.batches.cancel(over(client, begin(client, [line(1)])).id)
+        client.batches.cancel(wait_for_end(client, begin(client, [line(1)])).id)
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
 def test_expired_batch_reports_each_open_line(system: System, client: OpenAI) -> None:
     system.allow(0)
-    done = over(client, begin(client, [line(number) for number in range(3)], window="1s"))
+    done = wait_for_end(client, begin(client, [line(number) for number in range(3)], window="1s"))
     system.allow(None)
     assert done.status == "expired" and done.expired_at and done.output_file_id is None
-    told = results(client, done.error_file_id)
-    assert [(each["custom_id"], each["error"]["code"]) for each in told] == [(f"line-{at}", "batch_expired") for at in range(3)]
-    assert all(each["response"] is None for each in told)
+    found = results(client, done.error_file_id)
+    assert [(each["custom_id"], each["error"]["code"]) for each in found] == [(f"line-{at}", "batch_expired") for at in range(3)]
+    assert all(each["response"] is None for each in found)
 
 
 def test_results_are_in_the_order_of_the_input(system: System, client: OpenAI) -> None:
     lines = [line(number, COMPLETIONS, body={**BODIES[COMPLETIONS], "max_tokens": 1 + number % 7}) for number in range(60)]
-    done = over(client, begin(client, lines, COMPLETIONS))
+    done = wait_for_end(client, begin(client, lines, COMPLETIONS))
     assert [each["custom_id"] for each in results(client, done.output_file_id)] == [each["custom_id"] for each in lines]
     assert client.files.retrieve(done.output_file_id or "").bytes == len(client.files.content(done.output_file_id or "").content)
 
 
 def test_line_refuses_a_stream(client: OpenAI) -> None:
-    done = over(client, begin(client, [line(1, body={**BODIES[CHAT], "stream": True})]))
-    (told,) = results(client, done.error_file_id)
-    assert told["response"]["status_code"] == 400 and told["response"]["body"]["error"]["param"] == "stream"
+    done = wait_for_end(client, begin(client, [line(1, body={**BODIES[CHAT], "stream": True})]))
+    (found,) = results(client, done.error_file_id)
+    assert found["response"]["status_code"] == 400 and found["response"]["body"]["error"]["param"] == "stream"
 
 
-def test_batch_retries_temporary_errors_only(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_retries_lines_only_after_temporary_errors(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault may be caused by the line, so the number of tries is limited."""
     monkeypatch.setattr(batch_run, "PAUSES_S", (0.01, 0.05))
     fault = (pb.ERROR_CODE_INTERNAL, "a fault")
     for faults, counts in ((batch_run.TRIES - 1, (1, 0)), (batch_run.TRIES, (0, 1))):
         before = system.metric("rootstock_gateway_batch_retries_total")
         system.do(lambda: system.worker.refuse.extend([fault] * faults))  # noqa: B023
-        done = over(client, begin(client, [line(1)]))
+        done = wait_for_end(client, begin(client, [line(1)]))
         assert done.status == "completed" and done.request_counts is not None
         assert (done.request_counts.completed, done.request_counts.failed) == counts
         assert system.metric("rootstock_gateway_batch_retries_total") == before + batch_run.TRIES - 1
-    (told,) = results(client, done.error_file_id)
-    assert told["response"]["status_code"] == 500
+    (found,) = results(client, done.error_file_id)
+    assert found["response"]["status_code"] == 500
 
 
-def test_waiting_retry_leaves_its_lane(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_leaves_the_lane_during_the_wait_for_a_retry(
+    system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other lines use the lane, and a gateway that ends does not wait for the retry."""
     monkeypatch.setattr(batch_run, "PAUSES_S", (600.0, 600.0))
     before = system.metric("rootstock_gateway_batch_retries_total")
@@ -262,23 +267,23 @@ def test_waiting_retry_leaves_its_lane(system: System, client: OpenAI, monkeypat
     wait_until(lambda: system.metric("rootstock_gateway_batch_retries_total") == before + 1, "the first try")
     assert system.metric("rootstock_gateway_batch_lines_in_flight") == 0
     client.batches.cancel(batch.id)
-    over(client, batch)
+    wait_for_end(client, batch)
 
 
 def test_lines_have_the_lowest_priority_and_the_key_of_the_batch(system: System, client: OpenAI) -> None:
     before = len(system.worker.submits)
-    over(client, begin(client, [line(1, body={**BODIES[CHAT], "priority": 7})]))
+    wait_for_end(client, begin(client, [line(1, body={**BODIES[CHAT], "priority": 7})]))
     (submit,) = system.worker.submits[before:]
     assert submit.priority == PRIORITY_RANGE[0] and submit.tenant == Caller("alice").tenant
 
 
-def test_removed_key_gets_no_more_results(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_fails_when_the_api_key_was_removed(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_ring, "COMES_S", 0.0)
     system.allow(0)
     batch = begin(client, [line(1)])
-    wait_until(lambda: system.running() == [1], "the line to be at the worker")
+    wait_until(lambda: system.running() == [1], "the line at the worker")
     system.write_keys("bob")
-    wait_until(lambda: system.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 401, "the key to be gone")
+    wait_until(lambda: system.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 401, "the removal of the API key")
     system.do(lambda: system.worker.end_running(pb.ERROR_CODE_INTERNAL))
     owner = owner_of("alice")
 
@@ -287,95 +292,97 @@ def test_removed_key_gets_no_more_results(system: System, client: OpenAI, monkey
 
     work = system.gateway._work
     assert work is not None
-    wait_until(lambda: ended().status is BatchStatus.COMPLETED, "it to be over")
+    wait_until(lambda: ended().status is BatchStatus.COMPLETED, "the end of the batch")
     system.allow(None)
     system.write_keys("alice", "bob")
-    wait_until(lambda: system.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the key to be back")
-    (told,) = results(client, over(client, batch).error_file_id)
-    assert told["response"]["status_code"] == 401
+    wait_until(lambda: system.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the return of the API key")
+    (found,) = results(client, wait_for_end(client, batch).error_file_id)
+    assert found["response"]["status_code"] == 401
 
 
-def test_gateway_leaves_a_batch_of_an_unknown_key_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_takes_no_batch_of_an_unknown_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Secret may reach some nodes later. The gateway takes the batch when it has the API key."""
     monkeypatch.setattr(key_table, "POLL_S", 0.05)
-    asked, taken = list[str](), list[str]()
+    lookups, taken = list[str](), list[str]()
     named, take = key_ring.KeyRing.named, Leases.take
 
-    def counted(ring: key_ring.KeyRing, name: str, asked_at: float) -> Caller:
-        asked.append(name)
+    def count_lookups(ring: key_ring.KeyRing, name: str, asked_at: float) -> Caller:
+        lookups.append(name)
         return named(ring, name, asked_at)
 
-    def noted(leases: Leases, name: str) -> Awaitable[Lease | None]:
+    def record_take(leases: Leases, name: str) -> Awaitable[Lease | None]:
         taken.append(name)
         return take(leases, name)
 
-    with redis_server() as own:
-        with System(state_redis_url=own.url, keys=["alice"]) as first:
+    with redis_server() as state:
+        with System(state_redis_url=state.url, keys=["alice"]) as first:
             first.allow(0)
             batch = begin(first.openai(api_key="alice"), [line(1)])
-            wait_until(lambda: first.running() == [1], "the line to be at the worker")
-        monkeypatch.setattr(key_ring.KeyRing, "named", counted)
-        monkeypatch.setattr(Leases, "take", noted)
-        with System(state_redis_url=own.url, keys=["bob"]) as second:
-            wait_until(lambda: len(asked) > 4, "it to look")
-            assert len(taken) == 1, "it takes nothing from others, and nobody makes way for it"
+            wait_until(lambda: first.running() == [1], "the line at the worker")
+        monkeypatch.setattr(key_ring.KeyRing, "named", count_lookups)
+        monkeypatch.setattr(Leases, "take", record_take)
+        with System(state_redis_url=state.url, keys=["bob"]) as second:
+            wait_until(lambda: len(lookups) > 4, "lookups of the API key")
+            assert len(taken) == 1, "the gateway takes no lease, and no batch makes way"
             assert second.metric("rootstock_gateway_batches_running") == 0 and not second.worker.submits
             second.write_keys("alice", "bob")
-            wait_until(lambda: second.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the key")
+            wait_until(
+                lambda: second.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the API key at the gateway"
+            )
             client = second.openai(api_key="alice")
-            (told,) = results(client, over(client, batch).output_file_id)
-            assert told["response"]["status_code"] == 200
+            (found,) = results(client, wait_for_end(client, batch).output_file_id)
+            assert found["response"]["status_code"] == 200
 
 
 def test_other_gateway_continues_a_batch_from_the_store() -> None:
     """The first gateway stopped with lines on its worker. Each line has one result from one of the gateways."""
     lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(20)]
-    with redis_server() as own:
-        with System(state_redis_url=own.url) as first:
+    with redis_server() as state:
+        with System(state_redis_url=state.url) as first:
             client = first.openai()
             first.allow(0)
             batch = begin(client, lines)
-            wait_until(lambda: first.running() == [16], "its lines to be at the worker")
+            wait_until(lambda: first.running() == [16], "the lines at the worker")
             first.allow(1)
             wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "results")  # type: ignore[union-attr]
-        with System(state_redis_url=own.url) as second:
-            done = over(second.openai(), batch)
-            told = results(second.openai(), done.output_file_id)
-            assert [each["custom_id"] for each in told] == [each["custom_id"] for each in lines]
+        with System(state_redis_url=state.url) as second:
+            done = wait_for_end(second.openai(), batch)
+            found = results(second.openai(), done.output_file_id)
+            assert [each["custom_id"] for each in found] == [each["custom_id"] for each in lines]
             assert len(second.worker.submits) == 17 and done.request_counts is not None and done.request_counts.completed == 20
 
 
-def test_line_without_a_result_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_is_repeated_when_the_call_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client did not cancel the batch, and a batch ends only when all lines have a result."""
-    call, tries = LineCalls.call, list[str]()
+    call, attempts = LineCalls.call, list[str]()
 
     async def cut(calls: LineCalls, path: str, body: bytes, caller: Caller, request_id: str) -> Told:
-        tries.append(request_id.rpartition(".")[2])
-        if tries.count("2") == 1 and tries[-1] == "2":
+        attempts.append(request_id.rpartition(".")[2])
+        if attempts.count("2") == 1 and attempts[-1] == "2":
             raise asyncio.CancelledError
         return await call(calls, path, body, caller, request_id)
 
     monkeypatch.setattr(LineCalls, "call", cut)
-    with redis_server() as own, System(state_redis_url=own.url, batch_lease_s=3.0) as system:
+    with redis_server() as state, System(state_redis_url=state.url, batch_lease_s=3.0) as system:
         client = system.openai()
-        done = over(client, begin(client, [line(number) for number in range(1, 4)]))
+        done = wait_for_end(client, begin(client, [line(number) for number in range(1, 4)]))
         assert [each["custom_id"] for each in results(client, done.output_file_id)] == ["line-1", "line-2", "line-3"]
-        assert done.status == "completed" and tries.count("2") == 2
+        assert done.status == "completed" and attempts.count("2") == 2
 
 
-def test_gateway_records_no_line_after_it_has_lost_the_lease(system: System, store: RedisServer, client: OpenAI) -> None:
+def test_gateway_records_no_result_without_the_lease(system: System, store: RedisServer, client: OpenAI) -> None:
     """Another gateway owns the lease, so this gateway aborts its running lines."""
     system.allow(0)
     batch = begin(client, [line(1)])
-    wait_until(lambda: system.running() == [1], "the line to be at the worker")
+    wait_until(lambda: system.running() == [1], "the line at the worker")
     store.client.set(f"state:lease:{batch_lease(owner_of('alice'), batch.id)}", "another", px=60_000)
     system.allow(1)
-    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == 0, "it to be given up")
+    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == 0, "the release of the batch")
     system.allow(None)
     counts = client.batches.retrieve(batch.id).request_counts
     assert counts is not None and counts.completed == counts.failed == 0
     store.client.delete(f"state:lease:{batch_lease(owner_of('alice'), batch.id)}")
-    assert over(client, batch).status == "completed"
+    assert wait_for_end(client, batch).status == "completed"
 
 
 def test_unreadable_batch_does_not_stop_other_batches(
@@ -383,30 +390,30 @@ def test_unreadable_batch_does_not_stop_other_batches(
 ) -> None:
     """Unknown fields are ignored. A batch of unknown status waits for a gateway that knows the status."""
 
-    def told(beginning: str) -> bool:
-        said = [each.getMessage() for each in caplog.records if each.name == batch_runner.__name__]
-        return any(each.startswith(beginning) for each in said)
+    def logged(beginning: str) -> bool:
+        messages = [each.getMessage() for each in caplog.records if each.name == batch_runner.__name__]
+        return any(each.startswith(beginning) for each in messages)
 
     system.allow(0)
     newer = begin(client, [line(1)])
-    wait_until(lambda: system.running() == [1], "the line to be at the worker")
+    wait_until(lambda: system.running() == [1], "the line at the worker")
     key, lease = (f"state:{kind}:{owner_of('alice')}:{newer.id}" for kind in ("batch", "lease:batch"))
     order = json.loads(store.client.hget(key, "order") or "")
     store.client.hset(key, "order", json.dumps({**order, "urgency": 1}))
     assert client.batches.retrieve(newer.id).input_file_id == newer.input_file_id
     store.client.hset(key, "status", "paused")
-    wait_until(lambda: system.running() == [0], "it to be given up")
+    wait_until(lambda: system.running() == [0], "the release of the batch")
     with pytest.raises(openai.APIStatusError) as refused:
         client.batches.retrieve(newer.id)
     assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
     assert newer.id not in [each.id for each in client.batches.list()]
     system.allow(None)
-    wait_until(lambda: told("a batch cannot be read"), "it to be tried again")
-    assert over(client, begin(client, [line(2)])).status == "completed"
-    assert not told("batches wait for the store"), "no look is cut short by it"
+    wait_until(lambda: logged("a batch cannot be read"), "the next attempt to read the batch")
+    assert wait_for_end(client, begin(client, [line(2)])).status == "completed"
+    assert not logged("batches wait for the store"), "the other batches are still found"
     store.client.hset(key, "status", "in_progress")
     store.client.delete(lease)  # as if the lease expired
-    assert over(client, newer).status == "completed"
+    assert wait_for_end(client, newer).status == "completed"
 
 
 def test_request_overtakes_a_waiting_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,85 +421,85 @@ def test_request_overtakes_a_waiting_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lanes, "YOUNG_S", 0.0)
 
     def one_at_a_time(workers: list[FakeWorker]) -> None:
-        workers[0].info.max_running_requests = 1  # the gateway sends it up to three requests
+        workers[0].info.max_running_requests = 1  # the gateway sends up to three requests to such a worker
 
-    with redis_server() as own, System(state_redis_url=own.url, configure=one_at_a_time, batch_lines_beside=16) as system:
+    with redis_server() as state, System(state_redis_url=state.url, configure=one_at_a_time, batch_lines_beside=16) as system:
         client = system.openai()
         system.allow(0)
         batch = begin(client, [line(number, body={**BODIES[CHAT], "max_tokens": 1 + number}) for number in range(6)])
-        wait_until(lambda: system.num_waiting == 3, "lines to wait")
+        wait_until(lambda: system.num_waiting == 3, "the queued lines")
         with ThreadPoolExecutor(1) as pool:
             chat = pool.submit(system.chat, max_tokens=7)
-            wait_until(lambda: system.num_waiting == 4, "the chat to wait")
+            wait_until(lambda: system.num_waiting == 4, "the queued chat")
             system.allow(1)
-            wait_until(lambda: len(system.worker.submits) == 4, "room for one")
+            wait_until(lambda: len(system.worker.submits) == 4, "the submit of the chat")
             assert system.worker.submits[-1].sampling.max_new_tokens == 7
             system.allow(None)
             assert chat.result().status_code == 200
-        assert over(client, batch).status == "completed"
+        assert wait_for_end(client, batch).status == "completed"
 
 
-def test_line_starts_between_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_starts_when_the_gateway_has_no_interactive_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "HELD_S", 60.0)
-    with redis_server() as own, System(state_redis_url=own.url) as system, ThreadPoolExecutor(1) as pool:
+    with redis_server() as state, System(state_redis_url=state.url) as system, ThreadPoolExecutor(1) as pool:
         client = system.openai()
         system.allow(0)
         chat = pool.submit(system.chat, max_tokens=7)
-        wait_until(lambda: system.running() == [1], "the chat to be at the worker")
+        wait_until(lambda: system.running() == [1], "the chat at the worker")
         batch = begin(client, [line(1)])
-        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", "the line's turn")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", "the start of the batch")
         time.sleep(4 * lanes.LOOK_S)
         assert system.running() == [1]
         system.allow(None)
-        assert chat.result().status_code == 200 and over(client, batch).status == "completed"
+        assert chat.result().status_code == 200 and wait_for_end(client, batch).status == "completed"
 
 
-def test_gateway_finishes_running_lines_when_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_gateway_finishes_running_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even a slow store records the results. The lease is released, so another gateway does not wait for its expiry."""
     record = BatchStore.record
 
-    async def slowly(*args: Any) -> Sequence[LineResult]:
+    async def record_slowly(*args: Any) -> Sequence[LineResult]:
         await asyncio.sleep(0.3)
         return await record(*args)
 
-    monkeypatch.setattr(BatchStore, "record", slowly)
-    with redis_server() as own:
-        with System(state_redis_url=own.url, grace_s=10) as system:
+    monkeypatch.setattr(BatchStore, "record", record_slowly)
+    with redis_server() as state:
+        with System(state_redis_url=state.url, grace_s=10) as system:
             system.allow(0)
             batch = begin(system.openai(), [line(1), line(2)])
-            wait_until(lambda: system.running() == [2], "the lines to be at the worker")
+            wait_until(lambda: system.running() == [2], "the lines at the worker")
             system.do(system.stop.set)
-            wait_until(lambda: system.gateway._http.should_exit, "the gateway to end")
+            wait_until(lambda: system.gateway._http.should_exit, "the stop of the gateway")
             system.allow(None)
         owner = owner_of("")
-        assert own.client.hget(f"state:batch:{owner}:{batch.id}", "completed") == b"2"
-        assert not own.client.exists(f"state:lease:{batch_lease(owner, batch.id)}")
+        assert state.client.hget(f"state:batch:{owner}:{batch.id}", "completed") == b"2"
+        assert not state.client.exists(f"state:lease:{batch_lease(owner, batch.id)}")
 
 
 def test_waiting_batch_expires_and_can_be_cancelled(system: System, client: OpenAI) -> None:
     """Batches whose lines never finish occupy all slots."""
     system.allow(0)
     long = [begin(client, [line(1)]) for _ in range(batch_runner.AT_ONCE)]
-    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == len(long), "all places to be taken")
+    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == len(long), "all slots for batches in use")
     late, unwanted = begin(client, [line(1)], window="1s"), begin(client, [line(1)])
     client.batches.cancel(unwanted.id)
-    assert (over(client, unwanted).status, over(client, late).status) == ("cancelled", "expired")
-    (told,) = results(client, client.batches.retrieve(late.id).error_file_id)
-    assert told["error"]["code"] == "batch_expired"
+    assert (wait_for_end(client, unwanted).status, wait_for_end(client, late).status) == ("cancelled", "expired")
+    (found,) = results(client, client.batches.retrieve(late.id).error_file_id)
+    assert found["error"]["code"] == "batch_expired"
     system.allow(None)
-    assert {over(client, batch).status for batch in long} == {"completed"}
+    assert {wait_for_end(client, batch).status for batch in long} == {"completed"}
 
 
-def test_keys_share_the_lanes(system: System, client: OpenAI) -> None:
+def test_batch_of_another_key_replaces_the_newest_batch_of_a_key(system: System, client: OpenAI) -> None:
     """The newest batch of an API key with several batches makes way, and continues later."""
     bob, before = system.openai(api_key="bob"), len(system.worker.submits)
     system.allow(0)
     long = [begin(client, [line(1)]) for _ in range(batch_runner.AT_ONCE)]
-    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == len(long), "all places to be taken")
+    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == len(long), "all slots for batches in use")
     further, other = begin(client, [line(1)]), begin(bob, [line(1)])
     wait_until(
         lambda: any(each.tenant == Caller("bob").tenant for each in system.worker.submits[before:]), "bob's line at the worker"
     )
     system.allow(None)
-    assert over(bob, other).status == "completed"
-    assert {over(client, batch).status for batch in (*long, further)} == {"completed"}
+    assert wait_for_end(bob, other).status == "completed"
+    assert {wait_for_end(client, batch).status for batch in (*long, further)} == {"completed"}

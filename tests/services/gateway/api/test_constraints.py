@@ -17,7 +17,7 @@ from tests.services.gateway.system import System, chat_body
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}, "required": ["b"]}
 TEXT = orjson.dumps(SCHEMA).decode()
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
-OLD_TAG = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+TAG_OF_STRUCTURES = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
 
 
 def json_schema_format(**fields: Any) -> dict[str, Any]:
@@ -30,7 +30,10 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "json_schema": (json_schema_format(), {"json_schema": TEXT}),
     "strict json_schema": (json_schema_format(strict=True, description="x"), {"json_schema": TEXT}),
     "structural tag": ({"response_format": TAG}, {"structural_tag": orjson.dumps(TAG).decode()}),
-    "structural tag, old form": ({"response_format": OLD_TAG}, {"structural_tag": orjson.dumps(OLD_TAG).decode()}),
+    "structural tag with structures": (
+        {"response_format": TAG_OF_STRUCTURES},
+        {"structural_tag": orjson.dumps(TAG_OF_STRUCTURES).decode()},
+    ),
     "guided_json": ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
     "guided_json as text": ({"guided_json": orjson.dumps(SCHEMA, option=orjson.OPT_INDENT_2).decode()}, {"json_schema": TEXT}),
     "guided_regex": ({"guided_regex": "a+"}, {"regex": "a+"}),
@@ -65,10 +68,10 @@ def test_completions_accept_constraints(shared: System, form: str) -> None:
     assert shared.worker.submits[-1].sampling.grammar == pb.Grammar(**grammar)
 
 
-NONE = [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"json_object": False}}]
+NEUTRAL = [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"json_object": False}}]
 
 
-@pytest.mark.parametrize("body", NONE, ids=["nothing", "text", "empty", "json_object false"])
+@pytest.mark.parametrize("body", NEUTRAL, ids=["nothing", "text", "empty", "json_object false"])
 def test_neutral_value_sets_no_constraint(shared: System, body: dict[str, Any]) -> None:
     assert shared.chat(**body).status_code == 200
     assert not shared.worker.submits[-1].sampling.HasField("grammar")
@@ -82,7 +85,7 @@ def test_refusal_of_two_constraints_names_both(shared: System) -> None:
 TEXTS = ['a"b', "back\\slash", "line\nbreak\ttab", "é 漢 🙂", "\x01a\x7fb\x1bcafe", '::= | "', "[a-z]+"]
 
 
-def test_guided_choice_matches_its_text_exactly(shared: System) -> None:
+def test_guided_choice_allows_only_the_listed_texts(shared: System) -> None:
     """The grammar accepts only the listed texts, in the compiler that workers use."""
     for text in TEXTS:
         assert shared.chat(guided_choice=[text, "other"]).status_code == 200

@@ -17,15 +17,15 @@ def embed(system: System, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "prompts"),
+    ("input_", "prompts"),
     [
         (["ab", "c", "ab"], ["ab", "c", "ab"]),
         ([ids_of("ab"), ids_of("cde")], ["ab", "cde"]),
     ],
     ids=["strings", "lists of ids"],
 )
-def test_client_gets_embeddings_for_every_form_of_input(shared: System, given: Any, prompts: list[str]) -> None:
-    answer = shared.openai().embeddings.create(model=MODEL, input=given)
+def test_client_receives_embeddings_for_every_form_of_input(shared: System, input_: Any, prompts: list[str]) -> None:
+    answer = shared.openai().embeddings.create(model=MODEL, input=input_)
     assert [item.index for item in answer.data] == list(range(len(prompts)))
     assert [item.embedding for item in answer.data] == [vector_of(ids_of(prompt)) for prompt in prompts]
     assert (answer.object, answer.model, answer.data[0].object) == ("list", MODEL, "embedding")
@@ -62,10 +62,10 @@ def test_fields_reach_the_worker(shared: System) -> None:
 
 
 def test_input_is_truncated_to_the_last_tokens(shared: System) -> None:
-    for most, kept in ((2, "ld"), (2.0, "ld"), (99, "world"), (-1, "world")):
-        answer = embed(shared, input="world", truncate_prompt_tokens=most).json()
-        assert answer["usage"]["prompt_tokens"] == len(kept), "5.0 is 5 in JSON"
-        assert list(shared.worker.submits[-1].prompt_ids) == ids_of(kept)
+    for max_tokens, sent in ((2, "ld"), (2.0, "ld"), (99, "world"), (-1, "world")):
+        answer = embed(shared, input="world", truncate_prompt_tokens=max_tokens).json()
+        assert answer["usage"]["prompt_tokens"] == len(sent), "2.0 counts as 2"
+        assert list(shared.worker.submits[-1].prompt_ids) == ids_of(sent)
     assert embed(shared, input="x" * (CONTEXT_LEN + 9), truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == CONTEXT_LEN
     assert embed(shared, truncate_prompt_tokens=0).json()["error"]["param"] == "truncate_prompt_tokens"
 
@@ -74,7 +74,7 @@ def test_input_may_fill_the_context(shared: System) -> None:
     assert embed(shared, input="x" * CONTEXT_LEN).status_code == 200
 
 
-def test_refusal_of_the_worker_ends_the_request(system: System) -> None:
+def test_request_fails_when_the_worker_refuses_a_prompt(system: System) -> None:
     system.do(lambda: system.worker.refuse.append((2, "not today", "embedding")))
     answer = embed(system, input=["a", "b", "c"])
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
@@ -86,7 +86,7 @@ def test_detokenizer_receives_nothing(system: System) -> None:
     assert system.metric("rootstock_gateway_output_tokens_total") == 0
 
 
-class TestKindsOfModels:
+class TestUnsupportedModels:
     @pytest.fixture
     def served(self, system: System) -> System:
         """Returns a system with a stopped worker, whose `info` may change before its next start."""

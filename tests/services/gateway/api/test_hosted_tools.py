@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     RESPONSES: {"type": "function", "name": "weather", "parameters": SCHEMA},
     MESSAGES: {"name": "weather", "input_schema": SCHEMA},
 }
-# The hosted tools of an API, and the header that names them.
+# By path: hosted tools of the API, and the value of HEADER when they are omitted.
 HOSTED: dict[str, tuple[list[dict[str, Any]], str]] = {
     CHAT: (
         [{"type": "custom", "custom": {"name": "apply_patch"}}, {"type": "web_search"}],
@@ -50,6 +50,7 @@ HOSTED: dict[str, tuple[list[dict[str, Any]], str]] = {
         "web_search_20250305, bash_20250124",
     ),
 }
+# Tool choices that force a call of an omitted tool
 FORCED: list[tuple[str, Any]] = [
     (CHAT, {"type": "custom", "custom": {"name": "apply_patch"}}),
     (CHAT, {"type": "function", "function": {"name": "apply_patch"}}),
@@ -79,7 +80,7 @@ def ask(system: System, path: str, tools: list[dict[str, Any]], **fields: Any) -
     return system.post(path, {**BODIES[path], "tools": tools, **fields})
 
 
-def templated(system: System) -> list[str]:
+def tools_of_template(system: System) -> list[str]:
     """Returns the names of the tools in the latest call of the chat template."""
     tools = system.tokenizer.calls[-1].tools_json
     return [tool["function"]["name"] for tool in orjson.loads(tools)] if tools else []
@@ -91,7 +92,7 @@ def test_hosted_tools_are_omitted_and_named(system: System, path: str, stream: b
     tools, named = HOSTED[path]
     answer = ask(system, path, [tools[0], FUNCTIONS[path], *tools[1:]], stream=stream)
     assert (answer.status_code, answer.headers[HEADER]) == (200, named), answer.text
-    assert templated(system) == ["weather"]
+    assert tools_of_template(system) == ["weather"]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -99,7 +100,7 @@ def test_request_is_served_without_tools_when_all_are_hosted(system: System, pat
     tools, named = HOSTED[path]
     answer = ask(system, path, tools)
     assert (answer.status_code, answer.headers[HEADER]) == (200, named), answer.text
-    assert templated(system) == []
+    assert tools_of_template(system) == []
 
 
 @pytest.mark.parametrize("path", BODIES)

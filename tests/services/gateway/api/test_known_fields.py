@@ -50,9 +50,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 SCHEMA = {"type": "object"}
 CONTENT = re.compile(r'"(?:content|text)":"([^"]*)"')
-# By field: the other fields of the request, and a value that must have an effect.
-OF_FORMATS = {"separate_reasoning"}  # without effect on a model that does not reason; see test_tools.py
+REASONING_FIELDS = {"separate_reasoning"}  # without effect on a model that does not reason; see test_tools.py
 TOOL = {"type": "function", "function": {"name": "f"}}
+# By field: the other fields of the request, and a value that must have an effect
 SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     **{row.names[Api.CHAT]: ({}, typical(row)) for row in SCALARS},
     "add_generation_prompt": ({}, False),
@@ -112,7 +112,7 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
 SERVED_BY_PATH = {(COMPLETIONS, "logprobs"): ({}, 1), (COMPLETIONS, "logprob_token_ids"): ({"logprobs": 0}, [72])}
 
 
-def evidence(system: System, path: str, body: dict[str, Any]) -> list[Any]:
+def effects(system: System, path: str, body: dict[str, Any]) -> list[Any]:
     """Returns everything that depends on a request's fields: calls to tokenizer, worker and detokenizer, and the response."""
     worker, tokenizer, detokenizer = system.worker, system.tokenizer, system.detokenizer
     before = len(worker.submits), len(tokenizer.calls), len(detokenizer.batches)
@@ -123,8 +123,8 @@ def evidence(system: System, path: str, body: dict[str, Any]) -> list[Any]:
         submit.ClearField("handle")
         submit.ClearField("timeout_ms")
     opens = [o for batch in detokenizer.batches[before[2] :] for o in batch.opens]
-    for one in opens:
-        one.ClearField("handle")
+    for opened in opens:
+        opened.ClearField("handle")
     return [submits, tokenizer.calls[before[1] :], opens, *in_one_piece(re.sub(r'"created":\d+,?', "", answer.text))]
 
 
@@ -136,17 +136,17 @@ def in_one_piece(answer: str) -> tuple[str, list[str]]:
 
 def served_at(path: str) -> list[str]:
     known = KNOWN[path]
-    apart = known.unused | known.neutral.keys() | REQUIRED | OF_FORMATS
-    return sorted(set(known_to(path)) & TYPES[path].model_fields.keys() - apart)
+    untested = known.unused | known.neutral.keys() | REQUIRED | REASONING_FIELDS
+    return sorted(set(known_to(path)) & TYPES[path].model_fields.keys() - untested)
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_every_known_field_is_served_unused_or_refused(path: str) -> None:
     known, fields = KNOWN[path], TYPES[path].model_fields.keys()
-    nowhere = [name for name in known_to(path) if not (name in fields or name in known.unused or name in known.neutral)]
-    assert not nowhere, f"{path} drops {nowhere}"
+    dropped = [name for name in known_to(path) if not (name in fields or name in known.unused or name in known.neutral)]
+    assert not dropped, f"{path} drops {dropped}"
     assert not known.unused & known.neutral.keys()
-    assert not set(served_at(path)) - SERVED.keys(), "no proof that they are served"
+    assert not set(served_at(path)) - SERVED.keys(), "SERVED has no value for them"
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -156,21 +156,21 @@ def test_served_field_has_an_effect(shared: System, path: str) -> None:
         beside, value = SERVED_BY_PATH.get((path, name), SERVED[name])
         plain, key = {**BODIES[path], **beside}, str(beside)
         if key not in seen:
-            seen[key] = evidence(shared, path, plain)
-            assert evidence(shared, path, plain) == seen[key], "the evidence is the same for the same body"
-        assert evidence(shared, path, {**plain, name: value}) != seen[key], f"{path} drops {name}"
+            seen[key] = effects(shared, path, plain)
+            assert effects(shared, path, plain) == seen[key], "the same body has the same effects"
+        assert effects(shared, path, {**plain, name: value}) != seen[key], f"{path} drops {name}"
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_neutral_value_has_no_effect(shared: System, path: str) -> None:
     known = KNOWN[path]
     body = {**BODIES[path], "rid": "walk"}
-    plain = evidence(shared, path, body)
+    plain = effects(shared, path, body)
     nothing = dict.fromkeys(known.neutral) | dict.fromkeys(known.unused, "x")
-    assert evidence(shared, path, {**body, **nothing}) == plain
+    assert effects(shared, path, {**body, **nothing}) == plain
     for place in range(max(map(len, known.neutral.values()))):
         neutral = {name: values[place] for name, values in known.neutral.items() if place < len(values)}
-        assert evidence(shared, path, {**body, **neutral}) == plain, neutral
+        assert effects(shared, path, {**body, **neutral}) == plain, neutral
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -192,7 +192,7 @@ def test_refusal_names_the_first_of_several_unserved_fields(names: tuple[str, ..
     assert refused.value.param == names[0]
 
 
-def test_members_of_stream_options_are_served_or_refused(shared: System) -> None:
+def test_every_member_of_stream_options_is_served_or_refused(shared: System) -> None:
     assert {"include_usage", *known_fields.STREAM_OPTIONS} == STREAM_OPTIONS
     for name in known_fields.STREAM_OPTIONS:
         assert shared.chat(stream=True, stream_options={name: False}).status_code == 200
@@ -216,7 +216,7 @@ def test_unknown_sampling_param_of_generate_is_refused(shared: System) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"sampling_params.{name}")
 
 
-def test_chat_template_gets_the_reasoning_effort(shared: System) -> None:
+def test_chat_template_receives_the_reasoning_effort(shared: System) -> None:
     def variables(**body: Any) -> Any:
         answer = shared.chat(**body)
         assert answer.status_code == 200, answer.text
@@ -235,7 +235,7 @@ def test_chat_template_gets_the_reasoning_effort(shared: System) -> None:
 
 
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking", "think"])
-def test_chat_template_must_read_switches_of_reasoning(shared: System, name: str) -> None:
+def test_reasoning_switch_is_refused_when_the_chat_template_does_not_read_the_variable(shared: System, name: str) -> None:
     for value in (True, False):
         assert shared.chat(**{name: value}).status_code == 200
         call = shared.tokenizer.calls[-1]
@@ -250,13 +250,13 @@ def test_chat_template_must_read_switches_of_reasoning(shared: System, name: str
         assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, name), answer.text
 
 
-def test_chat_template_must_read_documents(shared: System) -> None:
+def test_documents_are_refused_unless_the_chat_template_reads_them(shared: System) -> None:
     for given, read in (([{"title": "a", "text": "b"}], ["documents"]), ([], []), (None, [])):
         assert shared.chat(documents=given).status_code == 200
         assert list(shared.tokenizer.calls[-1].read_variables) == read
 
 
-def test_thinking_object_becomes_a_switch(shared: System) -> None:
+def test_thinking_object_sets_the_switch_of_the_chat_template(shared: System) -> None:
     for given, value in (("enabled", True), ("adaptive", True), ("disabled", False)):
         assert shared.chat(thinking={"type": given}).status_code == 200
         assert orjson.loads(shared.tokenizer.calls[-1].template_kwargs_json) == {"thinking": value}
@@ -273,7 +273,7 @@ def test_chat_template_fields_are_refused_by_name_on_other_apis(shared: System, 
     assert answer.status_code == 400 and f"'{name}'" in answer.json()["error"]["message"], answer.text
 
 
-OF_CHATS: dict[str, Any] = {
+CHAT_FIELDS: dict[str, Any] = {
     **{name: SERVED[name][1] for name in ("min_p", "frequency_penalty", "stop", "logit_bias", "seed") if name in SERVED},
     "regex": "a+",
     "response_format": {"type": "json_object"},
@@ -282,12 +282,12 @@ OF_CHATS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_CHATS)
+@pytest.mark.parametrize("name", CHAT_FIELDS)
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 def test_chat_fields_are_refused_by_name_on_apis_without_them(shared: System, path: str, name: str) -> None:
     body = {"model": MODEL, "input": "Hi"} if path == "/v1/responses" else {"model": MODEL, "messages": USER, "max_tokens": 5}
     served = name in (ResponsesRequest if path == "/v1/responses" else MessagesRequest).model_fields
-    answer = shared.post(path, {**body, name: OF_CHATS[name], "store": False})
+    answer = shared.post(path, {**body, name: CHAT_FIELDS[name], "store": False})
     if served:
         assert answer.status_code == 200, answer.text
     else:
@@ -295,7 +295,7 @@ def test_chat_fields_are_refused_by_name_on_apis_without_them(shared: System, pa
     assert shared.post(path, {**body, name: None, "store": False}).status_code == 200
 
 
-class TestTheSameAsGenerate:
+class TestFieldsOfGenerate:
     def test_extra_key_alone_is_the_salt_on_every_route(self, shared: System) -> None:
         for path, body in {**BODIES, "/generate": {"text": "Hi"}, "/encode": {"text": "Hi"}}.items():
             assert shared.post(path, {**body, "extra_key": "key"}).status_code == 200
@@ -326,9 +326,9 @@ class TestTheSameAsGenerate:
         turn = submit.session
         assert (turn.session_id, turn.parent_request_id, turn.offset) == ("s", "before", 4)
         assert turn.replace and turn.drop_previous_output
-        assert submit.request_id == "walk", "a later turn names it so"
+        assert submit.request_id == "walk", "a later turn names this turn by the request id"
         if path == COMPLETIONS:
-            assert not call.add_special_tokens, "it goes on in the middle of a context"
+            assert not call.add_special_tokens, "a turn continues the context of the session"
 
     @pytest.mark.parametrize(
         ("path", "change", "param"),
@@ -358,28 +358,28 @@ def test_abort_finds_a_request_by_name(system: System) -> None:
     system.do(system.tokenizer.gate.clear)
     for path in (CHAT, EMBEDDINGS):
         waiting = Waiting(system, path, {**BODIES[path], "rid": path})
-        wait_until(lambda: bool(system.tokenizer.calls), "its tokenizer")
+        wait_until(lambda: bool(system.tokenizer.calls), "the tokenizer's call")
         assert system.post("/abort_request", {"rid": path}).json()["aborted"] == 1
         system.do(system.tokenizer.gate.set)
         assert waiting.result().json()["error"]["code"] == "aborted"
         system.do(system.tokenizer.gate.clear)
         system.do(system.tokenizer.calls.clear)
     batch = Waiting(system, COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": ["a", "b"], "rid": "batch"})
-    wait_until(lambda: bool(system.tokenizer.calls), "its tokenizer")
+    wait_until(lambda: bool(system.tokenizer.calls), "the tokenizer's call")
     assert system.post("/abort_request", {"rid": "batch_1"}).json()["aborted"] == 1
     assert batch.result().json()["error"]["code"] == "aborted"
     assert not system.worker.submits
     system.do(system.tokenizer.gate.set)
     system.do(lambda: system.worker.allow(0))
     running = Waiting(system, COMPLETIONS, {**BODIES[COMPLETIONS], "request_id": "mine"})
-    wait_until(lambda: bool(system.worker.running), "its worker")
+    wait_until(lambda: bool(system.worker.running), "the request at the worker")
     assert system.post("/abort_request", {"rid": "mine"}).status_code == 200
     assert running.result().json()["choices"][0]["finish_reason"] == "abort"
 
 
 @pytest.mark.by_day(one_in=5, seed=7)
 @pytest.mark.parametrize("path", [*BODIES, "/generate", "/encode"])
-def test_priority_has_one_definition(shared: System, path: str) -> None:
+def test_priority_is_passed_on_by_every_route(shared: System, path: str) -> None:
     """A priority changes only the order. Without priority scheduling, the value is passed on and has no effect."""
     body = BODIES.get(path, {"text": "Hi"})
     for value in (-5, 0, 7, None):
@@ -388,13 +388,13 @@ def test_priority_has_one_definition(shared: System, path: str) -> None:
 
 
 def test_refusal_names_unserved_parts_of_messages(shared: System) -> None:
-    said = {"role": "assistant", "content": "x"}
-    assert shared.chat(messages=[*USER, {**said, "audio": None}, *USER]).status_code == 200
-    answer = shared.chat(messages=[*USER, {**said, "audio": {"id": "a"}}, *USER])
+    message = {"role": "assistant", "content": "x"}
+    assert shared.chat(messages=[*USER, {**message, "audio": None}, *USER]).status_code == 200
+    answer = shared.chat(messages=[*USER, {**message, "audio": {"id": "a"}}, *USER])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].audio")
 
 
-def test_page_lists_the_unserved_fields() -> None:
+def test_documentation_lists_the_unserved_fields() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs/reference/api.md").read_text()
     names = {f"stream_options.{name}" for name in known_fields.STREAM_OPTIONS}
     for known in KNOWN.values():

@@ -70,7 +70,7 @@ def test_texts_over_the_tokenizer_limit_are_not_sent(
     assert len(shared.tokenizer.calls) == calls + 1
 
 
-WIDE: dict[str, Any] = {"logprob_token_ids": list(range(256)), "n": 32, "max_tokens": CONTEXT_LEN}
+MANY_LOGPROBS: dict[str, Any] = {"logprob_token_ids": list(range(256)), "n": 32, "max_tokens": CONTEXT_LEN}
 
 
 class TestLogprobValues:
@@ -90,16 +90,16 @@ class TestLogprobValues:
             ({"logprobs": 0, "max_tokens": 7, "echo": True}, 106),
             ({"logprobs": 1, "max_tokens": 5000}, 1800),
         ],
-        ids=["top", "chosen", "echo, without the first token", "no more than the context leaves"],
+        ids=["top", "chosen", "echo, except for the first token", "max_tokens above the context"],
     )
-    def test_values_of_one_choice(self, body: dict[str, Any], values: int) -> None:
+    def test_logprob_values_counts_the_values_of_a_choice(self, body: dict[str, Any], values: int) -> None:
         assert logprob_values(self.params(**body), 100, CONTEXT) == values
 
-    def test_request_may_reach_the_limit(self) -> None:
-        most = limits.MAX_LOGPROB_VALUES // 32  # each choice has 32 values
-        check_logprobs(self.request(most, 100, logprobs=1, max_tokens=16))
+    def test_request_at_the_limit_is_accepted(self) -> None:
+        max_prompts = limits.MAX_LOGPROB_VALUES // 32  # each choice has 32 values
+        check_logprobs(self.request(max_prompts, 100, logprobs=1, max_tokens=16))
         with pytest.raises(ApiError) as error:
-            check_logprobs(self.request(most + 1, 100, logprobs=1, max_tokens=16))
+            check_logprobs(self.request(max_prompts + 1, 100, logprobs=1, max_tokens=16))
         assert error.value.param == "logprobs"
 
     def test_request_without_logprobs_is_unlimited(self) -> None:
@@ -108,12 +108,12 @@ class TestLogprobValues:
     @pytest.mark.parametrize("echo", [False, True])
     def test_completions_are_limited(self, shared: System, echo: bool) -> None:
         before = len(shared.worker.submits)
-        error = error_of(shared.complete(logprobs=20, echo=echo, **WIDE))
+        error = error_of(shared.complete(logprobs=20, echo=echo, **MANY_LOGPROBS))
         assert error["param"] == "logprobs" and str(limits.MAX_LOGPROB_VALUES) in error["message"]
         assert len(shared.worker.submits) == before
 
     def test_chats_are_limited(self, shared: System) -> None:
-        assert error_of(shared.chat(logprobs=True, top_logprobs=20, **WIDE))["param"] == "logprobs"
+        assert error_of(shared.chat(logprobs=True, top_logprobs=20, **MANY_LOGPROBS))["param"] == "logprobs"
 
     def test_generate_is_limited(self, shared: System) -> None:
         body = {"text": ["Hi"] * 32, "return_logprob": True, "top_logprobs_num": 20, "token_ids_logprob": list(range(256))}
@@ -153,7 +153,7 @@ class TestLogprobTable:
             worker_pb2.LogprobRows(values=[0.0], k=1, top_ids=[1], top_values=[0.0, 0.0]),
             worker_pb2.LogprobRows(values=[0.0, 0.0], chosen_values=[0.0, 0.0, 0.0]),
         ],
-        ids=["no top ones", "more values than ids", "chosen that do not divide"],
+        ids=["top tokens missing", "more values than ids", "chosen values not a multiple"],
     )
     def test_arrays_of_unequal_length_are_refused(self, rows: worker_pb2.LogprobRows) -> None:
         with pytest.raises(ValueError, match="do not fit"):
@@ -165,7 +165,7 @@ class TestLogprobTable:
         with pytest.raises(ValueError, match="do not fit"):
             table.extend(logprob_rows(1, [10], pb.Logprobs(top=1, token_ids=[66])))
 
-    def test_number_takes_four_bytes(self) -> None:
+    def test_table_stores_four_bytes_per_value(self) -> None:
         tokens, top = 2000, 20
         rows = logprob_rows(1, list(range(tokens)), pb.Logprobs(top=top))
         tracemalloc.start()
@@ -247,8 +247,8 @@ class TestSets:
         assert error_of(shared.post(GENERATE, body))["param"] == f"sampling_params[{count - 1}].banned_token_ids"
 
 
-class TestRefusedBeforeItIsWalked:
-    """Cheap checks come first, so the error names the first fault that they find."""
+class TestCheapChecks:
+    """Cheap checks run before a long value is read, so the error names the first fault that they find."""
 
     LONG: list[Any] = [1] + ["x"] * CONTEXT_LEN
 
@@ -271,7 +271,7 @@ class TestRefusedBeforeItIsWalked:
         error = error_of(shared.chat(messages=[*full, {"role": "user", "content": [5]}]))
         assert error["param"] == "messages" and "parts" in error["message"]
 
-    def test_large_choices_are_refused_before_a_grammar_is_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_large_guided_choice_is_refused_before_the_grammar_is_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
         written: list[str] = []
         monkeypatch.setattr(constraints, "_literal", lambda text: written.append(text) or '""')
         half = "a" * (limits.MAX_GRAMMAR_BYTES // 2 + 1)

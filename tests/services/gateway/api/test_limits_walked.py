@@ -10,7 +10,7 @@ from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, chat_body
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-Made = tuple[str, dict[str, Any], str]  # path, body and name of the refused field
+Made = tuple[str, dict[str, Any], str]  # path, body with the value, and the param of the error for a larger value
 
 
 def completion(field: str, make: Callable[[int], Any], named: str = "", **more: Any) -> Callable[[int], Made]:

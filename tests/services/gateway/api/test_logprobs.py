@@ -25,7 +25,7 @@ TOKENS = [*ids_of(ANSWER), EOS]
 NAMES = [*ANSWER, "<eos>"]
 
 
-def named(token: int, value: float) -> dict[str, Any]:
+def expected_entry(token: int, value: float) -> dict[str, Any]:
     text = "<eos>" if token == EOS else chr(token)
     return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
@@ -47,12 +47,14 @@ def half_characters(shared: System) -> Iterator[dict[int, bytes]]:
 
 
 class TestChat:
-    def test_every_token_has_a_logprob_and_top_tokens(self, shared: System) -> None:
+    def test_every_token_has_a_logprob_and_top_logprobs(self, shared: System) -> None:
         choice = shared.openai().chat.completions.create(model=MODEL, **chat_body(logprobs=True, top_logprobs=2)).choices[0]
         content = choice.logprobs.content
-        assert [entry.model_dump(exclude={"top_logprobs"}) for entry in content] == [named(t, logprob_of(t)) for t in TOKENS]
+        assert [entry.model_dump(exclude={"top_logprobs"}) for entry in content] == [
+            expected_entry(t, logprob_of(t)) for t in TOKENS
+        ]
         for token, entry in zip(TOKENS, content, strict=True):
-            assert [top.model_dump() for top in entry.top_logprobs] == [named(*top) for top in tops_of(token, 2)]
+            assert [top.model_dump() for top in entry.top_logprobs] == [expected_entry(*top) for top in tops_of(token, 2)]
 
     def test_top_logprobs_are_empty_by_default(self, shared: System) -> None:
         content = shared.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
@@ -64,16 +66,16 @@ class TestChat:
 
     def test_requested_ids_have_logprobs(self, shared: System) -> None:
         content = shared.chat(logprobs=True, logprob_token_ids=[70, 66]).json()["choices"][0]["logprobs"]["content"]
-        expected = [{"token_id": i, **named(i, chosen_of(i))} for i in (70, 66)]
+        expected = [{"token_id": i, **expected_entry(i, chosen_of(i))} for i in (70, 66)]
         assert all(entry["requested_logprobs"] == expected for entry in content)
 
-    def test_stream_equals_the_whole_response(self, shared: System) -> None:
+    def test_stream_has_the_logprobs_of_the_whole_response(self, shared: System) -> None:
         whole = shared.chat(logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
         chunks = events(shared.chat(logprobs=True, top_logprobs=1, stream=True).text)
         assert chat_entries(chunks) == whole
 
     def test_chunk_has_the_logprobs_of_the_same_text(self, shared: System) -> None:
-        """Text that is withheld because of a stop string keeps its logprobs back as well."""
+        """Logprobs of text that is held back for a stop string are held back as well."""
         chunks = events(shared.chat(logprobs=True, stream=True, stop="o, earth").text)
         for chunk in chunks[1:]:
             choice = chunk["choices"][0]
@@ -126,7 +128,7 @@ class TestCompletion:
         assert shared.worker.submits[-1].sampling.logprobs.prompt_from == 0
 
     @pytest.mark.parametrize("prompt", ["a", ["a", "bcd"]], ids=["one token", "two prompts"])
-    def test_echo_works_for_short_and_several_prompts(self, shared: System, prompt: Any) -> None:
+    def test_echo_returns_logprobs_of_short_and_several_prompts(self, shared: System, prompt: Any) -> None:
         choices = shared.complete(prompt=prompt, echo=True, logprobs=0, max_tokens=1).json()["choices"]
         prompts = [prompt] if isinstance(prompt, str) else prompt
         assert [choice["logprobs"]["tokens"] for choice in choices] == [[*text, "H"] for text in prompts]
@@ -149,8 +151,8 @@ class TestCompletion:
             ("a世b", ["a", "世".encode()[:1], "世".encode()[1:], "b", "!"], [0, 1, 1, 2, 3]),
         ],
         ids=[
-            "a token of the template, a first blank",
-            "one that the text has, behind one that it has not",
+            "special token that the text omits",
+            "special token in the text after one that it omits",
             "normalized",
             "bytes",
         ],
@@ -159,7 +161,7 @@ class TestCompletion:
         steps = TextOffsets(prefix)
         assert [steps.step(text if isinstance(text, bytes) else text.encode()) for text in tokens] == offsets
 
-    def test_best_of_returns_n_choices(self, shared: System) -> None:
+    def test_best_of_returns_the_n_best_choices(self, shared: System) -> None:
         answer = shared.complete(n=2, best_of=5, max_tokens=3).json()
         assert "choices" in answer, answer
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
@@ -209,7 +211,9 @@ def test_response_is_complete_when_the_worker_ends_before_token_texts_arrive(sys
     system.do(system.detokenizer.text_gate.clear)
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(system.chat, logprobs=True, stream=True)
-        wait_until(lambda: bool(system.detokenizer.text_calls) and not system.worker.running, "the end")
+        wait_until(
+            lambda: bool(system.detokenizer.text_calls) and not system.worker.running, "the end of the request at the worker"
+        )
         system.do(system.detokenizer.text_gate.set)
         chunks = events(pending.result().text)
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
@@ -229,7 +233,7 @@ def test_token_texts_are_not_requested_without_logprobs(system: System) -> None:
     assert system.detokenizer.text_calls == []
 
 
-def test_impossible_tokens_have_finite_logprobs(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_probability_0_have_finite_logprobs(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.services.gateway import fakes
 
     monkeypatch.setattr(fakes, "logprob_of", lambda token: float("-inf"))
@@ -237,7 +241,7 @@ def test_impossible_tokens_have_finite_logprobs(shared: System, monkeypatch: pyt
     assert all(e["logprob"] == -9999.0 for e in orjson.loads(answer.content)["choices"][0]["logprobs"]["content"])
 
 
-def test_missing_logprobs_of_a_worker_fail_only_the_request(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_fails_alone_when_the_worker_omits_logprobs(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.services.gateway import fakes
 
     monkeypatch.setattr(fakes, "logprob_rows", lambda handle, tokens, wanted: fakes.worker_pb2.LogprobRows(handle=handle))

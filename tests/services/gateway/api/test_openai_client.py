@@ -166,7 +166,7 @@ def test_models_are_listed_and_retrieved(shared: System) -> None:
     assert error.value.code == "model_not_found"
 
 
-def test_errors_have_the_exceptions_of_the_client(shared: System) -> None:
+def test_client_raises_an_exception_for_each_error(shared: System) -> None:
     client = shared.openai()
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="another", messages=MESSAGES)

@@ -32,7 +32,7 @@ MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 FILES, BATCHES = "/v1/files", "/v1/batches"
 FILE, BATCH = f"{FILES}/file-a", f"{BATCHES}/batch_a"
-INPUT_TOKENS, KEPT, TALK = f"{RESPONSES}/input_tokens", f"{RESPONSES}/resp_a", f"{CONVERSATIONS}/conv_a"
+INPUT_TOKENS, STORED_RESPONSE, CONVERSATION = f"{RESPONSES}/input_tokens", f"{RESPONSES}/resp_a", f"{CONVERSATIONS}/conv_a"
 USER = [{"role": "user", "content": "Hi"}]
 PLAIN: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": USER},
@@ -44,31 +44,31 @@ PLAIN: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": MODEL, "input": "Hi"},
     MESSAGES: {"model": MODEL, "messages": USER, "max_tokens": 20},
 }
-OF_SESSIONS = {"/open_session": {"capacity_of_str_len": 100}, "/close_session": {"session_id": "nobody's"}}
-OF_THE_STORE: dict[str, dict[str, Any]] = {
+SESSION_BODIES = {"/open_session": {"capacity_of_str_len": 100}, "/close_session": {"session_id": "unknown"}}
+STORE_BODIES: dict[str, dict[str, Any]] = {
     INPUT_TOKENS: PLAIN[RESPONSES],
-    f"{KEPT}/cancel": {},
+    f"{STORED_RESPONSE}/cancel": {},
     CONVERSATIONS: {"items": []},
-    TALK: {"metadata": {"a": "b"}},
-    f"{TALK}/items": {"items": [{"role": "user", "content": "Hi"}]},
+    CONVERSATION: {"metadata": {"a": "b"}},
+    f"{CONVERSATION}/items": {"items": [{"role": "user", "content": "Hi"}]},
     FILES: {},
     BATCHES: {"input_file_id": "file-a", "endpoint": COMPLETIONS, "completion_window": "24h"},
     f"{BATCH}/cancel": {},
 }
-DELETES = (KEPT, TALK, f"{TALK}/items/item_a", FILE)
+DELETES = (STORED_RESPONSE, CONVERSATION, f"{CONVERSATION}/items/item_a", FILE)
 LISTS = (FILES, BATCHES)
-KEPT_GETS = (*DELETES, f"{KEPT}/input_items", f"{TALK}/items", f"{FILE}/content", BATCH)
+STORED_GETS = (*DELETES, f"{STORED_RESPONSE}/input_items", f"{CONVERSATION}/items", f"{FILE}/content", BATCH)
 FORM_TYPE = "multipart/form-data; boundary=x"
 LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "Hi", "max_tokens": 2}}
-OF_TEXTS: dict[str, dict[str, Any]] = {
+TEXT_BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": ["Hi", "you"]},
     "/detokenize": {"tokens": [72, 105]},
     "/parse_function_call": {"text": "Hi", "tools": [], "tool_call_parser": "qwen25"},
     "/separate_reasoning": {"text": "<think>a</think>b", "reasoning_parser": "qwen3"},
     **{path: {} for path in ("/classify", "/v1/rerank", "/rerank")},
 }
-POSTS = {**PLAIN, **OF_SESSIONS, **OF_TEXTS, **OF_THE_STORE, COUNT_TOKENS: PLAIN[MESSAGES], "/abort_request": {"rid": "a"}}
-OF_STATE = ("/ping", "/version", "/get_load", "/get_server_info", "/server_info")
+POSTS = {**PLAIN, **SESSION_BODIES, **TEXT_BODIES, **STORE_BODIES, COUNT_TOKENS: PLAIN[MESSAGES], "/abort_request": {"rid": "a"}}
+STATE_GETS = ("/ping", "/version", "/get_load", "/get_server_info", "/server_info")
 GETS = (
     "/health",
     "/readiness",
@@ -79,7 +79,7 @@ GETS = (
     "/health_generate",
     "/get_model_info",
     "/model_info",
-    *OF_STATE,
+    *STATE_GETS,
 )
 MODEL_PATHS = ("/v1/models", f"/v1/models/{MODEL}")
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -93,7 +93,7 @@ NATIVE_LOGPROBS = {
     "return_text_in_logprobs": True,
 }
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
+VALID_REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((path, {}) for path in PLAIN),
     (CHAT, {"n": 2, "stop": ["wor"], **CHAT_LOGPROBS}),
     (CHAT, {"max_tokens": 3, "response_format": SCHEMA}),
@@ -127,7 +127,7 @@ def system_with_sessions(**settings: Any) -> Iterator[System]:
         yield system
 
 
-class Seen:
+class Collected:
     """Collects responses of gateways, and their differences from the OpenAPI document."""
 
     def __init__(self) -> None:
@@ -137,10 +137,10 @@ class Seen:
         self.faults: list[str] = []
         self.answers: list[Answered] = []
 
-    def look(self, system: System, answers: Iterable[Answered]) -> None:
-        self.look_into(Documented(system.get("/openapi.json").json()), answers)
+    def add(self, system: System, answers: Iterable[Answered]) -> None:
+        self.add_for(Documented(system.get("/openapi.json").json()), answers)
 
-    def look_into(self, document: Documented, answers: Iterable[Answered]) -> None:
+    def add_for(self, document: Documented, answers: Iterable[Answered]) -> None:
         self.document = document.document
         self.documented.update(document.statuses())
         for answer in answers:
@@ -150,8 +150,8 @@ class Seen:
 
 
 def ask(system: System, method: str, path: str, body: Any = None, **headers: str) -> Answered:
-    given = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
-    return Answered.of(system.request(method, path, headers=headers, **given))
+    content = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
+    return Answered.of(system.request(method, path, headers=headers, **content))
 
 
 def ask_all(system: System, bodies: dict[str, Any], **headers: str) -> list[Answered]:
@@ -160,8 +160,8 @@ def ask_all(system: System, bodies: dict[str, Any], **headers: str) -> list[Answ
     return [ask(system, method, path, bodies[path], **headers) for method, path in methods]
 
 
-def raw(system: System, method: str, path: str, rest: bytes) -> Answered:
-    """Sends a raw request, which no HTTP client would send, and returns the response."""
+def send_raw(system: System, method: str, path: str, rest: bytes) -> Answered:
+    """Sends a request that no HTTP client would send. Returns the response."""
     with socket.create_connection(("127.0.0.1", system.port), timeout=60) as connection:
         connection.sendall(f"{method} {path} HTTP/1.1\r\n".encode() + rest)
         received = b""
@@ -175,28 +175,28 @@ def raw(system: System, method: str, path: str, rest: bytes) -> Answered:
 
 def operations() -> list[tuple[str, str]]:
     """Returns a method and path for every documented operation."""
-    gets = (*GETS, *MODEL_PATHS, *LISTS, *KEPT_GETS)
+    gets = (*GETS, *MODEL_PATHS, *LISTS, *STORED_GETS)
     found = [(method, path) for path in gets for method in ("GET", "HEAD")]
     found += [("POST", path) for path in POSTS] + [("PUT", "/generate")]
     return found + [("DELETE", path) for path in DELETES] + [("OPTIONS", path) for path in {*gets, *POSTS}]
 
 
-def of_store(system: System) -> list[Answered]:
+def store_calls(system: System) -> list[Answered]:
     """Creates, reads, changes and deletes a stored response and a conversation."""
     response = json.loads(ask(system, "POST", RESPONSES, PLAIN[RESPONSES]).body)["id"]
     conversation = json.loads(ask(system, "POST", CONVERSATIONS, {}).body)["id"]
     background = json.loads(ask(system, "POST", RESPONSES, {**PLAIN[RESPONSES], "background": True}).body)["id"]
-    own = [ask(system, "POST", f"{CONVERSATIONS}/{conversation}/items", OF_THE_STORE[f"{TALK}/items"])]
+    own = [ask(system, "POST", f"{CONVERSATIONS}/{conversation}/items", STORE_BODIES[f"{CONVERSATION}/items"])]
     item = json.loads(own[0].body)["first_id"]
 
-    def here(path: str) -> str:
+    def path_of(path: str) -> str:
         return path.replace("resp_a", response).replace("conv_a", conversation).replace("item_a", item)
 
     own += [ask(system, "POST", f"{RESPONSES}/{background}/cancel"), ask(system, "GET", f"{RESPONSES}/{background}?stream=true")]
-    own += [ask(system, "POST", here(TALK), OF_THE_STORE[TALK])]
-    own += [ask(system, method, here(path)) for path in KEPT_GETS for method in ("GET", "HEAD")]
-    own += [ask(system, "GET", here(f"{TALK}/items") + "?limit=0")]
-    return own + [ask(system, "DELETE", here(path)) for path in reversed(DELETES)]
+    own += [ask(system, "POST", path_of(CONVERSATION), STORE_BODIES[CONVERSATION])]
+    own += [ask(system, method, path_of(path)) for path in STORED_GETS for method in ("GET", "HEAD")]
+    own += [ask(system, "GET", path_of(f"{CONVERSATION}/items") + "?limit=0")]
+    return own + [ask(system, "DELETE", path_of(path)) for path in reversed(DELETES)]
 
 
 def form_of(lines: bytes) -> bytes:
@@ -208,13 +208,13 @@ def upload(system: System, lines: bytes) -> Answered:
     return ask(system, "POST", FILES, form_of(lines), **{"content-type": FORM_TYPE})
 
 
-def of_batches(system: System) -> list[Answered]:
+def batch_calls(system: System) -> list[Answered]:
     """Runs a valid and an invalid batch, and reads, cancels and deletes their files."""
     found = []
     for lines in (json.dumps(LINE).encode(), b"nonsense"):
         found.append(upload(system, lines))
         file_id = json.loads(found[-1].body)["id"]
-        found.append(ask(system, "POST", BATCHES, {**OF_THE_STORE[BATCHES], "input_file_id": file_id}))
+        found.append(ask(system, "POST", BATCHES, {**STORE_BODIES[BATCHES], "input_file_id": file_id}))
         batch = f"{BATCHES}/{json.loads(found[-1].body)['id']}"
         found.append(ask(system, "DELETE", f"{FILES}/{file_id}"))
         assert found[-1].status == 409
@@ -224,40 +224,40 @@ def of_batches(system: System) -> list[Answered]:
         found += [ask(system, "POST", f"{batch}/cancel"), ask(system, "DELETE", f"{FILES}/{file_id}")]
     found += [ask(system, "GET", f"{path}?limit=0") for path in LISTS]
     last = ask(system, "POST", FILES, form_of(json.dumps(LINE).encode()), **{"content-type": FORM_TYPE})
-    begun = ask(system, "POST", BATCHES, {**OF_THE_STORE[BATCHES], "input_file_id": json.loads(last.body)["id"]})
+    begun = ask(system, "POST", BATCHES, {**STORE_BODIES[BATCHES], "input_file_id": json.loads(last.body)["id"]})
     return [*found, last, begun, ask(system, "POST", f"{BATCHES}/{json.loads(begun.body)['id']}/cancel")]
 
 
-def at_work(seen: Seen, store: RedisServer) -> None:
+def collect_normal_responses(collected: Collected, store: RedisServer) -> None:
     """Checks responses of a complete system to valid and invalid requests."""
     limits = {"max_body_bytes": 2 * SMALL_BODY_BYTES, "max_file_bytes": SMALL_BODY_BYTES}
     with system_with_sessions(**limits, state_redis_url=store.url) as system:
-        seen.look(system, of_store(system))
-        seen.look(system, of_batches(system))
-        good = [ask(system, "POST", path, {**PLAIN[path], **fields}) for path, fields in GOOD]
+        collected.add(system, store_calls(system))
+        collected.add(system, batch_calls(system))
+        good = [ask(system, "POST", path, {**PLAIN[path], **fields}) for path, fields in VALID_REQUESTS]
         assert {answer.status for answer in good} == {200}, good
-        seen.look(system, good)
-        seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
+        collected.add(system, good)
+        collected.add(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
         others = [path for path in (*GETS, *MODEL_PATHS, *POSTS) if path not in DELETES]
-        seen.look(system, [ask(system, "DELETE", path) for path in others])
-        seen.look(system, [ask(system, method, "/v1/models/nobody's") for method in ("GET", "HEAD")])
-        seen.look(system, [ask(system, method, "/nowhere/") for method in ("GET", "OPTIONS", "BREW")])
+        collected.add(system, [ask(system, "DELETE", path) for path in others])
+        collected.add(system, [ask(system, method, "/v1/models/nobody's") for method in ("GET", "HEAD")])
+        collected.add(system, [ask(system, method, "/nowhere/") for method in ("GET", "OPTIONS", "BREW")])
         session = {"capacity_of_str_len": 9, "session_id": "mine"}
-        seen.look(
+        collected.add(
             system, [ask(system, "POST", "/open_session", session), ask(system, "POST", "/close_session", {"session_id": "mine"})]
         )
-        seen.look(
-            system, ask_all(system, {path: body | {"model": "nobody's"} for path, body in POSTS.items() if "rid" not in body})
+        collected.add(
+            system, ask_all(system, {path: body | {"model": "unknown"} for path, body in POSTS.items() if "rid" not in body})
         )
-        seen.look(system, ask_all(system, {path: {} for path in POSTS}))
-        seen.look(system, ask_all(system, dict.fromkeys(POSTS, b"x" * 3 * SMALL_BODY_BYTES)))
-        seen.look(system, [ask(system, "POST", "/abort_request", {"abort_all": True})])
+        collected.add(system, ask_all(system, {path: {} for path in POSTS}))
+        collected.add(system, ask_all(system, dict.fromkeys(POSTS, b"x" * 3 * SMALL_BODY_BYTES)))
+        collected.add(system, [ask(system, "POST", "/abort_request", {"abort_all": True})])
         for status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
             system.do(partial(setattr, system.worker, "failure", status))
-            seen.look(system, ask_all(system, OF_SESSIONS))
+            collected.add(system, ask_all(system, SESSION_BODIES))
 
 
-def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
+def collect_faults(collected: Collected, patch: pytest.MonkeyPatch) -> None:
     """Checks responses to faults before and during a response. A stream can only end with an error event."""
     with System() as system:
         system.do(lambda: system.worker.allow(1))
@@ -270,89 +270,93 @@ def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
             system.do(lambda: system.worker.end_running(pb.ERROR_CODE_INTERNAL))
             ended = [stream.result() for stream in streams]
         assert all(re.search(b'"(server|api)_error"', answer.body) for answer in ended)
-        seen.look(system, ended)
+        collected.add(system, ended)
         with patch.context() as broken:
             broken.setattr(FrontDoor, "_caller", lambda *_: 1 / 0)
             failed = [ask(system, method, path, POSTS.get(path)) for method, path in operations()]
         assert {answer.status for answer in failed} == {500}
-        seen.look(system, failed)
+        collected.add(system, failed)
 
 
-def with_a_store_that_refuses(seen: Seen, patch: pytest.MonkeyPatch, store: RedisServer) -> None:
+def collect_store_refusals(collected: Collected, patch: pytest.MonkeyPatch, store: RedisServer) -> None:
     """Checks responses of a store that is full, then contended, then unreachable."""
     store.client.flushall()
     full: dict[str, Any] = {"state_bytes_per_key": 2000, "file_bytes_per_key": 2000, "state_records_per_key": 2}
     with System(state_redis_url=store.url, state_patience_s=0.1, batch_lines=0, **full) as system:
         file_id = json.loads(upload(system, b"x").body)["id"]
-        begin = partial(ask, system, "POST", BATCHES, {**OF_THE_STORE[BATCHES], "input_file_id": file_id})
+        begin = partial(ask, system, "POST", BATCHES, {**STORE_BODIES[BATCHES], "input_file_id": file_id})
         answers = [upload(system, b"x" * 2000), *(begin() for _ in range(3))]
         assert [answer.status for answer in answers] == [429, 200, 200, 429]
-        seen.look(system, answers)
+        collected.add(system, answers)
         conversation = json.loads(ask(system, "POST", CONVERSATIONS, {}).body)["id"]
-        here = {path: path.replace("conv_a", conversation) for path in OF_THE_STORE}
-        item = json.loads(ask(system, "POST", here[f"{TALK}/items"], OF_THE_STORE[f"{TALK}/items"]).body)["first_id"]
+        path_of = {path: path.replace("conv_a", conversation) for path in STORE_BODIES}
+        item = json.loads(ask(system, "POST", path_of[f"{CONVERSATION}/items"], STORE_BODIES[f"{CONVERSATION}/items"]).body)[
+            "first_id"
+        ]
         many = [{"role": "user", "content": "x" * 2000}]
-        full = [ask(system, "POST", path, {"items": many}) for path in (CONVERSATIONS, here[f"{TALK}/items"])]
+        full = [ask(system, "POST", path, {"items": many}) for path in (CONVERSATIONS, path_of[f"{CONVERSATION}/items"])]
         long = {"metadata": {str(number): "x" * 500 for number in range(5)}}
-        seen.look(system, [*full, ask(system, "POST", here[TALK], long)])
+        collected.add(system, [*full, ask(system, "POST", path_of[CONVERSATION], long)])
         with patch.context() as contended:
             contended.setattr("rootstock_llm.services.gateway.api.responses.records.TURNS", 0)
-            changes = [ask(system, "POST", here[path], OF_THE_STORE[path]) for path in (TALK, f"{TALK}/items")]
-            seen.look(system, [*changes, ask(system, "DELETE", f"{here[TALK]}/items/{item}")])
+            changes = [ask(system, "POST", path_of[path], STORE_BODIES[path]) for path in (CONVERSATION, f"{CONVERSATION}/items")]
+            collected.add(system, [*changes, ask(system, "DELETE", f"{path_of[CONVERSATION]}/items/{item}")])
         store.kill()
-        gone = [ask(system, method, path) for method, path in operations() if path in (*KEPT_GETS, *LISTS)]
+        gone = [ask(system, method, path) for method, path in operations() if path in (*STORED_GETS, *LISTS)]
         gone.append(upload(system, b"x"))
-        seen.look(system, [*gone, *ask_all(system, OF_THE_STORE)])
+        collected.add(system, [*gone, *ask_all(system, STORE_BODIES)])
         store.start()
 
 
-def with_keys(seen: Seen) -> None:
+def collect_key_refusals(collected: Collected) -> None:
     limited_key = {"name": "a", "key": "a", "requests_per_minute": 1, "tokens_per_minute": 1 << 30}
     keys = [limited_key, "b", {"name": "c", "key": "c", "models": ["other"]}]
     with system_with_sessions(keys=keys) as system:
-        seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
-        seen.look(system, [ask(system, "GET", "/nowhere"), *(ask(system, "PATCH", path) for path in POSTS)])
+        collected.add(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
+        collected.add(system, [ask(system, "GET", "/nowhere"), *(ask(system, "PATCH", path) for path in POSTS)])
         limited = [answer for _ in range(2) for answer in ask_all(system, PLAIN, authorization="Bearer a")]
         assert {answer.status for answer in limited} == {200, 429} and "x-ratelimit-reset-tokens" in limited[0].headers
-        seen.look(system, limited)
-        seen.look(system, ask_all(system, POSTS, authorization="Bearer b"))
+        collected.add(system, limited)
+        collected.add(system, ask_all(system, POSTS, authorization="Bearer b"))
         other = [ask(system, method, path, POSTS.get(path), authorization="Bearer c") for method, path in operations()]
         assert 403 in {answer.status for answer in other}
-        seen.look(system, other)
+        collected.add(system, other)
 
 
-def without_workers(seen: Seen) -> None:
+def collect_without_workers(collected: Collected) -> None:
     with System(down=("worker",), queue_timeout_s=0.05, models=MODEL) as system:
         wait_until(lambda: system.get("/health").status_code == 200)
-        seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
+        collected.add(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
     with System(down=("worker",)) as system:  # no model is known
-        seen.look(system, [ask(system, method, "/ready") for method in ("GET", "HEAD")])
+        collected.add(system, [ask(system, method, "/ready") for method in ("GET", "HEAD")])
 
 
-def in_time(seen: Seen, patch: pytest.MonkeyPatch) -> None:
+def collect_timeouts(collected: Collected, patch: pytest.MonkeyPatch) -> None:
     """Checks responses to heads and bodies that arrive late or malformed, and to requests that time out."""
     with patch.context() as short:
         short.setattr(gateway_module, "_http_options", lambda *_: HttpOptions(head_s=0.5))
         system = System(request_timeout_s=0.3, body_timeout_s=0.3)
         with system, ThreadPoolExecutor(len(operations())) as pool:
-            late = list(pool.map(lambda each: raw(system, *each, b"host: a\r\n"), operations()))
+            late = list(pool.map(lambda each: send_raw(system, *each, b"host: a\r\n"), operations()))
             assert {answer.status for answer in late} == {408}
-            seen.look(system, late)
+            collected.add(system, late)
             bodies = [("POST", path) for path in POSTS]
-            seen.look(system, pool.map(lambda each: raw(system, *each, b"host: a\r\ncontent-length: 9\r\n\r\n{"), bodies))
-            seen.look(system, [raw(system, *each, b"no header\r\n\r\n") for each in operations()])
-            seen.look(system, [raw(system, *each, b"a: " + b"x" * MAX_HEAD_BYTES) for each in operations()])
+            collected.add(
+                system, pool.map(lambda each: send_raw(system, *each, b"host: a\r\ncontent-length: 9\r\n\r\n{"), bodies)
+            )
+            collected.add(system, [send_raw(system, *each, b"no header\r\n\r\n") for each in operations()])
+            collected.add(system, [send_raw(system, *each, b"a: " + b"x" * MAX_HEAD_BYTES) for each in operations()])
             system.do(lambda: system.worker.allow(0))
             timed_out = ask_all(system, PLAIN)
             assert {answer.status for answer in timed_out} == {504}
-            seen.look(system, timed_out)
+            collected.add(system, timed_out)
         with System(tokenize_timeout_s=0.2) as system:
             system.do(lambda: system.tokenizer.gate.clear())
-            late = {INPUT_TOKENS: PLAIN[RESPONSES], COUNT_TOKENS: PLAIN[MESSAGES], "/tokenize": OF_TEXTS["/tokenize"]}
-            seen.look(system, ask_all(system, late))
+            late = {INPUT_TOKENS: PLAIN[RESPONSES], COUNT_TOKENS: PLAIN[MESSAGES], "/tokenize": TEXT_BODIES["/tokenize"]}
+            collected.add(system, ask_all(system, late))
 
 
-def overrun(seen: Seen, patch: pytest.MonkeyPatch) -> None:
+def collect_overload(collected: Collected, patch: pytest.MonkeyPatch) -> None:
     """Checks responses of a gateway whose only connection is in use."""
     with patch.context() as small:
         small.setattr(gateway_module, "_http_options", lambda *_: HttpOptions(connections=1))
@@ -363,38 +367,38 @@ def overrun(seen: Seen, patch: pytest.MonkeyPatch) -> None:
             wait_until(lambda: system.running() == [1])
             answers = [ask(system, method, path, POSTS.get(path)) for method, path in operations()]
             system.allow(None)
-            seen.look_into(Documented(document.json()), answers)
+            collected.add_for(Documented(document.json()), answers)
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    found, store = Seen(), RedisServer(folder=tmp_path_factory.mktemp("state"))
+def collected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collected]:
+    found, store = Collected(), RedisServer(folder=tmp_path_factory.mktemp("state"))
     store.start()
     with pytest.MonkeyPatch.context() as patch:
-        at_work(found, store)
-        with_a_store_that_refuses(found, patch, store)
+        collect_normal_responses(found, store)
+        collect_store_refusals(found, patch, store)
         store.kill()
-        for each in (with_keys, without_workers):
+        for each in (collect_key_refusals, collect_without_workers):
             each(found)
-        for broken in (at_fault, in_time, overrun):
+        for broken in (collect_faults, collect_timeouts, collect_overload):
             broken(found, patch)
     yield found
 
 
-def test_responses_match_the_document(seen: Seen) -> None:
-    assert not seen.faults, "\n".join(seen.faults[:20])
-    assert len(seen.answers) > 400
+def test_responses_match_the_document(collected: Collected) -> None:
+    assert not collected.faults, "\n".join(collected.faults[:20])
+    assert len(collected.answers) > 400
 
 
-def test_every_documented_response_occurs(seen: Seen) -> None:
-    assert not sorted(seen.documented - seen.statuses)
+def test_every_documented_response_occurs(collected: Collected) -> None:
+    assert not sorted(collected.documented - collected.statuses)
 
 
-def test_changed_response_is_a_fault(seen: Seen) -> None:
-    document = Documented(seen.document)
-    answer = next(each for each in seen.answers if each.path == CHAT and each.status == 200 and b'"usage"' in each.body)
-    refused = next(each for each in seen.answers if each.path == "/open_session" and each.status == 503)
-    stream = next(each for each in seen.answers if each.path == CHAT and each.body.endswith(b"[DONE]\n\n"))
+def test_faults_lists_each_difference_of_a_response(collected: Collected) -> None:
+    document = Documented(collected.document)
+    answer = next(each for each in collected.answers if each.path == CHAT and each.status == 200 and b'"usage"' in each.body)
+    refused = next(each for each in collected.answers if each.path == "/open_session" and each.status == 503)
+    stream = next(each for each in collected.answers if each.path == CHAT and each.body.endswith(b"[DONE]\n\n"))
     others = {
         "a status": replace(answer, status=418),
         "a member": replace(answer, body=answer.body.replace(b'"usage"', b'"used"')),
@@ -436,7 +440,7 @@ def test_document_follows_the_settings() -> None:
             assert answer.status == status and not document.faults(answer)
 
 
-def test_document_prints_short_decimal_numbers(shared: System) -> None:
+def test_document_prints_numbers_without_float_noise(shared: System) -> None:
     text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', shared.get("/openapi.json").text)
     numbers = re.findall(r"[-+.0-9eE]*\d[-+.0-9eE]*", text)
     assert numbers and [each for each in numbers if "e" in each.lower() or len(each.partition(".")[2]) > 3] == []

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tests.services.gateway.dispatch.test_dispatch_queue import full, send, small
+from tests.services.gateway.dispatch.test_dispatch_queue import fill_workers, send, with_one_slot
 from tests.services.gateway.system import System
 
 REFUSALS = "rootstock_gateway_refusals_total"
 
 
 def test_refusal_is_counted_once_by_reason() -> None:
-    with System(configure=small, max_waiting_requests=1, queue_timeout_s=1.0) as system:
+    with System(configure=with_one_slot, max_waiting_requests=1, queue_timeout_s=1.0) as system:
         assert [system.metric(REFUSALS, reason=reason) for reason in ("queue_full", "queue_timeout", "no_worker")] == [0, 0, 0]
-        full(system)
+        fill_workers(system)
         waiting = send(system, "waits")
         assert system.complete().json()["error"]["code"] == "queue_full"
         waiting.read_until(b"queue_timeout")

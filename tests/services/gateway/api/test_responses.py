@@ -34,7 +34,7 @@ def system(store: RedisServer) -> Iterator[System]:
 
 
 @pytest.fixture
-def says(system: System) -> Iterator[Any]:
+def set_output(system: System) -> Iterator[Any]:
     """Yields a function that sets the model's output."""
     yield lambda text: setattr(system.worker, "answer", lambda submit: text)
     system.worker.answer = lambda submit: "Hello, world!"
@@ -66,13 +66,13 @@ def plain(value: Any) -> Any:
     ("text", "kinds"),
     [
         pytest.param("Hello.", ["message"], id="text"),
-        pytest.param(CALL, ["function_call"], id="a call"),
+        pytest.param(CALL, ["function_call"], id="call"),
         pytest.param(CALL + "\n" + CALL.replace("Bonn", "Rome"), ["function_call"] * 2, id="two calls"),
-        pytest.param(ALL, ["reasoning", "message", "function_call"], id="everything"),
+        pytest.param(ALL, ["reasoning", "message", "function_call"], id="reasoning, text and call"),
     ],
 )
-def test_stream_has_the_output_of_the_document(client: OpenAI, says: Any, text: str, kinds: list[str]) -> None:
-    says(text)
+def test_stream_and_response_have_the_same_output(client: OpenAI, set_output: Any, text: str, kinds: list[str]) -> None:
+    set_output(text)
     asked: Any = {
         "model": MODEL,
         "input": "Hi",
@@ -84,23 +84,27 @@ def test_stream_has_the_output_of_the_document(client: OpenAI, says: Any, text: 
     assert whole.status == "completed" and [item.type for item in whole.output] == kinds
     assert whole.usage is not None and whole.usage.output_tokens == len(text) + 1
     with client.responses.stream(**asked) as stream:
-        told = list(stream)
+        events = list(stream)
         final = stream.get_final_response()
-    assert [event.sequence_number for event in told] == list(range(len(told)))
-    assert [told[0].type, told[1].type, told[-1].type] == ["response.created", "response.in_progress", "response.completed"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [events[0].type, events[1].type, events[-1].type] == [
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+    ]
     assert plain(final.output) == plain(whole.output) and final.output_text == whole.output_text
-    done = [event.item.to_dict() for event in told if event.type == "response.output_item.done"]
+    done = [event.item.to_dict() for event in events if event.type == "response.output_item.done"]
     assert plain(done) == plain(final.output)
-    deltas = [event.delta for event in told if event.type == "response.output_text.delta"]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == final.output_text
 
 
-def test_next_response_continues_the_models_turn(system: System, client: OpenAI, says: Any) -> None:
+def test_next_response_continues_the_models_turn(system: System, client: OpenAI, set_output: Any) -> None:
     """A response becomes one chat message, followed by the tool's result. Another gateway serves the follow-up."""
-    says(ALL)
+    set_output(ALL)
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], instructions="Be brief.")
     call = next(item for item in first.output if item.type == "function_call")
-    says("So it is.")
+    set_output("So it is.")
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     other = system.openai(base_url=system.url("/v1", gateway=1))
     second = other.responses.create(model=MODEL, input=[result], previous_response_id=first.id, tools=[WEATHER])
@@ -115,14 +119,14 @@ def test_next_response_continues_the_models_turn(system: System, client: OpenAI,
             "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
         },
         {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
-    ], "instructions are of the first one alone"
+    ], "instructions apply only to the response that sets them"
     third = client.responses.create(input="And then?", previous_response_id=second.id)  # type: ignore[call-overload]
     assert [message["role"] for message in messages(system)] == ["user", "assistant", "tool", "assistant", "user"]
     assert client.responses.retrieve(third.id).to_dict() == third.to_dict()
 
 
-def test_client_can_send_all_items_itself(system: System, client: OpenAI, says: Any) -> None:
-    says(ALL)
+def test_history_can_be_sent_as_items(system: System, client: OpenAI, set_output: Any) -> None:
+    set_output(ALL)
     sealed: Any = {"include": ["reasoning.encrypted_content"], "store": False}
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], **sealed)
     assert first.store is False
@@ -138,14 +142,16 @@ def test_client_can_send_all_items_itself(system: System, client: OpenAI, says: 
     assert messages(system)[1]["reasoning_content"] == "Hm." and messages(system)[2]["content"] == "rain"
 
 
-def test_items_can_be_referenced(system: System, client: OpenAI, says: Any) -> None:
-    says("One.")
+def test_item_reference_is_replaced_by_the_stored_item(system: System, client: OpenAI, set_output: Any) -> None:
+    set_output("One.")
     first = client.responses.create(model=MODEL, input="Hi")
     reference: Any = {"type": "item_reference", "id": first.output[0].id}
     client.responses.create(model=MODEL, input=[reference, {"role": "user", "content": "And?"}])
     assert messages(system) == [{"role": "assistant", "content": "One."}, {"role": "user", "content": "And?"}]
     client.responses.create(model=MODEL, input=[reference], previous_response_id=first.id)
-    assert [message["role"] for message in messages(system)] == ["user", "assistant"], "it is there already"
+    assert [message["role"] for message in messages(system)] == ["user", "assistant"], (
+        "an item that the history contains is not repeated"
+    )
     with pytest.raises(openai.NotFoundError) as refused:
         client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "msg_" + "0" * 36}])
     assert refused.value.param == "input[0].id"
@@ -156,7 +162,7 @@ def test_stored_responses_can_be_listed_and_deleted(client: OpenAI) -> None:
     first = client.responses.create(model=MODEL, input=items, metadata={"a": "b"})
     assert client.responses.retrieve(first.id).metadata == {"a": "b"}
     listed = client.responses.input_items.list(first.id, limit=2, order="asc")
-    assert [item.content[0].text for item in listed] == ["0", "1", "2"], "over two pages"  # type: ignore[union-attr]
+    assert [item.content[0].text for item in listed] == ["0", "1", "2"], "the client reads two pages"  # type: ignore[union-attr]
     conversation = client.conversations.create(metadata={"c": "d"})
     others: list[tuple[Any, str]] = [(client.conversations.delete, first.id), (client.responses.delete, conversation.id)]
     for forget, name in others:
@@ -173,10 +179,10 @@ def test_stored_responses_can_be_listed_and_deleted(client: OpenAI) -> None:
     assert refused.value.code == "previous_response_not_found"
 
 
-def test_conversation_collects_its_items(system: System, client: OpenAI, says: Any) -> None:
+def test_conversation_collects_items_of_responses(system: System, client: OpenAI, set_output: Any) -> None:
     begun: Any = [{"role": "system", "content": "Be kind."}]
     conversation = client.conversations.create(items=begun, metadata={"a": "b"})
-    says("One.")
+    set_output("One.")
     first = client.responses.create(model=MODEL, input="Hi", conversation=conversation.id)
     assert first.conversation is not None and first.conversation.id == conversation.id
     client.responses.create(model=MODEL, input="And?", conversation={"id": conversation.id}, stream=True).response.read()
@@ -232,8 +238,8 @@ def test_stream_begins_in_progress_when_the_first_output_is_the_last(client: Ope
 
 def test_cut_response_is_incomplete(client: OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=3) as stream:
-        told = list(stream)
-    assert told[-1].type == "response.incomplete"
+        received = list(stream)
+    assert received[-1].type == "response.incomplete"
     cut = client.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
     assert cut.status == "incomplete" and cut.incomplete_details is not None
     assert (cut.incomplete_details.reason, cut.output_text) == ("max_output_tokens", "Hel")
@@ -243,14 +249,14 @@ def test_cut_response_is_incomplete(client: OpenAI) -> None:
 def statuses(*events: Event) -> list[str]:
     """Returns the status of each item of a completed response with these events."""
     output = OutputItems("", seals=False)
-    told = [each for event in events for each in output.add(event)]
-    told += output.finish("completed")
-    done = [each["item"]["status"] for each in told if each["type"] == "response.output_item.done"]
+    received = [each for event in events for each in output.add(event)]
+    received += output.finish("completed")
+    done = [each["item"]["status"] for each in received if each["type"] == "response.output_item.done"]
     assert done == [item["status"] for item in output.items]
     return done
 
 
-def test_broken_call_is_incomplete() -> None:
+def test_call_without_an_end_is_incomplete() -> None:
     begun = (CallStart(0, "weather"), CallArguments(0, '{"city": "B'))
     assert statuses(*begun, CallArguments(0, '"}'), CallEnd(0), Text("So.")) == ["completed", "completed"]
     assert statuses(*begun, Text("So.")) == statuses(*begun, Reasoning("So.")) == ["incomplete", "completed"]
@@ -258,11 +264,13 @@ def test_broken_call_is_incomplete() -> None:
     assert statuses(Text("So."), *begun) == ["completed", "incomplete"]
 
 
-def test_worker_gets_formats_and_tool_choices(system: System, client: OpenAI) -> None:
+def test_worker_receives_formats_and_tool_choices(system: System, client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
     client.responses.create(model=MODEL, input="Hi", text=wanted)
-    assert system.worker.submits[-1].sampling.grammar.WhichOneof("kind") == "structural_tag", "behind the reasoning"
+    assert system.worker.submits[-1].sampling.grammar.WhichOneof("kind") == "structural_tag", (
+        "the constraint starts after the reasoning"
+    )
     chosen: Any = {"tool_choice": {"type": "function", "name": "weather"}, "tools": [WEATHER], "parallel_tool_calls": False}
     client.responses.create(model=MODEL, input="Hi", **chosen)
     assert "weather" in system.worker.submits[-1].sampling.grammar.structural_tag
@@ -279,9 +287,9 @@ def test_truncation_drops_the_oldest_items(system: System, client: OpenAI) -> No
     call: Any = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
     result: Any = {"type": "function_call_output", "call_id": "c", "output": "r" * 300}
     client.responses.create(model=MODEL, input=[call, {"role": "user", "content": "u" * 300}, result], truncation="auto")
-    assert [message["role"] for message in messages(system)] == ["assistant", "tool"], "a result and its call"
+    assert [message["role"] for message in messages(system)] == ["assistant", "tool"], "a call and its result stay together"
     client.responses.create(model=MODEL, input=[{"role": "user", "content": "u" * 300}, result], truncation="auto")
-    assert [message["role"] for message in messages(system)] == ["tool"], "a result whose call nobody has sent"
+    assert [message["role"] for message in messages(system)] == ["tool"], "a result without a call stays"
     for kept in ([call], []):
         with pytest.raises(openai.BadRequestError) as refused:
             client.responses.create(model=MODEL, input=[*kept, {**result, "output": "r" * 600}], truncation="auto")
@@ -326,12 +334,12 @@ def test_refusal_names_the_field(system: System, body: dict[str, Any], param: st
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_body_budget_holds_stored_items(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[int] = []
+def test_body_budget_includes_stored_items(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    grown: list[int] = []
     grow = RequestBody.grow_by
 
     async def grow_by(self: RequestBody, size: int) -> None:
-        held.append(size)
+        grown.append(size)
         await grow(self, size)
 
     monkeypatch.setattr(RequestBody, "grow_by", grow_by)
@@ -341,8 +349,8 @@ def test_body_budget_holds_stored_items(system: System, monkeypatch: pytest.Monk
     client.responses.create(model=MODEL, input="And on.", previous_response_id=second.id)
     conversation = client.conversations.create(items=[{"type": "message", "role": "user", "content": text}])
     client.responses.create(model=MODEL, input="Well?", conversation=conversation.id)
-    assert len(held) == 3, "an answer that follows none fetches nothing"
-    assert len(text) < held[0] < held[1] and held[2] > len(text)
+    assert len(grown) == 3, "a response without a predecessor reads no stored items"
+    assert len(text) < grown[0] < grown[1] and grown[2] > len(text)
 
 
 def test_other_key_cannot_read_a_response(store: RedisServer) -> None:
@@ -356,7 +364,7 @@ def test_other_key_cannot_read_a_response(store: RedisServer) -> None:
             bob.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
 
 
-def test_response_reports_that_it_is_not_stored_without_a_store(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_response_has_store_false_without_a_store(tmp_path_factory: pytest.TempPathFactory) -> None:
     server = RedisServer(folder=tmp_path_factory.mktemp("away"))
     server.start()
     with System(state_redis_url=server.url, state_patience_s=0.3) as system:
@@ -369,12 +377,14 @@ def test_response_reports_that_it_is_not_stored_without_a_store(tmp_path_factory
         with pytest.raises(openai.APIStatusError) as refused:
             client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
         assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
-        wait_until(lambda: system.metric("rootstock_gateway_store_up") == 0, "its looks at batches to find out")
+        wait_until(lambda: system.metric("rootstock_gateway_store_up") == 0, "the detected outage of the store")
         server.start()
         stored = client.responses.with_raw_response.create(model=MODEL, input="Hi", previous_response_id=first.id)
         assert "x-rootstock-stored" not in stored.headers and stored.parse().store is True
-        wait_until(lambda: system.metric("rootstock_gateway_store_up") == 1, "the store")
-        wait_until(lambda: system.metric("rootstock_gateway_store_memory_used_bytes") > 1 << 16, "a look at its memory")
+        wait_until(lambda: system.metric("rootstock_gateway_store_up") == 1, "the return of the store")
+        wait_until(
+            lambda: system.metric("rootstock_gateway_store_memory_used_bytes") > 1 << 16, "the metric of the store's memory"
+        )
         server.kill()
     with System() as system:
         for stream in (False, True):

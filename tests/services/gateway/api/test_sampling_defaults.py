@@ -10,7 +10,7 @@ from rootstock_llm.protos import worker_pb2
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until
 
-GIVEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": MODEL, **chat_body()},
     "/v1/completions": {"model": MODEL, "prompt": "Hi"},
@@ -30,19 +30,19 @@ def sampled(system: System, path: str, **params: Any) -> dict[str, float]:
     body = {**BODIES[path], **({"sampling_params": params} if path == "/generate" else params)}
     assert system.post(path, body).status_code == 200
     sampling = system.worker.submits[-1].sampling
-    return {name: getattr(sampling, name) for name in GIVEN}
+    return {name: getattr(sampling, name) for name in DEFAULTS}
 
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("path", BODIES)
 def test_value_of_the_request_overrides_the_default(path: str) -> None:
-    with System(configure=prefer(**GIVEN)) as system:
-        assert sampled(system, path) == pytest.approx(GIVEN)
+    with System(configure=prefer(**DEFAULTS)) as system:
+        assert sampled(system, path) == pytest.approx(DEFAULTS)
         own = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
         assert sampled(system, path, **own) == own
-        assert not system.worker.submits[-1].sampling.HasField("seed"), "greedy by its own word"
-        assert sampled(system, path, top_k=5) == pytest.approx(GIVEN | {"top_k": 5})
-        assert sampled(system, path, temperature=None) == pytest.approx(GIVEN)
+        assert not system.worker.submits[-1].sampling.HasField("seed"), "the request is greedy, so no seed is drawn"
+        assert sampled(system, path, top_k=5) == pytest.approx(DEFAULTS | {"top_k": 5})
+        assert sampled(system, path, temperature=None) == pytest.approx(DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_value_of_the_request_overrides_the_default(path: str) -> None:
     ids=["messages", "responses"],
 )
 def test_defaults_reach_messages_and_responses(path: str, body: dict[str, Any]) -> None:
-    with System(configure=prefer(**GIVEN | {"temperature": 0.0})) as system:
+    with System(configure=prefer(**DEFAULTS | {"temperature": 0.0})) as system:
         for fields, temperature in (({}, 0.0), ({"temperature": 0.75}, 0.75)):
             assert system.post(path, {**body, **fields}).status_code == 200
             sampling = system.worker.submits[-1].sampling
@@ -62,7 +62,7 @@ def test_one_default_leaves_other_fields_unset() -> None:
     with System(configure=prefer(temperature=0.0)) as system:
         plain = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
         assert sampled(system, "/v1/completions") == plain
-        assert not system.worker.submits[-1].sampling.HasField("seed"), "nothing is drawn"
+        assert not system.worker.submits[-1].sampling.HasField("seed"), "the request is greedy, so no seed is drawn"
         assert sampled(system, "/v1/completions", temperature=0.5)["temperature"] == 0.5
         assert system.worker.submits[-1].sampling.HasField("seed")
         assert system.post("/v1/embeddings", {"model": MODEL, "input": "Hi"}).status_code == 200
@@ -76,10 +76,10 @@ def test_invalid_default_of_a_worker_is_ignored() -> None:
 
 
 def test_clients_can_read_the_defaults() -> None:
-    with System(configure=prefer(**GIVEN)) as system:
-        assert system.get("/v1/models").json()["data"][0]["sampling_defaults"] == GIVEN
-        assert system.get("/get_model_info").json()["preferred_sampling_params"] == GIVEN
-        assert system.openai().models.retrieve(MODEL).sampling_defaults == GIVEN  # type: ignore[attr-defined]
+    with System(configure=prefer(**DEFAULTS)) as system:
+        assert system.get("/v1/models").json()["data"][0]["sampling_defaults"] == DEFAULTS
+        assert system.get("/get_model_info").json()["preferred_sampling_params"] == DEFAULTS
+        assert system.openai().models.retrieve(MODEL).sampling_defaults == DEFAULTS  # type: ignore[attr-defined]
 
 
 def test_hedge_uses_the_defaults_of_the_first_worker() -> None:

@@ -29,7 +29,7 @@ def expected(prompt: list[int], softmax: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("path", [SCORE, "/score"])
-def test_score_has_the_form_of_sglang(shared: System, path: str) -> None:
+def test_score_has_the_fields_of_sglang(shared: System, path: str) -> None:
     answer = ask(shared, path, model=MODEL).json()
     prompts = [ids_of("Is it? yes"), ids_of("Is it? no")]
     assert answer.pop("scores") == [expected(prompt) for prompt in prompts]
@@ -79,11 +79,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "query outside the vocabulary": ({"query": [VOCAB_SIZE], "items": [[1]]}, "query"),
     "query that is a number": ({"query": 5}, "query"),
     "no items": ({"items": None}, "items"),
-    "an empty list of items": ({"items": []}, "items"),
-    "a flat list of ids": ({"query": [1], "items": [1, 2]}, "items[0]"),
-    "a text behind ids": ({"query": [1], "items": "a"}, "items"),
-    "texts behind ids": ({"query": [1], "items": ["a"]}, "items[0]"),
-    "ids behind a text": ({"items": [[1]]}, "items[0]"),
+    "empty items": ({"items": []}, "items"),
+    "items that are one list of ids": ({"query": [1], "items": [1, 2]}, "items[0]"),
+    "text items of a query of ids": ({"query": [1], "items": "a"}, "items"),
+    "list of texts of a query of ids": ({"query": [1], "items": ["a"]}, "items[0]"),
+    "ids of a text query": ({"items": [[1]]}, "items[0]"),
     "texts and ids": ({"items": ["a", [1]]}, "items[1]"),
     "an item of no ids": ({"query": [1], "items": [[1], []]}, "items[1]"),
     "an item outside the vocabulary": ({"query": [1], "items": [[1], [VOCAB_SIZE]]}, "items[1]"),
@@ -114,7 +114,7 @@ def test_prompt_of_a_score_may_fill_the_context(shared: System) -> None:
     assert (error["param"], error["code"]) == ("items[1]", "context_length_exceeded")
 
 
-def test_prompts_of_a_score_have_a_common_limit(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_of_a_score_share_the_limit_of_tokens(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SCORE_TOKENS", 20)
     assert ask(shared, query=[7] * 8, items=[[1, 2], [3, 4]]).status_code == 200
     for body in ({"query": [7] * 8, "items": [[1, 2], [3, 4, 5]]}, {"query": "abcdefgh", "items": ["ab", "abc"]}):
@@ -179,8 +179,8 @@ def test_score_fails_when_the_worker_returns_too_few_values(system: System, monk
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
-class TestNoOutput:
-    """A request for no tokens ends with its prompt, like a score."""
+class TestMaxTokens0:
+    """A request with max_tokens 0 ends with its prompt, like a score."""
 
     ASKS = (
         (
@@ -192,7 +192,7 @@ class TestNoOutput:
 
     @pytest.mark.parametrize(("path", "body"), ASKS, ids=["generate", "completions"])
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-    def test_request_for_no_tokens_samples_none(self, path: str, body: dict[str, Any], stream: bool) -> None:
+    def test_response_has_no_output_when_max_tokens_is_0(self, path: str, body: dict[str, Any], stream: bool) -> None:
         """An older worker samples a token, which the response omits. Both responses are equal."""
         answers = []
         for ends_with_prompt in (True, False):
@@ -222,33 +222,33 @@ class TestRouting:
             assert system.metric("rootstock_gateway_routing_decisions_total", reason="home") == 4 * 7
 
     def test_items_go_to_other_workers_when_one_is_full(self) -> None:
-        def small(workers: list[FakeWorker]) -> None:
+        def two_slots(workers: list[FakeWorker]) -> None:
             for worker in workers:
                 worker.info.max_running_requests = 2
                 worker.allow(0)
 
-        with System(workers=2, configure=small) as system:
+        with System(workers=2, configure=two_slots) as system:
             waiting = Waiting(system, SCORE, {"query": "a", "items": ["b"] * 12, "label_token_ids": [1]})
-            wait_until(lambda: all(count >= 2 for count in system.running()), "both workers are full")
+            wait_until(lambda: all(count >= 2 for count in system.running()), "two full workers")
             system.allow(None)
             assert len(waiting.result().json()["scores"]) == 12
 
-    def test_scores_avoid_workers_that_would_sample(self) -> None:
-        """An older worker does not know the field and would generate tokens."""
+    def test_scores_avoid_workers_without_ends_with_prompt(self) -> None:
+        """An older worker does not have ends_with_prompt and would generate tokens."""
 
-        def older(workers: list[FakeWorker]) -> None:
+        def samples_always(workers: list[FakeWorker]) -> None:
             workers[0].info.ends_with_prompt = False
 
-        with System(workers=2, configure=older, routing_policy="round_robin") as system:
+        with System(workers=2, configure=samples_always, routing_policy="round_robin") as system:
             for _ in range(3):
                 assert ask(system).status_code == 200
             assert system.submits() == [0, 6]
 
-    def test_score_is_refused_at_once_when_every_worker_would_sample(self) -> None:
-        def older(workers: list[FakeWorker]) -> None:
+    def test_score_is_refused_at_once_when_no_worker_has_ends_with_prompt(self) -> None:
+        def samples_always(workers: list[FakeWorker]) -> None:
             workers[0].info.ends_with_prompt = False
 
-        with System(configure=older, queue_timeout_s=600) as system:
+        with System(configure=samples_always, queue_timeout_s=600) as system:
             answer = ask(system)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
             assert "serves no scores" in answer.text and "retry-after" in answer.headers

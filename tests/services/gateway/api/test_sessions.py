@@ -22,16 +22,16 @@ WORKERS = st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=6, uniq
 NAMES = st.text(min_size=1, max_size=20)
 
 
-class TestPlace:
+class TestWorkerIndex:
     @given(NAMES, WORKERS, st.randoms())
-    def test_place_is_independent_of_the_order_of_workers(self, name: str, workers: list[str], random: Any) -> None:
+    def test_worker_of_a_session_is_independent_of_the_order_of_workers(self, name: str, workers: list[str], random: Any) -> None:
         shuffled = random.sample(workers, len(workers))
         index, other = worker_index(name, workers), worker_index(name, shuffled)
         assert index is not None and other is not None
         assert workers[index] == shuffled[other]
 
     @given(NAMES, WORKERS, st.text(min_size=1, max_size=9))
-    def test_new_worker_takes_sessions_only_for_itself(self, name: str, workers: list[str], new: str) -> None:
+    def test_new_worker_moves_sessions_only_to_itself(self, name: str, workers: list[str], new: str) -> None:
         index, after = worker_index(name, workers), worker_index(name, [*workers, new])
         assert index is not None and after is not None
         assert after in (index, len(workers)) or workers[index] == new
@@ -49,10 +49,10 @@ class TestPlace:
         again = worker_index(name, later)
         assert again is not None and later[again] == workers[index]
 
-    def test_generated_id_has_no_place_without_the_worker(self) -> None:
+    def test_generated_id_has_no_index_when_the_worker_is_gone(self) -> None:
         assert worker_index(new_session_id(["a"]), ["b", "c"]) is None
 
-    def test_session_has_no_place_without_workers(self) -> None:
+    def test_session_has_no_index_without_workers(self) -> None:
         assert worker_index("session", []) is None
 
 
@@ -66,7 +66,7 @@ class SessionWorker(FakeWorker):
 
     async def OpenSession(self, request: worker_pb2.OpenSessionRequest, context: Any) -> worker_pb2.OpenSessionResponse:
         if self.failure is not None:
-            await context.abort(self.failure, "said the worker")
+            await context.abort(self.failure, "refused by the worker")
         if request.session_id in self.sessions:
             return worker_pb2.OpenSessionResponse(opened=False, message="session is open already")
         self.sessions[request.session_id] = request
@@ -74,7 +74,7 @@ class SessionWorker(FakeWorker):
 
     async def CloseSession(self, request: worker_pb2.CloseSessionRequest, context: Any) -> worker_pb2.CloseSessionResponse:
         if self.failure is not None:
-            await context.abort(self.failure, "said the worker")
+            await context.abort(self.failure, "refused by the worker")
         return worker_pb2.CloseSessionResponse(closed=self.sessions.pop(request.session_id, None) is not None)
 
     async def _read(self, requests: Any, running: Any, refused: Any) -> None:
@@ -92,7 +92,7 @@ SERVICERS[SessionWorker] = SERVICERS[FakeWorker]
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[[int], System]]:
+def make_system() -> Iterator[Callable[[int], System]]:
     systems: list[System] = []
 
     def build(workers: int) -> System:
@@ -112,8 +112,8 @@ def make() -> Iterator[Callable[[int], System]]:
 
 
 def pause(system: System, worker: int, paused: bool) -> None:
-    told = system.workers[worker].servicer
-    system.do(lambda: told.tell(paused=paused))
+    servicer = system.workers[worker].servicer
+    system.do(lambda: servicer.report_load(paused=paused))
     wait_until(lambda: system.links[worker].paused is paused, "the load")
 
 
@@ -130,43 +130,43 @@ def turn(system: System, session_id: str, **body: Any) -> httpx.Response:
     return system.post("/generate", {"text": "Hi", "session_params": params, **body})
 
 
-def holder(system: System, session_id: str) -> Any:
+def host_of(system: System, session_id: str) -> Any:
     """Returns the host whose worker has the session."""
     (host,) = [host for host in system.workers if session_id in host.servicer.sessions]
     return host
 
 
 class TestOpenAndClose:
-    def test_response_is_the_session_id(self, make: Callable[[int], System]) -> None:
-        system = make(1)
+    def test_response_is_the_session_id(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(1)
         answer = open_session(system, session_id="mine", timeout=2.5)
         assert (answer.status_code, answer.json()) == (200, "mine")
         request = system.worker.sessions["mine"]  # type: ignore[attr-defined]
         assert (request.capacity_tokens, request.ttl_ms) == (1000, 2500)
 
-    def test_generated_session_avoids_paused_workers(self, make: Callable[[int], System]) -> None:
-        system = make(2)
+    def test_generated_session_avoids_paused_workers(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(2)
         pause(system, 0, True)
-        assert all(holder(system, open_session(system).json()) is system.workers[1] for _ in range(8))
+        assert all(host_of(system, open_session(system).json()) is system.workers[1] for _ in range(8))
         pause(system, 1, True)
-        assert open_session(system).status_code == 200, "its turns wait for the end of the pause"
+        assert open_session(system).status_code == 200, "a session opens on a paused worker if all workers are paused"
 
-    def test_session_id_is_generated_when_absent(self, make: Callable[[int], System]) -> None:
-        system = make(2)
+    def test_session_id_is_generated_when_absent(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(2)
         made = [open_session(system).json() for _ in range(8)]
         assert len(set(made)) == 8
         for session_id in made:
-            assert not holder(system, session_id).servicer.sessions[session_id].HasField("ttl_ms")
+            assert not host_of(system, session_id).servicer.sessions[session_id].HasField("ttl_ms")
 
-    def test_session_id_in_use_is_refused(self, make: Callable[[int], System]) -> None:
-        system = make(2)
+    def test_session_id_in_use_is_refused(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(2)
         assert open_session(system, session_id="mine").status_code == 200
         answer = open_session(system, session_id="mine")
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["message"]) == (400, "session_id", "session is open already")
 
-    def test_closed_session_can_be_opened_again(self, make: Callable[[int], System]) -> None:
-        system = make(2)
+    def test_closed_session_can_be_opened_again(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(2)
         open_session(system, session_id="mine")
         assert close_session(system, "mine").status_code == 200
         assert close_session(system, "mine").status_code == 404
@@ -186,8 +186,10 @@ class TestOpenAndClose:
             (grpc.StatusCode.INTERNAL, 500),
         ],
     )
-    def test_worker_errors_become_http_errors(self, make: Callable[[int], System], code: grpc.StatusCode, status: int) -> None:
-        system = make(1)
+    def test_worker_errors_become_http_errors(
+        self, make_system: Callable[[int], System], code: grpc.StatusCode, status: int
+    ) -> None:
+        system = make_system(1)
         system.do(lambda: setattr(system.worker, "failure", code))
         assert open_session(system).status_code == status
 
@@ -214,16 +216,16 @@ class TestOpenAndClose:
 
 
 class TestTurns:
-    def test_turns_reach_the_worker_of_the_session(self, make: Callable[[int], System]) -> None:
-        system = make(3)
+    def test_turns_reach_the_worker_of_the_session(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(3)
         for session_id in [*(f"chosen-{i}" for i in range(6)), None]:
             opened = open_session(system, session_id=session_id).json()
             assert [turn(system, opened).status_code for _ in range(2)] == [200, 200]
-            worker = holder(system, opened).servicer
+            worker = host_of(system, opened).servicer
             assert [submit.session.session_id for submit in worker.submits[-2:]] == [opened, opened]
 
-    def test_turn_fields_reach_the_worker(self, make: Callable[[int], System]) -> None:
-        system = make(1)
+    def test_turn_fields_reach_the_worker(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(1)
         open_session(system, session_id="mine")
         assert turn(system, "mine", rid="t1").json()["meta_info"]["id"] == "t1"
         first = system.worker.submits[-1]
@@ -236,8 +238,8 @@ class TestTurns:
         )
         assert not second.sampling.HasField("max_new_tokens")  # only the worker knows how many tokens the context leaves
 
-    def test_turn_with_a_parent_adds_no_begin_of_sequence(self, make: Callable[[int], System]) -> None:
-        system = make(1)
+    def test_turn_with_a_parent_adds_no_begin_of_sequence(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(1)
         open_session(system, session_id="mine")
         turn(system, "mine", rid="t1")
         turn(system, "mine", session={"rid": "t1"})
@@ -245,40 +247,42 @@ class TestTurns:
         assert [call.add_special_tokens for call in system.tokenizer.calls] == [True, False, True]
 
     @pytest.mark.parametrize("offset", [None, -1])
-    def test_turn_keeps_the_whole_parent_by_default(self, make: Callable[[int], System], offset: int | None) -> None:
-        system = make(1)
+    def test_turn_continues_the_whole_parent_without_an_offset(
+        self, make_system: Callable[[int], System], offset: int | None
+    ) -> None:
+        system = make_system(1)
         open_session(system, session_id="mine")
         turn(system, "mine", session={"offset": offset})
         assert not system.worker.submits[-1].session.HasField("offset")
 
-    def test_turn_can_be_streamed(self, make: Callable[[int], System]) -> None:
-        system = make(1)
+    def test_turn_can_be_streamed(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(1)
         open_session(system, session_id="mine")
         assert events(turn(system, "mine", stream=True).text)[-1]["text"] == "Hello, world!"
 
-    def test_request_without_a_session_id_is_no_turn(self, shared: System) -> None:
+    def test_request_without_a_session_id_has_no_session_at_the_worker(self, shared: System) -> None:
         assert shared.post("/generate", {"text": "Hi", "session_params": {"id": None}}).status_code == 200
         assert not shared.worker.submits[-1].HasField("session")
 
-    def test_turn_of_an_unknown_session_is_404(self, make: Callable[[int], System]) -> None:
-        system = make(2)
+    def test_turn_of_an_unknown_session_is_404(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(2)
         answer = turn(system, "never opened")
         assert answer.status_code == 404 and "no such session" in answer.json()["error"]["message"]
         assert sum(len(host.servicer.submits) for host in system.workers) == 1
 
-    def test_turn_is_refused_when_the_worker_is_full(self, make: Callable[[int], System]) -> None:
-        system = make(2)
+    def test_turn_is_refused_when_the_worker_is_full(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(2)
         open_session(system, session_id="mine")
-        host = holder(system, "mine")
+        host = host_of(system, "mine")
         system.do(lambda: host.servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))
         answer = turn(system, "mine")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
         assert sum(len(host.servicer.submits) for host in system.workers) == 1
 
-    def test_turn_fails_when_the_worker_is_lost(self, make: Callable[[int], System]) -> None:
-        system = make(2)
+    def test_turn_fails_when_the_worker_is_lost(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(2)
         open_session(system, session_id="mine")
-        host = holder(system, "mine")
+        host = host_of(system, "mine")
         system.do(lambda: host.servicer.allow(2))
         waiting = Waiting(system, "/generate", {"text": "Hi", "session_params": {"id": "mine"}})
         wait_until(lambda: bool(host.servicer.running) and host.servicer.steps_left == 0, "two tokens")
@@ -288,12 +292,12 @@ class TestTurns:
         assert "retry-after" in answer.headers
         assert sum(len(host.servicer.submits) for host in system.workers) == 1
 
-    def test_turn_of_a_generated_session_waits_for_the_worker(self, make: Callable[[int], System]) -> None:
-        system = make(2)
+    def test_turn_of_a_generated_session_waits_for_the_worker(self, make_system: Callable[[int], System]) -> None:
+        system = make_system(2)
         session_id = open_session(system).json()
-        host = holder(system, session_id)
+        host = host_of(system, session_id)
         system.call(host.stop())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the disconnection")
         answer = turn(system, session_id)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "session_unavailable")
         assert close_session(system, session_id).status_code == 503

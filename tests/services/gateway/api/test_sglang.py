@@ -32,7 +32,7 @@ def echoing(shared: System) -> Iterator[System]:
 
 
 class TestTiers:
-    """Cached tokens by tier, if the worker reports them."""
+    """Tests of cached tokens by tier, which some workers report."""
 
     @pytest.fixture(autouse=True)
     def tiers(self, shared: System) -> Iterator[None]:
@@ -55,7 +55,7 @@ class TestTiers:
         assert set(answer["usage"]["input_tokens_details"]) == {"cached_tokens", "cache_write_tokens"}
 
 
-class TestOneAnswer:
+class TestOnePrompt:
     def test_response_has_text_ids_and_meta_info(self, shared: System) -> None:
         answer = generate(shared, rid="my-1").json()
         assert set(answer) == {"text", "output_ids", "meta_info"}
@@ -95,7 +95,7 @@ class TestOneAnswer:
             ({"skip_special_tokens": False}, {"type": "stop", "matched": EOS}, ANSWER + "<eos>"),
             ({"max_new_tokens": 0}, {"type": "length", "length": 0}, ""),
         ],
-        ids=["length", "stop string", "stop string kept", "stop token", "special tokens shown", "nothing to make"],
+        ids=["length", "stop string", "stop string kept", "stop token", "special tokens shown", "max_new_tokens 0"],
     )
     def test_finish_reason_and_text_follow_the_stop(
         self, shared: System, params: dict[str, Any], reason: dict[str, Any], text: str
@@ -160,14 +160,14 @@ class TestBatch:
         assert [answer["text"] for answer in answers] == ["one", "three"]
         assert [answer["meta_info"]["id"] for answer in answers] == ["b_0", "b_1"]
 
-    def test_every_prompt_can_have_a_rid(self, echoing: System) -> None:
+    def test_rid_may_be_a_list_with_an_element_per_prompt(self, echoing: System) -> None:
         answers = generate(echoing, input_ids=[[65], [66, 67]], rid=["x", "y"]).json()
         assert [(answer["text"], answer["meta_info"]["id"]) for answer in answers] == [("A", "x"), ("BC", "y")]
 
-    def test_list_of_one_prompt_returns_a_list(self, echoing: System) -> None:
+    def test_list_with_one_prompt_returns_a_list(self, echoing: System) -> None:
         assert [answer["text"] for answer in generate(echoing, text=["one"]).json()] == ["one"]
 
-    def test_every_prompt_can_have_sampling_params(self, echoing: System) -> None:
+    def test_sampling_params_may_be_a_list_with_an_element_per_prompt(self, echoing: System) -> None:
         params = [{"max_new_tokens": 1, "stop": "x"}, {"max_new_tokens": 2, "temperature": 0.5}]
         answers = generate(echoing, text=["one", "two"], sampling_params=params).json()
         assert [answer["text"] for answer in answers] == ["o", "tw"]
@@ -198,7 +198,7 @@ class TestBatch:
         wait_until(lambda: not system.worker.running, "the aborts")
 
 
-class TestWhatTheWorkerIsGiven:
+class TestSubmit:
     def test_sampling_params_reach_the_worker(self, shared: System) -> None:
         params = {
             **{"max_new_tokens": 10_000, "min_new_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.25},
@@ -220,10 +220,12 @@ class TestWhatTheWorkerIsGiven:
         assert list(sampling.allowed_token_ids) == [1, 2] and sampling.dry.multiplier == 0.5
 
     @pytest.mark.by_day(one_in=2)
-    @pytest.mark.parametrize(("params", "most"), [({}, 128), ({"max_new_tokens": None}, CONTEXT_LEN - 2)], ids=["absent", "null"])
-    def test_default_length_is_128_or_the_context(self, shared: System, params: dict[str, Any], most: int) -> None:
+    @pytest.mark.parametrize(
+        ("params", "max_new_tokens"), [({}, 128), ({"max_new_tokens": None}, CONTEXT_LEN - 2)], ids=["absent", "null"]
+    )
+    def test_default_length_is_128_or_the_context(self, shared: System, params: dict[str, Any], max_new_tokens: int) -> None:
         generate(shared, sampling_params=params)
-        assert shared.worker.submits[-1].sampling.max_new_tokens == most
+        assert shared.worker.submits[-1].sampling.max_new_tokens == max_new_tokens
 
     @pytest.mark.parametrize(
         ("params", "grammar"),
@@ -254,7 +256,7 @@ def abort(system: System, **body: Any) -> httpx.Response:
 
 
 class Waiting:
-    """A request in a thread of its own."""
+    """A request in a separate thread."""
 
     def __init__(self, system: System, path: str, body: dict[str, Any]) -> None:
         self._answers: list[httpx.Response] = []
@@ -274,8 +276,8 @@ class TestAbort:
         waiting = Waiting(system, path, {"text": "Hi", **body} if path == GENERATE else body)
         wait_until(lambda: len(system.worker.running) == texts, "the worker's requests")
         system.do(lambda: system.worker.allow(tokens))
-        placed = system.gateway.dispatcher._placements
-        wait_until(lambda: [len(choice.output_ids) for choice in list(placed)] == [tokens] * texts, "the ids")
+        placements = system.gateway.dispatcher._placements
+        wait_until(lambda: [len(choice.output_ids) for choice in list(placements)] == [tokens] * texts, "the ids")
         return waiting
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -307,7 +309,7 @@ class TestAbort:
         assert (first["text"], first["meta_info"]["finish_reason"]["type"]) == ("He", "abort")
         assert (second["text"], second["meta_info"]["finish_reason"]["type"]) == (ANSWER, "stop")
 
-    def test_abort_by_the_common_rid_ends_the_batch(self, system: System) -> None:
+    def test_abort_by_the_rid_of_a_batch_ends_all_prompts(self, system: System) -> None:
         waiting = self.begin(system, 2, text=["a", "b"], rid="r")
         assert abort(system, rid="r").json() == {"aborted": 2, "gateways": 1, "unreached": 0}
         assert [answer["meta_info"]["finish_reason"]["type"] for answer in waiting.result().json()] == ["abort"] * 2
@@ -320,7 +322,7 @@ class TestAbort:
         system.allow(None)
         assert waiting.result().json()["choices"][0]["finish_reason"] == "stop"
 
-    def test_abort_works_during_tokenization(self, system: System) -> None:
+    def test_abort_ends_a_request_during_tokenization(self, system: System) -> None:
         system.do(system.tokenizer.gate.clear)
         waiting = Waiting(system, GENERATE, {"text": "Hi", "rid": "r1"})
         wait_until(lambda: bool(system.tokenizer.calls), "the tokenizer's call")
@@ -330,9 +332,9 @@ class TestAbort:
         assert system.worker.submits == []
         wait_until(lambda: system.tokenizer.cancelled == 1, "the end of the tokenizer's call")
 
-    def test_abort_works_in_the_queue(self, system: System) -> None:
+    def test_abort_ends_a_queued_request(self, system: System) -> None:
         system.call(system.workers[0].stop())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the break")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the disconnection")
         waiting = Waiting(system, GENERATE, {"text": "Hi", "rid": "r1"})
         wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
         abort(system, rid="r1")
@@ -345,7 +347,7 @@ class TestAbort:
 
     @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": None, "abort_all": False}])
-    def test_abort_needs_a_rid(self, shared: System, body: dict[str, Any]) -> None:
+    def test_abort_without_a_rid_is_refused(self, shared: System, body: dict[str, Any]) -> None:
         answer = abort(shared, **body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "rid"
 

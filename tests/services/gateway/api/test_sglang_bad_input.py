@@ -16,7 +16,7 @@ from tests.services.gateway.system import System
 SECRET = "s3cr3t-input"
 
 GENERATE: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing to go on from": ({"text": None}, "text"),
+    "no prompt": ({"text": None}, "text"),
     "text and ids": ({"input_ids": [1]}, "text"),
     "text a number": ({"text": 5}, "text"),
     "text mixed list": ({"text": [SECRET, 5]}, "text"),
@@ -125,7 +125,7 @@ def test_bad_field_of_encode_is_refused_by_name(shared: System, change: dict[str
         ("/open_session", b"\xff"),
         ("/close_session", b"[1]"),
     ],
-    ids=["a list", "NaN", "empty", "not UTF-8", "another list"],
+    ids=["a list", "NaN", "empty", "not UTF-8", "list for close_session"],
 )
 def test_bad_json_is_refused(shared: System, path: str, body: bytes) -> None:
     answer = shared.post(path, body)

@@ -64,7 +64,7 @@ def test_null_sampling_param_is_accepted(shared: System, name: str) -> None:
     assert answer.status_code == 200 and answer.json()["text"] == ANSWER
 
 
-ASKING: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     "return_bytes": 0,
     "return_entropy": [False, True],
     "modalities": ["image"],
@@ -73,7 +73,7 @@ ASKING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), ASKING.items(), ids=ASKING.keys())
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items(), ids=UNSUPPORTED.keys())
 def test_unsupported_value_is_refused(shared: System, name: str, value: Any) -> None:
     answer = shared.post("/generate", {"text": "Hi", name: value})
     error = answer.json()["error"]

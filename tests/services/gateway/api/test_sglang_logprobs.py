@@ -28,11 +28,11 @@ def meta_of(system: System, **body: Any) -> dict[str, Any]:
     return meta
 
 
-def own(ids: list[int]) -> list[list[Any]]:
+def sampled_entries(ids: list[int]) -> list[list[Any]]:
     return [[logprob_of(token), token, None] for token in ids]
 
 
-def tops(ids: list[int], k: int) -> list[list[list[Any]]]:
+def top_entries(ids: list[int], k: int) -> list[list[list[Any]]]:
     return [[[value, top, None] for top, value in tops_of(token, k)] for token in ids]
 
 
@@ -46,13 +46,13 @@ def test_output_has_logprobs(shared: System) -> None:
     meta = meta_of(shared)
     assert {key: value for key, value in meta.items() if "logprobs" in key} == {
         "input_token_logprobs": [],
-        "output_token_logprobs": own(IDS),
+        "output_token_logprobs": sampled_entries(IDS),
     }
 
 
 def test_output_has_top_logprobs(shared: System) -> None:
     meta = meta_of(shared, top_logprobs_num=2)
-    assert meta["output_top_logprobs"] == tops(IDS, 2) and meta["input_top_logprobs"] == []
+    assert meta["output_top_logprobs"] == top_entries(IDS, 2) and meta["input_top_logprobs"] == []
 
 
 def test_requested_ids_have_logprobs(shared: System) -> None:
@@ -67,14 +67,14 @@ def test_prompt_has_logprobs_from_the_start_position(shared: System, start: int)
     """The first listed position has no value, even if it is not the first token of the prompt."""
     meta = meta_of(shared, logprob_start_len=start, top_logprobs_num=1, token_ids_logprob=[66])
     first, *rest = ids_of(PROMPT)[start:]
-    assert meta["input_token_logprobs"] == [[None, first, None], *own(rest)]
-    assert meta["input_top_logprobs"] == [None, *tops(rest, 1)]
+    assert meta["input_token_logprobs"] == [[None, first, None], *sampled_entries(rest)]
+    assert meta["input_top_logprobs"] == [None, *top_entries(rest, 1)]
     assert meta["input_token_ids_logprobs"] == [None, *([[[chosen_of(66), 66, None]]] * len(rest))]
 
 
 def test_prompt_has_logprobs_when_no_token_is_sampled(shared: System) -> None:
     meta = meta_of(shared, logprob_start_len=0, sampling_params={"max_new_tokens": 0})
-    assert meta["input_token_logprobs"] == [[None, ord("H"), None], *own(ids_of("ello"))]
+    assert meta["input_token_logprobs"] == [[None, ord("H"), None], *sampled_entries(ids_of("ello"))]
     assert meta["output_token_logprobs"] == [] and meta["completion_tokens"] == 0
 
 
@@ -99,15 +99,17 @@ def test_last_event_of_a_stream_has_all_logprobs(shared: System, texts: bool) ->
         assert meta["input_token_logprobs"] == whole["input_token_logprobs"]
 
 
-def test_every_prompt_can_have_logprob_parameters(shared: System) -> None:
+def test_logprob_parameters_may_be_lists_with_an_element_per_prompt(shared: System) -> None:
     body = {"return_logprob": [True, False, True], "logprob_start_len": [0, -1, -1], "top_logprobs_num": [1, 0, 0]}
     answers = shared.post("/generate", {"text": ["ab", "cd", "ef"], "token_ids_logprob": [[66], None, None], **body}).json()
     first, second, third = (answer["meta_info"] for answer in answers)
-    assert first["input_token_logprobs"] == [[None, ord("a"), None], *own([ord("b")])] and "output_top_logprobs" in first
+    assert (
+        first["input_token_logprobs"] == [[None, ord("a"), None], *sampled_entries([ord("b")])] and "output_top_logprobs" in first
+    )
     assert "output_token_ids_logprobs" in first and "output_token_logprobs" not in second
     assert third["input_token_logprobs"] == [] and "output_top_logprobs" not in third
 
 
 def test_every_choice_has_logprobs(shared: System) -> None:
     answers = shared.post("/generate", {"text": "ab", "return_logprob": True, "sampling_params": {"n": 2}}).json()
-    assert [answer["meta_info"]["output_token_logprobs"] for answer in answers] == [own(IDS)] * 2
+    assert [answer["meta_info"]["output_token_logprobs"] for answer in answers] == [sampled_entries(IDS)] * 2

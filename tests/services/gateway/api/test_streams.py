@@ -17,7 +17,7 @@ ANSWER = "Hello, world!"
 
 
 @pytest.fixture
-def answers(shared: System) -> Any:
+def set_output(shared: System) -> Any:
     """Yields a function that sets the fake worker's output."""
     yield lambda text: setattr(shared.worker, "answer", lambda submit: text)
     shared.worker.answer = lambda submit: ANSWER
@@ -36,8 +36,8 @@ def answers(shared: System) -> Any:
     },
     path=["/v1/chat/completions", "/v1/completions"],
 )
-def test_stream_equals_the_whole_response(shared: System, answers: Any, path: str, text: str) -> None:
-    answers(text.replace("\x00", ""))
+def test_stream_equals_the_whole_response(shared: System, set_output: Any, path: str, text: str) -> None:
+    set_output(text.replace("\x00", ""))
     body = {"model": MODEL, "max_tokens": 100, **({"prompt": "Hi"} if path == "/v1/completions" else chat_body())}
     whole = shared.post(path, body).json()["choices"][0]
     chunks = events(shared.post(path, {**body, "stream": True}).text)
@@ -53,7 +53,7 @@ def test_stream_equals_the_whole_response(shared: System, answers: Any, path: st
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize(("merge", "stream"), [(5, True), (100, True), (5, False)])
-def test_merged_steps_lose_no_token(shared: System, merge: int, stream: bool) -> None:
+def test_stream_has_all_tokens_when_steps_are_merged(shared: System, merge: int, stream: bool) -> None:
     shared.worker.merge = merge
     try:
         answer = shared.chat(stream=stream, return_token_ids=True)
@@ -119,7 +119,7 @@ def test_token_ids_are_returned_when_requested(shared: System) -> None:
     assert [i for c in stream for i in c["choices"][0]["token_ids"]] == ids
 
 
-def test_worker_gets_the_parameters(shared: System) -> None:
+def test_worker_receives_the_parameters(shared: System) -> None:
     answer = shared.chat(
         **{"n": 2, "seed": -1, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "ignore_eos": True},
         **{"frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5, "logit_bias": {"5": 2, "9": -100}},
@@ -144,7 +144,7 @@ def test_worker_gets_the_parameters(shared: System) -> None:
         assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["zz"], [77])
 
 
-def test_tokenizer_gets_the_request(shared: System) -> None:
+def test_tokenizer_receives_the_request(shared: System) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     shared.chat(tools=tools, continue_final_message=True, chat_template_kwargs={"thinking": False})
     call = shared.tokenizer.calls[-1]
@@ -156,7 +156,7 @@ def test_tokenizer_gets_the_request(shared: System) -> None:
     assert orjson.loads(call.messages_json)[0]["content"] == [{"type": "text", "text": "a"}]
 
 
-def test_detokenizer_gets_one_batch_per_step(system: System) -> None:
+def test_detokenizer_receives_one_batch_per_step(system: System) -> None:
     """64 choices advance together. The number of messages to the detokenizer grows with steps, not with tokens."""
     system.complete(n=64, max_tokens=10, stream=True)
     rows = sum(len(batch.handles) for batch in system.detokenizer.batches)
@@ -164,7 +164,7 @@ def test_detokenizer_gets_one_batch_per_step(system: System) -> None:
     assert len(system.worker.messages) == 1 and len(system.worker.messages[0].submits) == 64
 
 
-def test_slow_client_gets_merged_pieces(system: System) -> None:
+def test_slow_client_receives_merged_pieces(system: System) -> None:
     """Text merges into one piece while the transport accepts no data. Every character arrives once."""
     text = "0123456789" * 30
     system.do(lambda: setattr(system.worker, "answer", lambda submit: text))

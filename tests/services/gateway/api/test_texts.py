@@ -24,7 +24,7 @@ def system() -> Iterator[System]:
         yield started
 
 
-def test_texts_become_ids_and_ids_become_texts(system: System) -> None:
+def test_tokenize_and_detokenize_are_inverse(system: System) -> None:
     one = system.post("/tokenize", {"model": MODEL, "prompt": "Hi"}).json()
     many = system.post("/tokenize", {"prompt": ["Hi", "you"]}).json()
     assert one["count"] == len(one["tokens"]) and one["max_model_len"] > one["count"]
@@ -63,9 +63,19 @@ def test_bad_field_is_named(system: System, path: str, body: dict[str, Any], par
 
 def test_server_info_has_the_service_status(system: System) -> None:
     assert system.get("/ping").status_code == 200 and system.get("/version").json()["version"]
-    told = {"running_tokens": 60, "prompt_tokens": 90, "cached_prompt_tokens": 45, "generated_tokens": 7, "retractions": 2}
-    system.do(lambda: system.worker.tell(num_open=3, num_running=2, num_waiting=1, used_tokens=70, cached_tokens=5, **told))
-    wait_until(lambda: bool(system.get("/get_load").json()), "a worker's load")
+    dependencies = {
+        "running_tokens": 60,
+        "prompt_tokens": 90,
+        "cached_prompt_tokens": 45,
+        "generated_tokens": 7,
+        "retractions": 2,
+    }
+    system.do(
+        lambda: system.worker.report_load(
+            num_open=3, num_running=2, num_waiting=1, used_tokens=70, cached_tokens=5, **dependencies
+        )
+    )
+    wait_until(lambda: bool(system.get("/get_load").json()), "the load report of a worker")
     info = system.get("/server_info").json()
     assert info["served_model_name"] == info["models"][0]["id"] == MODEL
     assert info["loads"] == system.get("/get_load").json() and info["loads"] == [
@@ -77,21 +87,21 @@ def test_server_info_has_the_service_status(system: System) -> None:
     (worker,) = info["workers"]
     assert (worker["worker_id"], worker["model"], worker["role"], worker["state"]) == ("worker-0", MODEL, "both", "ready")
     assert (worker["num_running"], worker["num_waiting"], worker["kv_used_tokens"], worker["kv_cached_tokens"]) == (2, 1, 60, 5)
-    assert {name: worker[name] for name in told.keys() - {"running_tokens"}} == {
-        name: value for name, value in told.items() if name != "running_tokens"
+    assert {name: worker[name] for name in dependencies.keys() - {"running_tokens"}} == {
+        name: value for name, value in dependencies.items() if name != "running_tokens"
     }
 
 
 def test_server_info_lists_dependencies_without_addresses() -> None:
     with redis_server() as own, System(redis_url=own.url, state_redis_url=own.url, keys=["alice"]) as system:
 
-        def told() -> dict[str, Any]:
+        def dependencies() -> dict[str, Any]:
             found: dict[str, Any] = system.get("/server_info", headers={"x-api-key": "alice"}).json()["gateway"]["surroundings"]
             return found
 
         up = {"index": True, "limits": True, "kept": True}
-        wait_until(lambda: told()["redis"] == up, "its Redis")
-        assert {**told(), "redis": {}} == {
+        wait_until(lambda: dependencies()["redis"] == up, "the connection to Redis")
+        assert {**dependencies(), "redis": {}} == {
             "redis": {},
             "key_file_valid": True,
             "tls_files_valid": None,
@@ -105,17 +115,17 @@ def test_server_info_lists_dependencies_without_addresses() -> None:
         name.trouble = "no server"
         system.do(lambda: system.gateway._discoveries[1]._names.append(name))
         own.kill()
-        wait_until(lambda: set(told()["redis"].values()) == {False}, "its Redis' end")
-        wait_until(lambda: told()["key_file_valid"] is False, "the keys' end")
-        assert told()["unresolved"] == ["tokenizer"] and told()["scraped_s_ago"] < 60.0
+        wait_until(lambda: set(dependencies()["redis"].values()) == {False}, "the detected outage of Redis")
+        wait_until(lambda: dependencies()["key_file_valid"] is False, "the invalid key file")
+        assert dependencies()["unresolved"] == ["tokenizer"] and dependencies()["scraped_s_ago"] < 60.0
 
 
-def test_lost_worker_has_no_figures() -> None:
+def test_lost_worker_has_null_load_fields() -> None:
     with System() as system:
-        system.do(lambda: system.worker.tell(num_running=1))
-        wait_until(lambda: system.get("/server_info").json()["workers"][0]["num_running"] == 1, "a worker's load")
+        system.do(lambda: system.worker.report_load(num_running=1))
+        wait_until(lambda: system.get("/server_info").json()["workers"][0]["num_running"] == 1, "the load report of a worker")
         system.call(system.workers[0].stop())
-        wait_until(lambda: system.get("/server_info").json()["workers"][0]["state"] == "lost", "the loss to be told")
+        wait_until(lambda: system.get("/server_info").json()["workers"][0]["state"] == "lost", "the lost worker in /server_info")
         info = system.get("/server_info").json()
         assert (info["workers"][0]["worker_id"], info["workers"][0]["num_running"]) == ("worker-0", None)
         assert (info["gateway"]["workers"], info["loads"]) == (0, [])
@@ -123,14 +133,14 @@ def test_lost_worker_has_no_figures() -> None:
 
 def test_server_info_has_the_states_of_workers(system: System) -> None:
     (link,) = system.links
-    told = []
-    system.do(lambda: told.append(_state(link, True, link.load_at)))
+    dependencies = []
+    system.do(lambda: dependencies.append(_state(link, True, link.load_at)))
     for changed in ({"draining": True}, {"paused": True}):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in changed.items():
                 patch.setattr(link, name, value)
-            told.append(_state(link, False, link.load_at))
-    system.do(lambda: system.worker.tell(num_open=1))
-    wait_until(lambda: link.load is not None, "a worker's load")
-    told += [_state(link, True, link.load_at + 10 * QUIET_S), _state(link, False, link.load_at)]
-    assert told == ["ready", "draining", "paused", "silent", "unused"]
+            dependencies.append(_state(link, False, link.load_at))
+    system.do(lambda: system.worker.report_load(num_open=1))
+    wait_until(lambda: link.load is not None, "the load report of a worker")
+    dependencies += [_state(link, True, link.load_at + 10 * QUIET_S), _state(link, False, link.load_at)]
+    assert dependencies == ["ready", "draining", "paused", "silent", "unused"]

@@ -122,7 +122,7 @@ def test_prompt_is_refused_unless_all_workers_truncate() -> None:
 class TestContextBudget:
     MODEL = ModelInfo("m", 3 * BLOCK_TOKENS, 1000, auto_truncates=True)
 
-    def test_truncated_prompt_has_the_block_hashes_of_its_tokens(self) -> None:
+    def test_truncated_prompt_has_the_block_hashes_of_the_remaining_tokens(self) -> None:
         ids = list(range(300))
         prompt = PromptInput(ids, "text", block_hashes(b"\0" * HASH_BYTES, ids))
         for budget, length in ((for_an_answer(self.MODEL), 3 * BLOCK_TOKENS - 1), (for_a_vector(self.MODEL), 3 * BLOCK_TOKENS)):

@@ -22,7 +22,7 @@ from rootstock_llm.services.shared import limits
 from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import RedisServer
 
-MOST = 2 << 20
+MAX_BYTES = 2 << 20
 TYPE = "multipart/form-data; boundary=x"
 FORM = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -33,7 +33,7 @@ FORM = (
 
 @pytest.fixture(scope="module")
 def system(store: RedisServer) -> Iterator[System]:
-    with System(state_redis_url=store.url, max_file_bytes=MOST, file_bytes_per_key=3 << 20, state_patience_s=0.1) as started:
+    with System(state_redis_url=store.url, max_file_bytes=MAX_BYTES, file_bytes_per_key=3 << 20, state_patience_s=0.1) as started:
         yield started
 
 
@@ -54,14 +54,16 @@ def read(form: bytes, size: int) -> list[Event]:
     return found
 
 
-def test_form_is_read_alike_in_any_pieces() -> None:
-    whole = [
+def test_form_reader_gives_the_same_events_for_any_pieces() -> None:
+    all_events = [
         *(PartBegins("purpose", None), PartContent(b"batch"), PartEnds()),
         *(PartBegins("file", "a.jsonl"), PartContent(b"one\r\n--\r\n--y\r\n"), PartEnds()),
     ]
-    assert all(read(FORM, size) == whole for size in range(1, len(FORM) + 1))
+    assert all(read(FORM, size) == all_events for size in range(1, len(FORM) + 1))
     bare = FORM.replace(b'"purpose"', b"purpose").replace(b'name="file"; filename="a.jsonl"', b"Name=file;filename=a.jsonl")
-    assert read(bare.replace(b"a.jsonl", b"a.jsonl; filename*=utf-8''b"), 7) == whole, "as .NET writes it"
+    assert read(bare.replace(b"a.jsonl", b"a.jsonl; filename*=utf-8''b"), 7) == all_events, (
+        "the filename* parameter that .NET adds is ignored"
+    )
     assert read(b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n\r\n--x--', 1) == [PartBegins("a", None), PartEnds()]
 
 
@@ -70,15 +72,15 @@ def head(size: int) -> bytes:
     return begin + b"a" * (size - len(begin) + 2) + b'"\r\n\r\n\r\n--x--'
 
 
-WRONG = {
-    "a preamble": b"before" + FORM,
-    "something behind a boundary": FORM.replace(b"--x\r\nc", b"--x c"),
-    "a part without a name": FORM.replace(b"form-data", b"attachment"),
-    "a head that is too large": head(limits.MAX_FORM_HEAD_BYTES + 1),
+BAD_FORMS = {
+    "preamble": b"before" + FORM,
+    "text after a boundary": FORM.replace(b"--x\r\nc", b"--x c"),
+    "part without a name": FORM.replace(b"form-data", b"attachment"),
+    "head too large": head(limits.MAX_FORM_HEAD_BYTES + 1),
     "too many parts": b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n\r\n' * (limits.MAX_FORM_PARTS + 1),
-    "a name that is no text": FORM.replace(b"purpose", b"\xff"),
+    "name not UTF-8": FORM.replace(b"purpose", b"\xff"),
 }
-BOUNDARIES = {
+BOUNDARIES = {  # by Content-Type: the boundary, or None if the type is refused
     "multipart/form-data; boundary=x": b"x",
     'Multipart/Form-Data; charset=utf-8; Boundary="a b"': b"a b",
     "application/json": None,
@@ -87,8 +89,8 @@ BOUNDARIES = {
 }
 
 
-def test_wrong_form_is_refused() -> None:
-    for what, form in WRONG.items():
+def test_form_reader_refuses_bad_forms() -> None:
+    for what, form in BAD_FORMS.items():
         with pytest.raises(BadForm):
             list(FormReader(b"x").feed(form))
             pytest.fail(what)
@@ -111,21 +113,21 @@ def refusals(system: System, body: bytes, content_type: str = TYPE) -> tuple[int
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def test_refused_upload_leaves_nothing(system: System, store: RedisServer, client: OpenAI) -> None:
+def test_refused_upload_leaves_no_records(system: System, store: RedisServer, client: OpenAI) -> None:
     def upload(size: int, **fields: str) -> None:
         client.files.create(file=("a", b"x" * size), **{"purpose": "batch", **fields})  # type: ignore[arg-type]
 
-    upload(MOST)
+    upload(MAX_BYTES)
     before = sorted(store.client.keys("*"))
     with pytest.raises(openai.APIStatusError, match="larger than") as large:
-        upload(MOST + 1)
+        upload(MAX_BYTES + 1)
     with pytest.raises(openai.RateLimitError):
-        upload(MOST)
+        upload(MAX_BYTES)
     assert large.value.status_code == 413
     for fields in ({"purpose": "fine-tune"}, {"expires_after": {"anchor": "created_at", "seconds": 9}}):
         with pytest.raises(openai.BadRequestError):
             upload(1 << 10, **fields)  # type: ignore[arg-type]
-    endless = FORM + b"x" * (MOST + (2 << 20))
+    endless = FORM + b"x" * (MAX_BYTES + (2 << 20))
     assert refusals(system, endless) == (413, "file_too_large")
     assert refusals(system, FORM, "application/json") == (400, "invalid_form")
     assert refusals(system, FORM[:-6]) == (400, "invalid_form")
@@ -135,13 +137,13 @@ def test_refused_upload_leaves_nothing(system: System, store: RedisServer, clien
     assert system.metric("rootstock_gateway_body_bytes", pool="large") == 0
 
 
-def test_aborted_upload_leaves_nothing(system: System, store: RedisServer) -> None:
+def test_aborted_upload_leaves_no_records(system: System, store: RedisServer) -> None:
     before = sorted(store.client.keys("*"))
     with socket.create_connection(("127.0.0.1", system.port)) as connection:
         lines = (b"POST /v1/files HTTP/1.1", b"host: a", b"content-type: " + TYPE.encode(), b"content-length: 1500000")
         connection.sendall(b"\r\n".join((*lines, b"", FORM[: FORM.index(b"one")], b"x" * (limits.FILE_CHUNK_BYTES // 2))))
-        wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="large") > 0, "the upload to have begun")
-    wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="large") == 0, "it to be over")
+        wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="large") > 0, "the begin of the upload")
+    wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="large") == 0, "the end of the upload")
     assert sorted(store.client.keys("*")) == before
 
 
@@ -151,7 +153,7 @@ def test_files_and_batches_are_refused_without_a_store(shared: System) -> None:
     assert shared.get("/v1/batches").json()["error"]["code"] == "no_store"
 
 
-def test_upload_fails_while_the_store_is_away(system: System, store: RedisServer, client: OpenAI) -> None:
+def test_upload_fails_while_the_store_is_unreachable(system: System, store: RedisServer, client: OpenAI) -> None:
     store.kill()
     for ask in (client.files.list, client.batches.list, lambda: client.batches.cancel("batch_a")):
         with pytest.raises(openai.InternalServerError, match="cannot be reached") as away:

@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_runner, "LOOK_S", 0.05)
 
 
@@ -63,19 +63,19 @@ class Work:
         pass
 
 
-async def unread(owner: str, response_id: str) -> bytes:
+async def fail_unreadable(owner: str, response_id: str) -> bytes:
     raise AssertionError(f"{owner}:{response_id} was given up")
 
 
 class Gateway:
-    """A runner with a record of the responses that it has taken over, in order."""
+    """A runner with a list of the responses that were taken over, in order."""
 
     def __init__(self, server: RedisServer, store: type[BackgroundStore] = BackgroundStore, lease_s: float = LEASE_S) -> None:
         self.redis = StateRedis(server.url, 0.1)
         self.store = store(self.redis, lease_s, BackgroundLimits(600, 60, 100, 1 << 20, 100))
         self.taken: list[str] = []
         metrics = GatewayMetrics(CollectorRegistry())
-        self.runner = BackgroundRunner(self.store, self._take, unread, 100, lambda: True, 1, metrics)
+        self.runner = BackgroundRunner(self.store, self._take, fail_unreadable, 100, lambda: True, 1, metrics)
 
     def _take(self, lease: Lease, order: BackgroundOrder) -> Work:
         self.taken.append(order.id)
@@ -124,7 +124,7 @@ def test_takeover_continues_when_one_record_is_unreadable_and_many_are_pending(s
 
 
 def test_store_outage_longer_than_a_lease_moves_no_response(server: RedisServer) -> None:
-    """A gateway keeps its responses. A response whose gateway has stopped is taken over one lease later."""
+    """The gateways continue their responses. If a gateway has stopped, another takes over its response when the lease expires."""
 
     async def run() -> None:
         server.client.flushall()
@@ -171,25 +171,25 @@ def test_run_that_writes_final_records_is_not_cancelled(server: RedisServer) -> 
     asyncio.run(run())
 
 
-class Place:
+class FakeAdmission:
     """The admission of a request under the limits of its API key."""
 
     def __init__(self) -> None:
         self.ended = 0
 
     def reserve(self, tokens: int) -> None:
-        raise AssertionError("it has been")
+        raise AssertionError("the admission was reserved again")
 
     def end(self, used_tokens: int) -> None:
         self.ended += 1
 
 
 def test_drain_releases_each_response_once_and_refuses_responses_that_have_not_begun(server: RedisServer) -> None:
-    """This includes two drains at once, and a response that was requested just before the drain."""
+    """Two drains run at once, and a response was requested just before the drain."""
 
     async def run() -> None:
         server.client.flushall()
-        gateway, place = Gateway(server), Place()
+        gateway, place = Gateway(server), FakeAdmission()
         works = [await gateway.put(f"resp_{number}") for number in range(4)]
         for work in works:
             await gateway.runner.begin(work)
@@ -225,7 +225,7 @@ def test_begin_names_the_failure_when_the_response_is_not_stored(
 
     async def run() -> str | None:
         server.client.flushall()
-        gateway, place = Gateway(server), Place()
+        gateway, place = Gateway(server), FakeAdmission()
         order = (await gateway.put("resp_a")).order
         order = replace(order, id="resp_b", ends_at=int(time.time()) + (60 if has_time else 1))
         stored = gateway.store.asked(order, b"", 0)
@@ -245,7 +245,7 @@ def test_begin_names_the_failure_when_the_response_is_not_stored(
 
 
 def test_store_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """This includes a gateway that has no lease to renew and therefore sends no other command."""
+    """A gateway without a lease sends no other command that could fail."""
 
     class Away(BackgroundStore):
         async def free(self, most: int, left: bool = False) -> list[tuple[str, str]]:
@@ -257,7 +257,7 @@ def test_store_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def use() -> None:
         redis = StateRedis("redis://127.0.0.1:1", 0.1)
         store = Away(redis, LEASE_S, BackgroundLimits(600, 60, 100, 1 << 20, 100))
-        runner = BackgroundRunner(store, Work, unread, 100, lambda: True, 1, GatewayMetrics(CollectorRegistry()))
+        runner = BackgroundRunner(store, Work, fail_unreadable, 100, lambda: True, 1, GatewayMetrics(CollectorRegistry()))
         running = asyncio.create_task(runner.run())
         async with asyncio.timeout(60):
             while len(asked) < 5:

@@ -1,4 +1,4 @@
-"""Tests of streams that read one response again: their shared calls to the store."""
+"""Tests that several streams of one stored response share their calls to the store."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Store:
         return page
 
 
-async def fifty(store: Store, streams: Streams, told: list[list[bytes]]) -> list[asyncio.Task[None]]:
+async def open_50_streams(store: Store, streams: Streams, received: list[list[bytes]]) -> list[asyncio.Task[None]]:
     """Opens 50 streams of one response and waits until all have received the existing events."""
 
-    async def one(at: int) -> None:
+    async def open_stream(at: int) -> None:
         async def write(events: bytes) -> None:
-            told[at].append(events)
+            received[at].append(events)
 
         await streams.stream("owner", "resp_a", 0)(write)
 
-    following = [asyncio.create_task(one(at)) for at in range(50)]
-    while not all(told):
+    following = [asyncio.create_task(open_stream(at)) for at in range(50)]
+    while not all(received):
         await asyncio.sleep(0.01)
     assert streams.num_open == streams.num_of("owner") == 50
     return following
@@ -46,9 +46,9 @@ def test_streams_of_one_response_share_calls_and_poll_rarely_when_idle(monkeypat
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.4)
 
     async def run() -> None:
-        store, told = Store(), [[] for _ in range(50)]  # type: ignore[var-annotated]
+        store, received = Store(), [[] for _ in range(50)]  # type: ignore[var-annotated]
         begun = time.monotonic()
-        following = await fifty(store, Streams(store, 0), told)  # type: ignore[arg-type]
+        following = await open_50_streams(store, Streams(store, 0), received)  # type: ignore[arg-type]
         while store.calls < 4:
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)
@@ -65,15 +65,15 @@ def test_streams_of_one_response_receive_local_events_at_once(monkeypatch: Any) 
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 600.0)
 
     async def run() -> None:
-        store, told = Store(), [[] for _ in range(50)]  # type: ignore[var-annotated]
+        store, received = Store(), [[] for _ in range(50)]  # type: ignore[var-annotated]
         streams = Streams(store, 0)  # type: ignore[arg-type]
-        following = await fifty(store, streams, told)
+        following = await open_50_streams(store, streams, received)
         store.events.append(b'{"type":"b"}')
         store.status = BackgroundStatus.COMPLETED
         streams.wrote("resp_a")
         async with asyncio.timeout(60):
             await asyncio.gather(*following)
-        assert {b"".join(each) for each in told} == {b'event: a\ndata: {"type":"a"}\n\nevent: b\ndata: {"type":"b"}\n\n'}
+        assert {b"".join(each) for each in received} == {b'event: a\ndata: {"type":"a"}\n\nevent: b\ndata: {"type":"b"}\n\n'}
         assert streams.num_open == 0 and not streams._followed
 
     asyncio.run(run())

@@ -22,8 +22,8 @@ def answer(size: int) -> LineResponse:
 def test_result_that_is_too_large_becomes_an_error() -> None:
     at, beyond = (answered(LINE, answer(size)) for size in (MAX_BATCH_RESULT_BYTES, MAX_BATCH_RESULT_BYTES + 1))
     assert (at.part, at.forced, beyond.part, beyond.forced) == (OUTPUT, False, ERRORS, True)
-    told = orjson.loads(beyond.content)
-    assert (told["custom_id"], told["response"], told["error"]["code"]) == ("a", None, "result_too_large")
+    result = orjson.loads(beyond.content)
+    assert (result["custom_id"], result["response"], result["error"]["code"]) == ("a", None, "result_too_large")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ class Names:
         self.answer: list[str] | OSError = []
         self.lookups = 0
         self.last = ("", 0)  # name and port of the last look-up
-        self.trouble: Callable[[], str] = lambda: ""  # trouble() of the discovery under test
+        self.trouble: Callable[[], str] = lambda: ""  # trouble() of the tested discovery
 
     async def resolve(self, name: str, port: int) -> Sequence[str]:
         self.lookups += 1

@@ -1,4 +1,4 @@
-"""Targets, and discovery by static addresses and by DNS."""
+"""Tests of targets, and of discovery by static addresses and by DNS."""
 
 from __future__ import annotations
 
@@ -66,84 +66,84 @@ def follow(
     """Runs a coroutine function while a Discovery runs. Returns all reported endpoints."""
 
     async def run() -> list[dict[str, bool]]:
-        names, told = Names(), list[dict[str, bool]]()
+        names, reported = Names(), list[dict[str, bool]]()
         discovery = Discovery(
-            targets, lambda endpoints: told.append(dict(endpoints)), dns_refresh_s=dns_refresh_s, resolve=names.resolve
+            targets, lambda endpoints: reported.append(dict(endpoints)), dns_refresh_s=dns_refresh_s, resolve=names.resolve
         )
         names.trouble = discovery.trouble
         task = asyncio.create_task(discovery.run())
         try:
-            await test(names, told)  # type: ignore[misc]
+            await test(names, reported)  # type: ignore[misc]
         finally:
             assert not task.done()
             task.cancel()
             await asyncio.wait([task])
-        return told
+        return reported
 
     return asyncio.run(run())
 
 
 def test_discovery_reports_static_addresses_at_once_and_once() -> None:
-    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+    async def test(names: Names, reported: list[dict[str, bool]]) -> None:
         await asyncio.sleep(0)
-        assert told == [{"a:1": True, "b:2": True}]
+        assert reported == [{"a:1": True, "b:2": True}]
         await asyncio.sleep(0.05)
 
     assert len(follow(["a:1", "b:2", "a:1"], test)) == 1
 
 
 def test_discovery_reports_static_addresses_before_dns_results() -> None:
-    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+    async def test(names: Names, reported: list[dict[str, bool]]) -> None:
         names.answer = OSError("no server")
         await names.some_lookups(1)
-        assert told == [{"a:1": True}] and names.trouble() == "no server"
+        assert reported == [{"a:1": True}] and names.trouble() == "no server"
         names.answer = ["10.0.0.1"]
         await names.some_lookups(1)
         assert names.trouble() == ""
-        assert told[1:] == [{"a:1": True, "10.0.0.1:7": True}]
+        assert reported[1:] == [{"a:1": True, "10.0.0.1:7": True}]
 
     follow(["dns:///name:7", "a:1"], test)
 
 
 def test_discovery_reports_changed_dns_results() -> None:
-    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+    async def test(names: Names, reported: list[dict[str, bool]]) -> None:
         names.answer = ["10.0.0.1", "fd00::1"]
         await names.some_lookups(3)
-        assert told[-1] == {"10.0.0.1:7": True, "[fd00::1]:7": True}
+        assert reported[-1] == {"10.0.0.1:7": True, "[fd00::1]:7": True}
         names.answer = ["fd00::1", "10.0.0.1"]
         await names.some_lookups(1)
         names.answer = ["10.0.0.2"]
         await names.some_lookups(1)
-        assert told[-1] == {"10.0.0.2:7": True}
+        assert reported[-1] == {"10.0.0.2:7": True}
 
-    assert len(follow(["dns:///name:7"], test)) == 3  # the empty start and two results; another order is no change
+    assert len(follow(["dns:///name:7"], test)) == 3  # the empty start and two results; a result in another order is not reported
 
 
 def test_discovery_keeps_the_last_result_when_a_lookup_fails() -> None:
-    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+    async def test(names: Names, reported: list[dict[str, bool]]) -> None:
         names.answer = ["10.0.0.1"]
         await names.some_lookups(1)
         names.answer = socket.gaierror(socket.EAI_AGAIN, "no server answers")
         await names.some_lookups(4)
-        assert told[-1] == {"10.0.0.1:7": True}
+        assert reported[-1] == {"10.0.0.1:7": True}
         names.answer = ["10.0.0.2"]
         await names.some_lookups(1)
-        assert told[-1] == {"10.0.0.2:7": True}
+        assert reported[-1] == {"10.0.0.2:7": True}
 
     follow(["dns:///name:7"], test)
 
 
 def test_dns_watch_accepts_the_second_empty_result() -> None:
-    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+    async def test(names: Names, reported: list[dict[str, bool]]) -> None:
         names.answer = ["10.0.0.1"]
         await names.some_lookups(1)
         names.answer = []
         seen = names.lookups
         while names.lookups < seen + 4:
             if names.lookups == seen + 1:
-                assert told[-1] == {"10.0.0.1:7": True}
+                assert reported[-1] == {"10.0.0.1:7": True}
             await asyncio.sleep(0.001)
-        assert told[-1] == {}
+        assert reported[-1] == {}
 
     follow(["dns:///name:7"], test, dns_refresh_s=0.05)
 

@@ -1,4 +1,4 @@
-"""EndpointSlices: their conversion, and lists and watches by the real client against a small API server."""
+"""Tests of EndpointSlices: their conversion, and lists and watches of the real client at a fake API server."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ApiServer:
     def __init__(self) -> None:
         self.slices: list[dict[str, Any]] = []
         self.version = 1
-        self.oldest = 0  # earlier versions are gone
+        self.oldest = 0  # oldest version from which a watch may start
         self.refuse: dict[str, int] = {}  # "list" or "watch" → status
         self.queries: list[dict[str, str]] = []
         self.tokens: set[str] = set()
@@ -144,7 +144,7 @@ class ApiServer:
             self._events.append((self.version, json.dumps({"type": kind, "object": slice_}).encode() + b"\n"))
             self._changed.notify_all()
 
-    def say(self, event: dict[str, Any]) -> None:
+    def send_other(self, event: dict[str, Any]) -> None:
         """Sends an event that is not about a slice."""
         with self._changed:
             self.version += 1
@@ -212,13 +212,15 @@ class ApiServer:
         request.wfile.flush()
 
 
-class Heard:
+class Reports:
     def __init__(self) -> None:
-        self.told: list[dict[str, bool]] = []
+        self.reported: list[dict[str, bool]] = []
         self.names = Names()
 
     async def until(self, endpoints: dict[str, bool]) -> None:
-        await eventually(lambda: bool(self.told) and self.told[-1] == endpoints, lambda: f"{endpoints} in {self.told}")
+        await eventually(
+            lambda: bool(self.reported) and self.reported[-1] == endpoints, lambda: f"{endpoints} in {self.reported}"
+        )
 
 
 async def eventually(condition: Callable[[], bool], what: Callable[[], str] = lambda: "condition") -> None:
@@ -229,16 +231,16 @@ async def eventually(condition: Callable[[], bool], what: Callable[[], str] = la
 
 
 @contextlib.asynccontextmanager
-async def following(server: ApiServer, port: int | str = 7001, namespace: str = "llm", **times: float) -> AsyncIterator[Heard]:
-    heard = Heard()
+async def following(server: ApiServer, port: int | str = 7001, namespace: str = "llm", **times: float) -> AsyncIterator[Reports]:
+    reports = Reports()
     target = KubernetesTarget("tokenizer", namespace, port)
     service = KubernetesService(
-        target, lambda found: heard.told.append(dict(found)), 0.01, heard.names.resolve, server.load_client, **times
+        target, lambda found: reports.reported.append(dict(found)), 0.01, reports.names.resolve, server.load_client, **times
     )
-    heard.names.trouble = lambda: service.trouble
+    reports.names.trouble = lambda: service.trouble
     task = asyncio.create_task(service.run())
     try:
-        yield heard
+        yield reports
         assert not task.done()
     finally:
         task.cancel()
@@ -256,17 +258,17 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 def test_kubernetes_watch_lists_and_follows_slices(server: ApiServer) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"))]
-        async with following(server, "grpc") as heard:
-            await heard.until({"10.0.0.1:7001": True})
+        async with following(server, "grpc") as reports:
+            await reports.until({"10.0.0.1:7001": True})
             await eventually(lambda: len(server.watches()) == 1)
             server.send("ADDED", slice_of("b", endpoint("10.0.0.2", ready=False)))
-            await heard.until({"10.0.0.1:7001": True, "10.0.0.2:7001": False})
+            await reports.until({"10.0.0.1:7001": True, "10.0.0.2:7001": False})
             server.send("MODIFIED", slice_of("b", endpoint("10.0.0.2", ready=True)))
-            await heard.until({"10.0.0.1:7001": True, "10.0.0.2:7001": True})
+            await reports.until({"10.0.0.1:7001": True, "10.0.0.2:7001": True})
             server.send("DELETED", slice_of("a"))
-            await heard.until({"10.0.0.2:7001": True})
+            await reports.until({"10.0.0.2:7001": True})
             server.send("MODIFIED", slice_of("b"))
-            await heard.until({})
+            await reports.until({})
             assert server.lists() == 1
             query = server.watches()[0]
             assert query["path"] == "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
@@ -279,28 +281,28 @@ def test_kubernetes_watch_lists_and_follows_slices(server: ApiServer) -> None:
 
 def test_kubernetes_watch_reports_only_changes(server: ApiServer) -> None:
     async def run() -> None:
-        async with following(server) as heard:
-            await heard.until({})
+        async with following(server) as reports:
+            await reports.until({})
             server.send("ADDED", slice_of("a", endpoint("10.0.0.1")))
             server.send("MODIFIED", slice_of("a", endpoint("10.0.0.1", ready=True)))
             server.send("ADDED", slice_of("b", endpoint("10.0.0.2")))
-            await heard.until({"10.0.0.1:7001": True, "10.0.0.2:7001": True})
-            assert len(heard.told) == 3
+            await reports.until({"10.0.0.1:7001": True, "10.0.0.2:7001": True})
+            assert len(reports.reported) == 3
 
     asyncio.run(run())
 
 
 def test_kubernetes_watch_continues_at_the_last_version(server: ApiServer) -> None:
     async def run() -> None:
-        async with following(server, watch_s=3.0) as heard:
-            await heard.until({})
+        async with following(server, watch_s=3.0) as reports:
+            await reports.until({})
             server.send("ADDED", slice_of("a", endpoint("10.0.0.1")))
-            await heard.until({"10.0.0.1:7001": True})
-            server.say({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "40"}}})
+            await reports.until({"10.0.0.1:7001": True})
+            server.send_other({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "40"}}})
             server.version = 41
             await eventually(lambda: len(server.watches()) >= 2)
             assert server.watches()[1]["resourceVersion"] == "40"
-            assert server.lists() == 1 and heard.told[-1] == {"10.0.0.1:7001": True}
+            assert server.lists() == 1 and reports.reported[-1] == {"10.0.0.1:7001": True}
 
     asyncio.run(run())
 
@@ -310,35 +312,35 @@ def test_kubernetes_watch_lists_again_when_the_version_is_gone(
     server: ApiServer, as_status: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        async with following(server) as heard:
-            await heard.until({})
+        async with following(server) as reports:
+            await reports.until({})
             await eventually(lambda: len(server.watches()) == 1)
             if as_status:
                 server.refuse["watch"] = 410
                 server.cut()
                 await eventually(lambda: len(server.watches()) >= 2)
             else:
-                server.say({"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}})
-            server.slices = [slice_of("a", endpoint("10.0.0.1"))]  # no event says so
+                server.send_other({"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}})
+            server.slices = [slice_of("a", endpoint("10.0.0.1"))]  # no event reports this slice
             server.refuse.clear()
-            await heard.until({"10.0.0.1:7001": True})
-            assert as_status or "cannot be read" not in caplog.text, "no failure, so no growing pause"
+            await reports.until({"10.0.0.1:7001": True})
+            assert as_status or "cannot be read" not in caplog.text, "the expiry of a version is no failure"
 
     asyncio.run(run())
 
 
 def test_kubernetes_watch_reconnects_when_a_watch_breaks(server: ApiServer) -> None:
     async def run() -> None:
-        async with following(server) as heard:
+        async with following(server) as reports:
             server.send("ADDED", slice_of("a", endpoint("10.0.0.1")))
-            await heard.until({"10.0.0.1:7001": True})
+            await reports.until({"10.0.0.1:7001": True})
             for n in range(2, 5):
                 watches = len(server.watches())
                 server.cut()
                 await eventually(lambda watches=watches: len(server.watches()) > watches)
                 server.send("MODIFIED", slice_of("a", endpoint(f"10.0.0.{n}")))
-                await heard.until({f"10.0.0.{n}:7001": True})
-            assert {} not in heard.told[1:], "the last endpoints stay"
+                await reports.until({f"10.0.0.{n}:7001": True})
+            assert {} not in reports.reported[1:], "the watch keeps the last endpoints"
 
     asyncio.run(run())
 
@@ -349,19 +351,19 @@ def test_kubernetes_watch_keeps_endpoints_when_access_is_denied(
 ) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"))]
-        async with following(server) as heard:
-            await heard.until({"10.0.0.1:7001": True})
+        async with following(server) as reports:
+            await reports.until({"10.0.0.1:7001": True})
             await eventually(lambda: len(server.watches()) == 1)
             server.refuse[verb] = 403
             server.cut()
             refused = len(server.queries)
             await eventually(lambda: len(server.queries) >= refused + 4)
-            assert heard.told == [{"10.0.0.1:7001": True}]
+            assert reports.reported == [{"10.0.0.1:7001": True}]
             assert "the last endpoints stay" in caplog.text and "needs list and watch on endpointslices" in caplog.text
-            assert not heard.names.lookups, "one address for all pods does not reach each pod"
+            assert not reports.names.lookups, "DNS gives one address for all pods, which is not used"
             server.refuse.clear()
             server.slices = [slice_of("a", endpoint("10.0.0.2"))]
-            await heard.until({"10.0.0.2:7001": True})
+            await reports.until({"10.0.0.2:7001": True})
 
     asyncio.run(run())
 
@@ -373,24 +375,28 @@ def test_kubernetes_service_uses_dns_when_access_is_denied(
 ) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"), headless=True)]
-        async with following(server, port) as heard:
-            await heard.until({"10.0.0.1:7001": True})
+        async with following(server, port) as reports:
+            await reports.until({"10.0.0.1:7001": True})
             await eventually(lambda: len(server.watches()) == 1)
-            assert not heard.names.lookups
-            heard.names.answer = ["10.0.0.2", "10.0.0.3"]
+            assert not reports.names.lookups
+            reports.names.answer = ["10.0.0.2", "10.0.0.3"]
             server.refuse[verb] = 403
             server.cut()
-            await heard.until({"10.0.0.2:7001": True, "10.0.0.3:7001": True})
-            assert heard.names.last == ("tokenizer.llm.svc", 7001)
+            await reports.until({"10.0.0.2:7001": True, "10.0.0.3:7001": True})
+            assert reports.names.last == ("tokenizer.llm.svc", 7001)
             assert "tokenizer.llm.svc is looked up instead" in caplog.text
-            heard.names.answer = OSError("no server")
-            await eventually(lambda: heard.names.trouble() == "no server")
+            reports.names.answer = OSError("no server")
+            await eventually(lambda: reports.names.trouble() == "no server")
             server.slices = [slice_of("a", endpoint("10.0.0.4", ready=False), headless=True)]
             server.refuse.clear()
-            await heard.until({"10.0.0.4:7001": False})
-            seen, heard.names.answer = heard.names.lookups, ["10.0.0.5"]
+            await reports.until({"10.0.0.4:7001": False})
+            seen, reports.names.answer = reports.names.lookups, ["10.0.0.5"]
             await asyncio.sleep(0.1)
-            assert heard.names.lookups == seen and heard.names.trouble() == "" and heard.told[-1] == {"10.0.0.4:7001": False}
+            assert (
+                reports.names.lookups == seen
+                and reports.names.trouble() == ""
+                and reports.reported[-1] == {"10.0.0.4:7001": False}
+            )
 
     asyncio.run(run())
 
@@ -398,15 +404,15 @@ def test_kubernetes_service_uses_dns_when_access_is_denied(
 def test_kubernetes_service_ignores_an_empty_dns_result(server: ApiServer) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"), headless=True)]
-        async with following(server) as heard:
-            await heard.until({"10.0.0.1:7001": True})
+        async with following(server) as reports:
+            await reports.until({"10.0.0.1:7001": True})
             server.refuse["list"] = server.refuse["watch"] = 401
             server.cut()
-            await eventually(lambda: heard.names.lookups >= 4)
-            assert heard.told == [{"10.0.0.1:7001": True}]
+            await eventually(lambda: reports.names.lookups >= 4)
+            assert reports.reported == [{"10.0.0.1:7001": True}]
             server.refuse.clear()
             server.slices = []
-            await heard.until({})
+            await reports.until({})
 
     asyncio.run(run())
 
@@ -414,19 +420,19 @@ def test_kubernetes_service_ignores_an_empty_dns_result(server: ApiServer) -> No
 def test_kubernetes_service_waits_for_the_api_server_before_using_dns(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"), headless=True)]
-        async with following(server) as heard:
-            heard.names.answer = ["10.0.0.2"]
-            await heard.until({"10.0.0.1:7001": True})
+        async with following(server) as reports:
+            reports.names.answer = ["10.0.0.2"]
+            await reports.until({"10.0.0.1:7001": True})
             await eventually(lambda: len(server.watches()) == 1)
             server.refuse["list"] = server.refuse["watch"] = 503
             server.cut()
             refused = len(server.queries)
             await eventually(lambda: len(server.queries) >= refused + 4)
-            assert not heard.names.lookups and heard.told == [{"10.0.0.1:7001": True}]
+            assert not reports.names.lookups and reports.reported == [{"10.0.0.1:7001": True}]
             monkeypatch.setattr(kubernetes_watch, "PATIENCE_S", 0.0)
-            await heard.until({"10.0.0.2:7001": True})
+            await reports.until({"10.0.0.2:7001": True})
             server.refuse.clear()
-            await heard.until({"10.0.0.1:7001": True})
+            await reports.until({"10.0.0.1:7001": True})
 
     asyncio.run(run())
 
@@ -439,7 +445,7 @@ def test_kubernetes_service_waits_for_the_api_server_before_using_dns(server: Ap
         [slice_of("a", headless=True), slice_of("b", ports=((7002, "grpc"),), headless=True)],
         [slice_of("a", ports=((7001, "http"),), headless=True)],
     ],
-    ids=["none read", "not headless", "two numbers", "no such port"],
+    ids=["no slices", "not headless", "two port numbers", "no such port"],
 )
 def test_has_names_is_false_when_slices_do_not_show_a_headless_service(slices: list[dict[str, Any]]) -> None:
     assert not has_names(slices) or number_of(slices, "grpc") is None
@@ -448,10 +454,10 @@ def test_has_names_is_false_when_slices_do_not_show_a_headless_service(slices: l
 
 def test_kubernetes_watch_lists_again_after_resync_s(server: ApiServer) -> None:
     async def run() -> None:
-        async with following(server, watch_s=1.0, resync_s=0.1) as heard:
-            await heard.until({})
-            server.slices = [slice_of("a", endpoint("10.0.0.1"))]  # no event says so
-            await heard.until({"10.0.0.1:7001": True})
+        async with following(server, watch_s=1.0, resync_s=0.1) as reports:
+            await reports.until({})
+            server.slices = [slice_of("a", endpoint("10.0.0.1"))]  # no event reports this slice
+            await reports.until({"10.0.0.1:7001": True})
             assert server.lists() >= 2
 
     asyncio.run(run())
@@ -466,15 +472,17 @@ def test_kubernetes_watch_retries_when_the_api_server_is_down_at_the_start(serve
             clients.append(ApiServer.load_client(server))
             return clients[-1]
 
-        heard = Heard()
+        reports = Reports()
         target = KubernetesTarget("tokenizer", "llm", 7001)
-        service = KubernetesService(target, lambda found: heard.told.append(dict(found)), 5.0, heard.names.resolve, load_client)
+        service = KubernetesService(
+            target, lambda found: reports.reported.append(dict(found)), 5.0, reports.names.resolve, load_client
+        )
         task = asyncio.create_task(service.run())
         await eventually(lambda: len(clients) == 1)
         await asyncio.sleep(0.1)
-        assert not heard.told and not task.done()
+        assert not reports.reported and not task.done()
         clients[0].configuration.host = host
-        await heard.until({})
+        await reports.until({})
         task.cancel()
         await asyncio.wait([task])
 
@@ -489,8 +497,8 @@ def test_kubernetes_watch_uses_the_namespace_of_the_pod_by_default(
     monkeypatch.setattr(kubernetes_watch, "own_namespace", lambda: kubernetes_api.own_namespace(tmp_path / "namespace"))
 
     async def run() -> None:
-        async with following(server, namespace="") as heard:
-            await heard.until({})
+        async with following(server, namespace="") as reports:
+            await reports.until({})
             assert server.queries[0]["path"].endswith("/namespaces/team-a/endpointslices")
 
     asyncio.run(run())

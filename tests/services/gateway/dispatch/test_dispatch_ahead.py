@@ -1,4 +1,4 @@
-"""A decode worker prefetches pages of a prompt that a prefill worker still computes: the messages to both, and every end."""
+"""Tests of prefetches: a decode worker reads pages of a prompt while a prefill worker computes it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.services.gateway.dispatch.test_faults import ANSWER, Pending
 from tests.services.gateway.fakes import SECRET, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until
 
-AFTER_S = 0.1
+AFTER_S = 0.1  # seconds until a hedge copy
 
 
-def waiting(*prefill: int, **more: Any) -> Any:
-    """Holds the steps of the prefill workers."""
+def with_held_prefill(*prefill: int, **more: Any) -> Any:
+    """Returns arguments of system_of() with which the workers in `prefill` compute no step until allow()."""
 
     def configure(workers: list[FakeWorker]) -> None:
         for at in prefill or (0,):
@@ -30,8 +30,8 @@ def prefetches(system: System, worker: int) -> list[worker_pb2.Prefetch]:
     return [each for message in system.workers[worker].servicer.messages for each in message.prefetches]
 
 
-def told(system: System, worker: int) -> list[tuple[int, int]]:
-    """Returns (handle, pages) of each PagesReady message."""
+def announced(system: System, worker: int) -> list[tuple[int, int]]:
+    """Returns the handle and the number of computed pages of each PagesReady message that the worker received."""
     messages = system.workers[worker].servicer.messages
     return [(each.handle, each.room.pages) for message in messages for each in message.ready]
 
@@ -42,19 +42,19 @@ def announce(system: System, pages: int, worker: int = 0) -> None:
     system.do(lambda: servicer.announce(pages))
 
 
-def reader_of(system: System, among: tuple[int, ...]) -> int:
-    wait_until(lambda: any(prefetches(system, at) for at in among), "a reader")
-    return next(at for at in among if prefetches(system, at))
+def reader_of(system: System, workers: tuple[int, ...]) -> int:
+    wait_until(lambda: any(prefetches(system, at) for at in workers), "a prefetch")
+    return next(at for at in workers if prefetches(system, at))
 
 
 def test_decode_worker_prefetches_pages_while_prompt_is_computed() -> None:
-    with system_of(**waiting()) as system:
+    with system_of(**with_held_prefill()) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
         wait_until(lambda: len(prefetches(system, 1)) == 1, "the first pages")
         announce(system, 3)
         (prefetch,) = prefetches(system, 1)
-        wait_until(lambda: told(system, 1) == [(prefetch.handle, 3)], "the next")
+        wait_until(lambda: announced(system, 1) == [(prefetch.handle, 3)], "the next announcement")
         system.allow(None)
         assert text_of_answer(pending.result()) == ANSWER
         (first,), (second,) = submits(system, 0), submits(system, 1)
@@ -70,7 +70,7 @@ def test_decode_worker_prefetches_pages_while_prompt_is_computed() -> None:
 
 def test_submit_after_prefetch_has_priority_and_earlier_prediction() -> None:
     """The prefetched pages do not change the predicted tokens."""
-    with system_of(**waiting()) as system:
+    with system_of(**with_held_prefill()) as system:
         for count, prompt in enumerate(("x" * 256, "x" * 256 + "another end"), 1):
             client = RawClient(system, COMPLETIONS, {"prompt": prompt, "priority": 3})
             announce(system, 2)
@@ -85,8 +85,8 @@ def test_submit_after_prefetch_has_priority_and_earlier_prediction() -> None:
 
 @pytest.mark.parametrize("why", ["client", "prefill worker", "first token"])
 def test_prefetch_is_released_when_decode_worker_does_not_get_the_request(why: str) -> None:
-    """The client leaves, the prefill worker dies, the answer ends with its first token."""
-    with system_of(**waiting()) as system:
+    """The client leaves, the prefill worker dies, or the completion ends with its first token."""
+    with system_of(**with_held_prefill()) as system:
         body: dict[str, Any] = {"prompt": "a long enough prompt"} | ({"max_tokens": 1} if why == "first token" else {})
         client = RawClient(system, COMPLETIONS, body)
         announce(system, 2)
@@ -98,23 +98,23 @@ def test_prefetch_is_released_when_decode_worker_does_not_get_the_request(why: s
             system.call(system.workers[0].stop())
         else:
             system.allow(None)
-        wait_until(lambda: reader.aborted != [], "the word")
+        wait_until(lambda: reader.aborted != [], "the abort at the decode worker")
         assert reader.aborted == [prefetches(system, 1)[0].handle]
         if why != "client":
             client.read_until(b'"usage"')
             assert [submit.HasField("source") for submit in submits(system, 1)] == ([False] if why == "prefill worker" else [])
 
 
-def counted(system: System, worker: int) -> tuple[int, int]:
-    """(requests, of these to come) as routing sees that worker."""
+def load_of(system: System, worker: int) -> tuple[int, int]:
+    """Returns the worker's requests in the routing columns, and the number of them that are prefetches."""
     (pool,) = system.gateway.dispatcher.fleet.pools.values()
     row = pool.row_of(system.links[worker])
     return int(pool.columns.requests[row]), int(pool.columns.prefetches[row])
 
 
 def test_prefetches_count_as_requests_and_spread_over_decode_workers() -> None:
-    """Each decode worker has a request already, for an idle one takes a prompt itself."""
-    with system_of(workers=4, **waiting(0, 1, 2, 3)) as system:
+    """Each decode worker has a request from the beginning, because an idle decode worker computes a prompt itself."""
+    with system_of(workers=4, **with_held_prefill(0, 1, 2, 3)) as system:
         pending = []
         for count in range(1, 8):
             pending.append(Pending(system, stream=False))
@@ -122,17 +122,17 @@ def test_prefetches_count_as_requests_and_spread_over_decode_workers() -> None:
         client = RawClient(system, COMPLETIONS, {"prompt": "a long enough prompt"})
         wait_until(lambda: sum(system.submits()) == 8, "the submit")
         pending.append(Pending(system, stream=False))
-        wait_until(lambda: system.submits() == [6, 1, 1, 1], "prompts for others")
+        wait_until(lambda: system.submits() == [6, 1, 1, 1], "six prompts at the prefill worker")
         announce(system, 2)
-        wait_until(lambda: sum(len(prefetches(system, at)) for at in (1, 2, 3)) == 6, "readers")
+        wait_until(lambda: sum(len(prefetches(system, at)) for at in (1, 2, 3)) == 6, "the six prefetches")
         assert [len(prefetches(system, at)) for at in (1, 2, 3)] == [2, 2, 2]
-        assert [counted(system, at) for at in (1, 2, 3)] == [(3, 2)] * 3
+        assert [load_of(system, at) for at in (1, 2, 3)] == [(3, 2)] * 3
         client.vanish()
-        wait_until(lambda: sum(counted(system, at)[0] for at in (1, 2, 3)) == 8, "one that does not come")
+        wait_until(lambda: sum(load_of(system, at)[0] for at in (1, 2, 3)) == 8, "the release of one prefetch")
         system.allow(None)
         assert all(text_of_answer(each.result()) == ANSWER for each in pending)
         assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 5
-        assert [counted(system, at) for at in (1, 2, 3)] == [(0, 0)] * 3
+        assert [load_of(system, at) for at in (1, 2, 3)] == [(0, 0)] * 3
 
 
 def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
@@ -141,23 +141,23 @@ def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].allow(0)
         for worker in workers[1:]:
-            worker.info.max_running_requests = 1  # and two that wait there
+            worker.info.max_running_requests = 1  # the gateway sends up to three requests to such a worker
 
     with system_of(workers=3, then=configure) as system:
-        system.do(lambda: system.workers[2].servicer.tell(num_open=3))
-        wait_until(lambda: counted(system, 2) == (3, 0), "its word")
+        system.do(lambda: system.workers[2].servicer.report_load(num_open=3))
+        wait_until(lambda: load_of(system, 2) == (3, 0), "the load report")
         pending = []
         for count in (1, 2, 3):
             pending.append(Pending(system, stream=False))
             wait_until(lambda count=count: len(submits(system, 0)) == count, "the prompt")  # type: ignore[misc]
             announce(system, 2)
-            wait_until(lambda count=count: counted(system, 1) == (count, count), "the reader")  # type: ignore[misc]
-        system.do(lambda: system.workers[1].servicer.tell(paused=True))
-        wait_until(lambda: system.links[1].paused, "its word")
+            wait_until(lambda count=count: load_of(system, 1) == (count, count), "the prefetch")  # type: ignore[misc]
+        system.do(lambda: system.workers[1].servicer.report_load(paused=True))
+        wait_until(lambda: system.links[1].paused, "the load report")
         system.allow(None)
         (pool,) = system.gateway.dispatcher.fleet.pools.values()
-        wait_until(lambda: len(pool.moved) == 3, "all are computed")
-        system.do(lambda: system.workers[1].servicer.tell(paused=False))
+        wait_until(lambda: len(pool.moved) == 3, "all prompts computed")
+        system.do(lambda: system.workers[1].servicer.report_load(paused=False))
         assert all(text_of_answer(each.result()) == ANSWER for each in pending)
         assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 3
 
@@ -165,20 +165,20 @@ def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
 @pytest.mark.parametrize("how", ["dies", "drains"])
 def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -> None:
     """The worker is lost before the prompt is computed. A worker that refuses new requests may prefetch as well."""
-    with system_of(workers=3, **waiting()) as system:
+    with system_of(workers=3, **with_held_prefill()) as system:
         pending = Pending(system, stream=False)
         announce(system, 2)
         lost = reader_of(system, (1, 2))
         other = 3 - lost
         if how == "dies":
             system.call(system.workers[lost].stop())
-            wait_until(lambda: system.links[lost].info is None, "the loss")
+            wait_until(lambda: system.links[lost].info is None, "the disconnection")
             announce(system, 3)
-            wait_until(lambda: len(prefetches(system, other)) == 1, "the other reader")
+            wait_until(lambda: len(prefetches(system, other)) == 1, "a prefetch at the other worker")
             assert prefetches(system, other)[0].source.room.pages == 3
         else:
-            system.workers[lost].servicer.tell(draining=True)
-            wait_until(lambda: system.links[lost].draining, "its word")
+            system.workers[lost].servicer.report_load(draining=True)
+            wait_until(lambda: system.links[lost].draining, "the load report")
         system.allow(None)
         assert text_of_answer(pending.result()) == ANSWER
         (second,) = submits(system, other)
@@ -186,11 +186,11 @@ def test_another_decode_worker_prefetches_when_the_first_one_is_lost(how: str) -
         if how == "dies":
             assert second.handle == prefetches(system, other)[0].handle
         else:
-            wait_until(lambda: system.workers[lost].servicer.aborted != [], "the word")
+            wait_until(lambda: system.workers[lost].servicer.aborted != [], "the abort at the decode worker")
             assert system.workers[lost].servicer.aborted == [prefetches(system, lost)[0].handle]
 
 
-def test_no_worker_prefetches_that_cannot_continue_the_request() -> None:
+def test_worker_that_cannot_continue_the_request_does_not_prefetch() -> None:
     """The worker has another model version or another page layout."""
 
     def configure(workers: list[FakeWorker]) -> None:
@@ -202,30 +202,30 @@ def test_no_worker_prefetches_that_cannot_continue_the_request() -> None:
         pending = [Pending(system, stream=False) for _ in range(9)]
         wait_until(lambda: len(system.workers[0].servicer.running) >= 2, "prompts")
         announce(system, 2)
-        wait_until(lambda: bool(prefetches(system, 1)), "a reader")
+        wait_until(lambda: bool(prefetches(system, 1)), "a prefetch")
         system.allow(None)
         assert all(text_of_answer(each.result()) == ANSWER for each in pending)
         assert not prefetches(system, 2) and not prefetches(system, 3)
 
 
-def test_hedge_copy_has_the_own_reservation_and_the_second_one_is_released() -> None:
-    """A slow request has a copy, and each of them has its own prefill worker."""
-    with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **waiting(0, 1)) as system:
+def test_prefetch_of_the_losing_hedge_copy_is_released() -> None:
+    """The request and its hedge copy have different prefill workers and KV reservations."""
+    with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **with_held_prefill(0, 1)) as system:
         pending = Pending(system, stream=False)
         wait_until(lambda: all(submits(system, at) for at in (0, 1)), "the copy")
         (original,), (copy,) = submits(system, 0), submits(system, 1)
         assert original.hand_over and copy.hand_over and original.handle != copy.handle
         for at in (0, 1):
             announce(system, 2, at)
-        wait_until(lambda: len(prefetches(system, 2) + prefetches(system, 3)) == 2, "both are read")
+        wait_until(lambda: len(prefetches(system, 2) + prefetches(system, 3)) == 2, "both prefetches")
         read = {each.source.address: (at, each.handle) for at in (2, 3) for each in prefetches(system, at)}
         host = system.workers[0].address.rpartition(":")[0]
         system.do(lambda: system.workers[1].servicer.allow(None))
         assert text_of_answer(pending.result()) == ANSWER
-        wait_until(lambda: not system.workers[0].servicer.running, "the loser's end")
+        wait_until(lambda: not system.workers[0].servicer.running, "the abort at the losing prefill worker")
         assert system.workers[0].servicer.aborted == [original.handle] and system.workers[1].servicer.aborted == []
         at, handle = read[f"{host}:7104"]
         (second,) = submits(system, at)
         assert second.handle == handle and second.source.address == f"{host}:7104"
         at, handle = read[f"{host}:7103"]
-        wait_until(lambda: system.workers[at].servicer.aborted == [handle], "the word to who reads the loser's")
+        wait_until(lambda: system.workers[at].servicer.aborted == [handle], "the release of the loser's prefetch")

@@ -1,4 +1,4 @@
-"""Circuit breakers: a worker that fails requests gets none for a while, then one."""
+"""Tests of circuit breakers: a worker that fails requests gets no request for a while, and then one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.services.gateway.dispatch.test_faults import Pending
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until
 
-COOLDOWN_S = 0.4  # where a test waits for it
+COOLDOWN_S = 0.4  # in tests that wait for the end of the cooldown
 
 
 def failing(times: int) -> Callable[[list[FakeWorker]], None]:
@@ -29,11 +29,11 @@ def breaking(workers: int, times: int, cooldown_s: float = 60.0) -> System:
     )
 
 
-def cooled(system: System) -> None:
-    """As if the cooldown, or the time for a probe's result, were over."""
+def end_cooldown(system: System) -> None:
+    """Ends the cooldown of the first worker, or the time for the result of its probe."""
     breaker = system.links[0].breaker
     system.do(lambda: setattr(breaker, "_until", 0.0))
-    wait_until(lambda: len(system.gateway.dispatcher.fleet.usable()) == len(system.workers), "the next look at it")
+    wait_until(lambda: len(system.gateway.dispatcher.fleet.usable()) == len(system.workers), "all workers to be usable")
 
 
 def state(system: System) -> str:
@@ -47,10 +47,10 @@ def test_breaker_opens_probes_and_closes() -> None:
         assert system.metric("rootstock_gateway_breakers", state="open") == 1
         assert system.metric("rootstock_gateway_breakers", state="closed") == 1
         assert system.metric("rootstock_gateway_workers", state="unusable") == 1
-        cooled(system)
+        end_cooldown(system)
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert state(system) == "open" and system.submits()[0] == 3
-        cooled(system)
+        end_cooldown(system)
         assert [system.chat().status_code for _ in range(2)] == [200] * 2
         assert state(system) == "closed"
         before = system.submits()[0]
@@ -63,7 +63,7 @@ def test_breaker_probes_with_one_request() -> None:
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert state(system) == "open"
         system.allow(0)
-        cooled(system)
+        end_cooldown(system)
         client = RawClient(system, "/v1/chat/completions", chat_body(n=8))
         wait_until(lambda: sum(system.running()) == 8, "the submits")
         assert system.running() == [1, 7]
@@ -92,14 +92,14 @@ def test_breaker_probes_again_when_the_client_of_a_probe_leaves() -> None:
     with breaking(workers=2, times=2) as system:
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         system.allow(0)
-        cooled(system)
+        end_cooldown(system)
         client = RawClient(system, "/v1/chat/completions", chat_body(n=2))
         wait_until(lambda: system.running() == [1, 1], "the probe")
         client.vanish()
         wait_until(lambda: system.running() == [0, 0], "the aborts")
         system.allow(None)
         assert state(system) == "half_open"
-        cooled(system)
+        end_cooldown(system)
         assert [system.chat().status_code for _ in range(2)] == [200] * 2
         assert state(system) == "closed"
 
@@ -110,8 +110,8 @@ def test_breaker_counts_a_lost_worker() -> None:
         pending = Pending(system)
         wait_until(lambda: system.running() == [1], "the submit")
         system.call(system.workers[0].stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         assert state(system) == "open"
         system.allow(None)
         system.call(system.workers[0].start())
-        assert pending.result().status_code == 200, "it is all there is"
+        assert pending.result().status_code == 200, "the only worker is used although its breaker is open"

@@ -16,25 +16,25 @@ def content(pending: Pending) -> str:
     return text
 
 
-def test_draining_worker_gets_no_new_request_and_completes_the_own() -> None:
+def test_draining_worker_completes_running_requests_and_gets_no_new_request() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system)
         first = begun(system, 3)
-        system.do(lambda: first.servicer.tell(draining=True))
+        system.do(lambda: first.servicer.report_load(draining=True))
         wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the drain")
         system.allow(None)
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert content(pending) == ANSWER
         assert len(first.servicer.submits) == 1 and sum(system.submits()) == 5
-        system.do(lambda: first.servicer.tell(draining=False))
-        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "its return")
+        system.do(lambda: first.servicer.report_load(draining=False))
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the reconnection")
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert len(first.servicer.submits) > 1
 
 
 def test_requests_wait_and_gateway_is_not_ready_when_all_workers_drain() -> None:
     with System(configure=stopped) as system:
-        system.do(lambda: system.worker.tell(draining=True))
+        system.do(lambda: system.worker.report_load(draining=True))
         wait_until(lambda: system.get("/readiness").json()["missing"] == ["worker"], "the drain")
         client = send(system, "Hi")
         assert system.num_waiting == 1 and system.submits() == [0]
@@ -45,8 +45,8 @@ def test_requests_wait_and_gateway_is_not_ready_when_all_workers_drain() -> None
         assert status_of(client) == 200
 
 
-def test_choice_moves_whenever_the_worker_drains() -> None:
-    """The choice moves between two workers more often than MAX_CRASHES."""
+def test_choice_moves_any_number_of_times_when_workers_drain() -> None:
+    """The choice moves more than MAX_CRASHES times between two workers."""
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True)
         for hop in range(MAX_CRASHES + 2):
@@ -54,9 +54,9 @@ def test_choice_moves_whenever_the_worker_drains() -> None:
             here = next(host.servicer for host in system.workers if host.servicer.running)
             other = next(host.servicer for host in system.workers if host.servicer is not here)
             system.do(lambda here=here: here.allow(1))
-            wait_until(lambda here=here: here.steps_left == 0, "a token")
-            system.do(lambda other=other: other.tell(draining=False))
-            wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the other")
+            wait_until(lambda here=here: here.steps_left == 0, "the token")
+            system.do(lambda other=other: other.report_load(draining=False))
+            wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the reconnection of the other worker")
             system.do(lambda here=here: here.end_running(pb.ERROR_CODE_UNAVAILABLE, "draining"))
         system.allow(None)
         assert content_of(pending.result().text) == ANSWER
@@ -72,7 +72,7 @@ def test_lost_draining_worker_does_not_count_as_crash() -> None:
         pending = Pending(system)
         for restart in range(MAX_CRASHES + 1):
             wait_until(lambda restart=restart: system.submits() == [restart + 1], f"submit {restart}")
-            system.do(lambda: system.worker.tell(draining=True))
+            system.do(lambda: system.worker.report_load(draining=True))
             wait_until(lambda: system.links[0].draining, "the drain")
             system.call(system.workers[0].stop())
             system.do(lambda: setattr(system.worker, "load", None))

@@ -1,4 +1,4 @@
-"""Workers that discovery removes or reports as not ready."""
+"""Tests of workers that discovery removes or reports as not ready."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import System, wait_until
 
-FOR_EVER_S = 600.0  # long, so that no request ends by a timeout
+LONG_S = 600.0  # long, so that no request ends by a timeout
 
 
 def discover(system: System, **ready: bool) -> None:
-    """Sets the endpoints. `ready` is by "w" and the number of the worker."""
+    """Sets the endpoints of the fleet. The keys of `ready` are "w0", "w1", … for the index of the worker."""
     endpoints = {system.workers[int(name[1:])].address: value for name, value in ready.items()}
     system.do(lambda: system.gateway.dispatcher.fleet.set_endpoints(endpoints))
 
 
-def two_sorts(workers: list[FakeWorker]) -> None:
-    """Makes workers of two model versions whose steps are held."""
+def with_two_versions(workers: list[FakeWorker]) -> None:
+    """Gives the workers two model versions. They compute no step until allow()."""
     stopped(workers)
     for worker, revision in zip(workers, "ab", strict=True):
         worker.info.revision = revision
@@ -37,8 +37,8 @@ def test_removed_worker_completes_the_requests_and_is_closed() -> None:
         assert len(first.servicer.submits) == 1
         system.do(lambda: first.servicer.allow(None))
         assert pending.result().status_code == 200
-        wait_until(lambda: first.address not in fleet.links, "the link's end")
-        wait_until(lambda: first.servicer.ended == 1, "the stream's end")
+        wait_until(lambda: first.address not in fleet.links, "the removal of the link")
+        wait_until(lambda: first.servicer.ended == 1, "the end of the stream")
         assert len(fleet.pools["test-model"].links) == 1
 
 
@@ -52,10 +52,10 @@ def test_removed_worker_is_not_dialled_again_when_the_stream_breaks() -> None:
         system.allow(None)
         assert pending.result().status_code == 200
         assert len(system.workers[1 - index].servicer.submits) == 1
-        wait_until(lambda: first.address not in system.gateway.dispatcher.fleet.links, "the link's end")
+        wait_until(lambda: first.address not in system.gateway.dispatcher.fleet.links, "the removal of the link")
 
 
-def test_address_keeps_the_link_that_returns_before_the_close() -> None:
+def test_returning_address_keeps_the_link_before_the_close() -> None:
     with System(configure=stopped) as system:
         pending = Pending(system)
         begun(system, 3)
@@ -66,10 +66,10 @@ def test_address_keeps_the_link_that_returns_before_the_close() -> None:
         assert len(system.worker.contexts) == 1
 
 
-def test_address_gets_a_new_link_that_returns_after_the_close() -> None:
+def test_returning_address_gets_a_new_link_after_the_close() -> None:
     with System() as system:
         discover(system)
-        wait_until(lambda: not system.gateway.dispatcher.fleet.links, "the link's end")
+        wait_until(lambda: not system.gateway.dispatcher.fleet.links, "the removal of the link")
         assert system.get("/readiness").json()["missing"] == ["worker"]
         client = send(system, "Hi")
         discover(system, w0=True)
@@ -77,18 +77,18 @@ def test_address_gets_a_new_link_that_returns_after_the_close() -> None:
 
 
 def test_returned_address_may_belong_to_another_worker() -> None:
-    """Pods get addresses that others had: one of the old weights, then, after a rollout, one of the new."""
-    with System(workers=2, configure=two_sorts, queue_timeout_s=FOR_EVER_S) as system:
+    """A new pod with other weights can get the address of an old pod, as in a rollout."""
+    with System(workers=2, configure=with_two_versions, queue_timeout_s=LONG_S) as system:
         first, second = system.workers
         fleet = system.gateway.dispatcher.fleet
         discover(system, w1=True)
-        wait_until(lambda: first.address not in fleet.links, "the link's end")
+        wait_until(lambda: first.address not in fleet.links, "the removal of the link")
         system.call(first.stop())
         pending = Pending(system, stream=True)
         assert begun(system, 3) is second
         discover(system, w0=True)
         system.call(second.stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         system.do(system.gateway.dispatcher._ticked)
         assert system.num_waiting == 1
         first.servicer.info.revision = second.servicer.info.revision
@@ -98,14 +98,14 @@ def test_returned_address_may_belong_to_another_worker() -> None:
 
 
 def test_address_returns_before_the_lost_link_is_closed() -> None:
-    with System(workers=2, configure=two_sorts) as system:
+    with System(workers=2, configure=with_two_versions) as system:
         pending = Pending(system)
         first = begun(system, 3)
         index = system.workers.index(first)
         link = system.links[index]
         discover(system, **{f"w{1 - index}": True})
         system.call(first.stop())
-        wait_until(lambda: link.info is None, "the loss")
+        wait_until(lambda: link.info is None, "the disconnection")
         discover(system, w0=True, w1=True)
         assert system.links[index] is not link and system.links[index].model_version is None
         discover(system, **{f"w{1 - index}": True})

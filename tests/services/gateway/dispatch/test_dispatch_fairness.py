@@ -1,17 +1,17 @@
-"""The order of service if requests of several API keys wait."""
+"""Tests of the order in which queued requests of several API keys are served."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS, LIMIT, small, status_of
+from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS, LIMIT, status_of, with_one_slot
 from tests.services.gateway.fakes import FakeWorker, text_of
 from tests.services.gateway.system import RawClient, System, wait_until
 
 
 class Keyed:
-    """Clients of several keys; a prompt's first letter is its key."""
+    """Clients with several API keys. The first letter of a prompt is its API key."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -22,18 +22,21 @@ class Keyed:
             before = len(self.system.worker.submits) + self.system.num_waiting
             self.clients.append(RawClient(self.system, COMPLETIONS, {"prompt": key + prompt(i), "max_tokens": 1, **body}, key))
             arrived = before + 1
-            wait_until(lambda arrived=arrived: len(self.system.worker.submits) + self.system.num_waiting == arrived, "arrival")
+            wait_until(
+                lambda arrived=arrived: len(self.system.worker.submits) + self.system.num_waiting == arrived,
+                "the arrival of the request",
+            )
         return self.clients[-1]
 
     def served(self) -> str:
-        """Keys in the order of their service, once all have been served."""
+        """Waits until all requests are served. Returns their API keys in order."""
         self.system.allow(None)
         assert {status_of(client) for client in self.clients} == {200}
         return "".join(text_of(list(submit.prompt_ids))[0] for submit in self.system.worker.submits)
 
 
 def test_late_key_with_few_requests_does_not_wait_for_a_key_with_many() -> None:
-    with System(configure=small, keys="ab") as system:
+    with System(configure=with_one_slot, keys="ab") as system:
         keyed = Keyed(system)
         keyed.send("a", 50)
         keyed.send("b", 3)
@@ -41,7 +44,7 @@ def test_late_key_with_few_requests_does_not_wait_for_a_key_with_many() -> None:
 
 
 def test_keys_are_served_in_proportion_to_shares() -> None:
-    with System(configure=small, keys=[{"name": "a", "key": "a", "weight": 3}, "b", "c"]) as system:
+    with System(configure=with_one_slot, keys=[{"name": "a", "key": "a", "weight": 3}, "b", "c"]) as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
         keyed.send("a", 24)
@@ -51,18 +54,18 @@ def test_keys_are_served_in_proportion_to_shares() -> None:
 
 
 def test_shares_count_tokens_instead_of_requests() -> None:
-    with System(configure=small, keys="abc") as system:
+    with System(configure=with_one_slot, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
         keyed.send("a", 4, lambda i: "x" * 200)
         keyed.send("b", 30, lambda i: "x" * 20)
         order = keyed.served()[LIMIT:]
         between = order[order.index("a") + 1 :].partition("a")[0]
-        assert len(between) >= 7, order  # small ones until b has had as much as a's first
+        assert len(between) >= 7, order  # b is served until its tokens equal those of the first request of a
 
 
 def test_requests_without_keys_are_served_in_order_of_arrival() -> None:
-    with System(configure=small) as system:
+    with System(configure=with_one_slot) as system:
         keyed = Keyed(system)
         for key in "abcabcaabb":
             keyed.send(key, 1)
@@ -70,13 +73,13 @@ def test_requests_without_keys_are_served_in_order_of_arrival() -> None:
 
 
 def test_request_without_a_worker_is_not_charged() -> None:
-    with System(configure=small, keys="abc") as system:
+    with System(configure=with_one_slot, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
         keyed.send("b", 1)
         keyed.send("a", 1, lambda i: "x" * 400).vanish()
         keyed.clients.pop()
-        wait_until(lambda: system.num_waiting == 1, "the place")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         keyed.send("a", 5)
         keyed.send("b", 5)
         assert "a" in keyed.served()[LIMIT : LIMIT + 4]
@@ -86,7 +89,7 @@ def test_shares_count_output_tokens() -> None:
     """Keys a and b have sent equal prompts; the responses to a are longer."""
 
     def configure(workers: list[FakeWorker]) -> None:
-        small(workers)
+        with_one_slot(workers)
         workers[0].answer = lambda submit: "y" * 100
 
     with System(configure=configure, keys="abc") as system:
@@ -104,7 +107,7 @@ def test_submit_has_tenant_and_batch() -> None:
         for key, prompt in (("a", ["x", "y"]), ("a", "x"), ("b", ["x", "y"])):
             expected = len(system.worker.submits) + 2 * len(prompt)
             keyed.clients.append(RawClient(system, COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "n": 2}, key))
-            wait_until(lambda expected=expected: len(system.worker.submits) == expected, "arrival")
+            wait_until(lambda expected=expected: len(system.worker.submits) == expected, "the arrival of the request")
         keyed.served()
         submits = system.worker.submits
         batches = [submit.batch for submit in submits]

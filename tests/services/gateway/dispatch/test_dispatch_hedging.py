@@ -1,4 +1,4 @@
-"""A second copy of a request that is slow to begin."""
+"""Tests of hedging: a second copy of a request whose first output is late."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content
 from tests.services.gateway.fakes import Host, ids_of
 from tests.services.gateway.system import RawClient, System, wait_until
 
-AFTER_S = 0.1
-LATE_S = 1.5  # by then every reason against a copy has taken effect
+AFTER_S = 0.1  # seconds until a hedge copy
+LATE_S = 1.5  # seconds after which a wrong second copy would exist
 
 
 def hedged(system: System) -> tuple[Host, Host]:
@@ -76,7 +76,7 @@ def test_request_moves_when_both_workers_are_lost() -> None:
         first, second = hedged(system)
         for host in (first, second):
             system.call(host.stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         system.allow(None)
         system.call(first.start())
         assert pending.result().status_code == 200
@@ -88,7 +88,7 @@ def test_request_moves_when_the_remaining_worker_is_lost() -> None:
         first, second = hedged(system)
         allow(system, second, 5)
         wait_until(lambda: not first.servicer.running and second.servicer.steps_left == 0, "the abort")
-        wait_until(lambda: system.has_tokens(5), "what it made")
+        wait_until(lambda: system.has_tokens(5), "the tokens of the lost worker")
         system.call(second.stop())
         system.allow(None)
         assert content_of(pending.result().text) == ANSWER

@@ -1,4 +1,4 @@
-"""Failures stay with their client, begun responses outlive queue timeouts, and no entry in Redis ends a gateway."""
+"""Tests that a fault affects only its own request: client errors, lost workers, full workers and bad entries in Redis."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GENERATE, COMPLETIONS = "/generate", "/v1/completions"
 
 
 def turn(mark: str) -> dict[str, Any]:
-    """A turn of a session that a gateway has opened on the worker of this mark."""
+    """Returns the fields of a session turn whose session id has this mark of a worker."""
     return {"text": "Hi", "sampling_params": {"max_new_tokens": 2}, "session_params": {"id": f"s-{'0' * 32}-{mark}"}}
 
 
-def at_rest(workers: list[FakeWorker]) -> None:
+def held_workers(workers: list[FakeWorker]) -> None:
     for worker in workers:
         worker.allow(0)
 
@@ -37,7 +37,7 @@ def test_parked_turns_of_a_lost_worker_do_not_block_other_requests() -> None:
         for _ in range(4):
             RawClient(system, GENERATE, turn("deadbeef"))
         (pool,) = system.gateway.dispatcher.fleet.pools.values()
-        wait_until(lambda: len(pool.parked) == 4, "the turns")
+        wait_until(lambda: len(pool.parked) == 4, "the parked turns")
         assert system.complete(max_tokens=2).status_code == 200
 
 
@@ -50,20 +50,20 @@ def test_moved_choices_are_not_tried_when_all_workers_are_full() -> None:
     with System(workers=2, configure=small) as system:
         for i in range(20):
             RawClient(system, COMPLETIONS, {"prompt": f"prompt {i}", "max_tokens": 4, "stream": True})
-        wait_until(lambda: sum(system.running()) == 20, "both full")
+        wait_until(lambda: sum(system.running()) == 20, "two full workers")
         system.call(system.workers[0].stop())
         pool = next(iter(system.gateway.dispatcher.fleet.pools.values()))
-        wait_until(lambda: len(pool.moved) == 10, "the moved ones")
+        wait_until(lambda: len(pool.moved) == 10, "the moved choices in the queue")
         asked: list[Placement] = []
         pick = pool.pick
 
-        def counted(placement: Placement, now: float, without: Link | None = None) -> Pick | None:
+        def count_pick(placement: Placement, now: float, without: Link | None = None) -> Pick | None:
             asked.append(placement)
             return pick(placement, now, without)
 
-        pool.pick = counted  # type: ignore[method-assign]
-        system.do(lambda: system.workers[1].servicer.tell(num_open=10, num_open_here=10, lease_held=True))
-        time.sleep(0.3)  # a pump at least: the fleet ticks four times a second
+        pool.pick = count_pick  # type: ignore[method-assign]
+        system.do(lambda: system.workers[1].servicer.report_load(num_open=10, num_open_here=10, lease_held=True))
+        time.sleep(0.3)  # longer than a tick of the fleet, which is 0.25 seconds
         assert len(asked) < 10
 
 
@@ -99,7 +99,7 @@ def test_begun_stream_waits_longer_than_the_queue_timeout() -> None:
 
     with System(configure=one, queue_timeout_s=2.0) as system:
         client = RawClient(system, COMPLETIONS, {"prompt": "Hi", "max_tokens": 50, "n": 4, "stream": True})
-        wait_until(lambda: system.num_waiting == 1, "the fourth")
+        wait_until(lambda: system.num_waiting == 1, "the fourth request in the queue")
         system.do(lambda: system.worker.allow(3))
         client.read_until(b'"H')
         time.sleep(2.3)
@@ -114,7 +114,7 @@ def test_request_waits_for_a_full_worker() -> None:
 
 
 def test_session_turn_at_a_drained_worker_ends_with_documented_error() -> None:
-    with System(configure=at_rest) as system:
+    with System(configure=held_workers) as system:
         answers: list[httpx.Response] = []
         body = {**turn("x"), "session_params": {"id": "abc"}}
         client = threading.Thread(target=lambda: answers.append(system.post(GENERATE, body)))

@@ -1,4 +1,4 @@
-"""Workers that keep a lease in Redis: without one they get nothing, as long as leases mean anything."""
+"""Tests of worker leases in Redis: a worker without its lease gets no requests, unless no worker has a lease."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
 def leased(workers: list[FakeWorker]) -> None:
     for worker in workers:
         worker.info.publishes_index = True
-        worker.tell(index_generation=GENERATION, lease_held=True)
+        worker.report_load(index_generation=GENERATION, lease_held=True)
 
 
 def take(server: RedisServer, *workers: str) -> None:
@@ -47,28 +47,28 @@ def test_worker_gets_no_request_without_the_lease(server: RedisServer) -> None:
         assert fleet_mirror is not None
         wait_until(lambda: len(fleet_mirror.leases) == 2, "the leases")
         server.client.delete(lease_key("worker-0"))
-        wait_until(lambda: usable(system) == [False, True], "the loss")
+        wait_until(lambda: usable(system) == [False, True], "the expired lease")
         assert [system.chat().status_code for _ in range(3)] == [200] * 3
         assert system.submits() == [0, 3]
         take(server, "worker-0")
         wait_until(lambda: usable(system) == [True, True], "the new lease")
         # No worker has a lease, so Redis has failed and not the workers.
         server.client.delete(lease_key("worker-0"), lease_key("worker-1"))
-        wait_until(lambda: not fleet_mirror.leases, "the loss of all")
+        wait_until(lambda: not fleet_mirror.leases, "the loss of all leases")
         assert [system.chat().status_code for _ in range(3)] == [200] * 3
         assert usable(system) == [True, True]
 
 
-def test_worker_needs_no_lease_whose_lease_redis_refuses(server: RedisServer) -> None:
+def test_worker_without_a_lease_is_used_when_the_load_reports_no_lease(server: RedisServer) -> None:
     take(server, "worker-0", "worker-1")
     with System(workers=2, configure=leased, redis_url=server.url) as system:
         fleet_mirror = system.gateway.dispatcher.fleet.mirror
         assert fleet_mirror is not None
         wait_until(lambda: len(fleet_mirror.leases) == 2, "the leases")
         server.client.delete(lease_key("worker-0"))
-        wait_until(lambda: usable(system) == [False, True], "the loss")
-        system.do(lambda: system.worker.tell(index_generation=GENERATION, lease_held=False))
-        wait_until(lambda: usable(system) == [True, True], "its word")
+        wait_until(lambda: usable(system) == [False, True], "the expired lease")
+        system.do(lambda: system.worker.report_load(index_generation=GENERATION, lease_held=False))
+        wait_until(lambda: usable(system) == [True, True], "the load report")
 
 
 def test_leases_do_not_count_when_redis_is_down(server: RedisServer) -> None:
@@ -76,6 +76,6 @@ def test_leases_do_not_count_when_redis_is_down(server: RedisServer) -> None:
     with System(workers=2, configure=leased, redis_url=server.url) as system:
         wait_until(lambda: system.metric("rootstock_gateway_index_up") == 1, "Redis")
         server.kill()
-        wait_until(lambda: system.metric("rootstock_gateway_index_up") == 0, "its end")
+        wait_until(lambda: system.metric("rootstock_gateway_index_up") == 0, "the detected outage")
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert usable(system) == [True, True]

@@ -1,4 +1,4 @@
-"""Begun responses move to another worker when theirs is lost, without a trace for the client."""
+"""Tests that begun responses continue on another worker after the loss of their worker, without a change for the client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS, LIMIT, send, small, status_of
+from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS, LIMIT, send, status_of, with_one_slot
 from tests.services.gateway.dispatch.test_faults import ALPHABET, ANSWER, Pending
 from tests.services.gateway.fakes import FakeWorker, Host, ids_of, logprob_of
 from tests.services.gateway.system import RawClient, System, events, wait_until
@@ -19,7 +19,7 @@ def stopped(workers: list[FakeWorker]) -> None:
 
 
 def begun(system: System, steps: int) -> Host:
-    """Lets every worker compute this many tokens. Returns a worker with that output."""
+    """Lets every worker compute `steps` tokens per request. Returns a worker with a request."""
     wait_until(lambda: sum(system.running()) > 0, "the submits")
     system.allow(steps)
     first = max(system.workers, key=lambda host: len(host.servicer.running))
@@ -30,7 +30,7 @@ def begun(system: System, steps: int) -> Host:
 def test_stream_continues_on_another_worker_without_a_repeat() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True, n=2, temperature=1.0, logprobs=True, stream_options={"include_usage": True})
-        wait_until(lambda: sum(system.running()) == 2, "both choices")
+        wait_until(lambda: sum(system.running()) == 2, "both choices at the workers")
         first = begun(system, 5)
         moved = len(first.servicer.running)
         wait_until(lambda: sum(sum(batch.counts) for batch in system.detokenizer.batches) == 10, "ten ids")
@@ -56,7 +56,7 @@ def test_stream_continues_on_another_worker_without_a_repeat() -> None:
             assert submit.prompt_ids == before.prompt_ids and submit.timeout_ms <= before.timeout_ms
 
 
-@pytest.mark.parametrize(("stop", "text"), [(["hijk-no", "zzz"], ALPHABET), (["hijk"], "abcdefg")], ids=["not met", "met"])
+@pytest.mark.parametrize(("stop", "text"), [(["hijk-no", "zzz"], ALPHABET), (["hijk"], "abcdefg")], ids=["no stop", "stop"])
 def test_held_back_text_survives_a_lost_worker(stop: list[str], text: str) -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
@@ -65,7 +65,7 @@ def test_held_back_text_survives_a_lost_worker(stop: list[str], text: str) -> No
 
     with System(workers=2, configure=configure) as system:
         pending = Pending(system, stream=True, stop=stop)
-        first = begun(system, 9)  # up to and with "i"
+        first = begun(system, 9)  # up to the "i"
         system.call(first.stop())
         system.allow(None)
         choices = [chunk["choices"][0] for chunk in events(pending.result().text)]
@@ -101,7 +101,7 @@ def test_stream_continues_when_one_of_all_lost_workers_returns() -> None:
         begun(system, 5)
         for host in system.workers:
             system.call(host.stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         assert system.metric("rootstock_gateway_moves_total", cause="lost", state="begun") >= 1
         system.allow(None)
         system.call(system.workers[1].start())
@@ -123,7 +123,7 @@ def test_moved_choice_is_released_when_the_client_leaves() -> None:
         client = send(system, "Hi", stream=True)
         begun(system, 5)
         system.call(system.workers[0].stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         client.vanish()
         wait_until(lambda: system.num_waiting == 0, "the end")
         system.call(system.workers[0].start())
@@ -132,13 +132,13 @@ def test_moved_choice_is_released_when_the_client_leaves() -> None:
 
 
 def test_moved_choices_are_placed_before_the_queue() -> None:
-    with System(workers=2, configure=small) as system:
+    with System(workers=2, configure=with_one_slot) as system:
         clients = [send(system, f"early {i}") for i in range(2 * LIMIT)]
         clients += [send(system, f"late {i}") for i in range(2)]
         first, second = system.workers
         lost = {submit.request_id for submit in first.servicer.submits}
         system.call(first.stop())
-        wait_until(lambda: system.num_waiting == LIMIT + 2, "the wait")
+        wait_until(lambda: system.num_waiting == LIMIT + 2, "the request in the gateway's queue")
         system.allow(None)
         assert [status_of(client) for client in clients] == [200] * len(clients)
         order = [submit.request_id for submit in second.servicer.submits[LIMIT:]]

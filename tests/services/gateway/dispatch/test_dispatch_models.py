@@ -1,4 +1,4 @@
-"""Several models behind one gateway."""
+"""Tests of several models behind one gateway."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def answer_of(system: System, model: str) -> str:
 
 
 def ask(system: System, model: str) -> RawClient:
-    """A request that waits for a worker of this model."""
+    """Sends a request and waits until it is in the queue of this model."""
     before = system.num_waiting
     client = RawClient(system, CHAT, chat_body(model=model))
-    wait_until(lambda: system.num_waiting == before + 1, "the wait")
+    wait_until(lambda: system.num_waiting == before + 1, "the request in the gateway's queue")
     return client
 
 
@@ -61,12 +61,12 @@ def test_expected_models_are_listed_and_counted_without_a_worker() -> None:
         cards = system.get("/v1/models").json()["data"]
         assert [(card["id"], card["max_model_len"]) for card in cards] == [("b", None), ("a", None)]
         assert system.get("/v1/models/a").status_code == 200 and system.get("/readiness").status_code == 503
-        told = system.get("/metrics").text.splitlines()
-        assert {f'{length}{{model="{name}"}} 0.0' for name in ("a", "b", "other")} <= set(told)
-        assert {f'{workers}{{model="{name}",state="usable"}} 0.0' for name in "ab"} <= set(told)
+        lines = system.get("/metrics").text.splitlines()
+        assert {f'{length}{{model="{name}"}} 0.0' for name in ("a", "b", "other")} <= set(lines)
+        assert {f'{workers}{{model="{name}",state="usable"}} 0.0' for name in "ab"} <= set(lines)
         assert system.post(CHAT, chat_body()).json()["error"]["code"] == "missing_required_parameter"
         client = ask(system, "a")
-        wait_until(lambda: system.metric(length, model="a") == 1, "the wait")
+        wait_until(lambda: system.metric(length, model="a") == 1, "the request in the gateway's queue")
         assert system.metric(length, model="b") == 0
         system.call(system.workers[0].start())
         assert status_of(client) == 200
@@ -78,13 +78,13 @@ def test_expected_models_are_listed_and_counted_without_a_worker() -> None:
 def test_request_without_a_model_waits_for_the_first_expected_model() -> None:
     with System(down=("worker",), configure=serving("a"), models="a,b") as system:
         client = RawClient(system, "/generate", {"text": "Hi", "model": None})
-        wait_until(lambda: system.metric("rootstock_gateway_queue_length", model="a") == 1, "the wait")
+        wait_until(lambda: system.metric("rootstock_gateway_queue_length", model="a") == 1, "the request in the gateway's queue")
         system.call(system.workers[0].start())
         assert status_of(client) == 200
 
 
 def test_waiting_request_is_served_when_the_model_appears() -> None:
-    """At the start any worker may name any model."""
+    """Without expected models, a request can wait for any model until the first worker has connected."""
     for promised in ("a,b", ""):
         with System(workers=2, down=("worker",), configure=serving("a", "b"), models=promised) as system:
             system.call(system.workers[0].start())
@@ -98,7 +98,7 @@ def test_waiting_request_is_served_when_the_model_appears() -> None:
 def test_models_of_a_fleet_have_separate_queues() -> None:
     with System(workers=2, configure=serving("a", "b")) as system:
         system.call(system.workers[1].stop())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the disconnection")
         client = ask(system, "b")
         assert system.metric("rootstock_gateway_queue_length", model="b") == 1
         assert system.metric("rootstock_gateway_queue_length", model="a") == 0
@@ -112,7 +112,7 @@ def test_requests_for_an_unknown_model_are_bounded() -> None:
         clients = [ask(system, "b"), ask(system, "b")]
         assert system.chat(model="b").json()["error"]["code"] == "queue_full"
         clients[0].vanish()
-        wait_until(lambda: system.num_waiting == 1, "the place")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
 
 
 def test_generate_goes_to_a_worker_of_the_model() -> None:
@@ -130,12 +130,12 @@ def test_only_name_changes_the_model_when_the_old_workers_have_left() -> None:
         wait_until(lambda: all(link.info is not None for link in system.links), "the hellos")
         assert [answer_of(system, "ours") for _ in range(3)] == ["I am a"] * 3
         system.call(system.workers[0].stop())
-        gone, other = system.links
-        wait_until(lambda: gone.info is None and system.gateway.dispatcher.fleet.pool_of(other) is not None, "the other model")
+        lost, other = system.links
+        wait_until(lambda: lost.info is None and system.gateway.dispatcher.fleet.pool_of(other) is not None, "the other model")
         assert answer_of(system, "ours") == "I am b"
         assert system.get("/readiness").status_code == 200
         system.call(system.workers[0].start())
-        wait_until(lambda: system.links[0].info is not None, "its return")
+        wait_until(lambda: system.links[0].info is not None, "the reconnection")
         assert [answer_of(system, "ours") for _ in range(3)] == ["I am b"] * 3
 
 
@@ -150,4 +150,4 @@ def test_shortest_context_counts_while_the_worker_is_connected() -> None:
 
         assert length() == 100
         system.call(system.workers[0].stop())
-        wait_until(lambda: length() == CONTEXT_LEN, "the other one's")
+        wait_until(lambda: length() == CONTEXT_LEN, "the context length of the other worker")

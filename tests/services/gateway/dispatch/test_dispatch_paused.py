@@ -1,4 +1,4 @@
-"""A paused worker keeps its requests and gets no new ones. New requests wait at the gateway until the pause ends."""
+"""Tests of paused workers: they keep their requests, and new requests wait at the gateway until the pause ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.services.gateway.system import RawClient, System, chat_body, wait_unt
 CHAT = "/v1/chat/completions"
 
 
-def tell(system: System, worker: int = 0, **load: Any) -> None:
-    told = system.workers[worker].servicer
-    system.do(lambda: told.tell(**load))
-    wait_until(lambda: system.links[worker].load == told.load, "the load")
+def report_load(system: System, worker: int = 0, **load: Any) -> None:
+    servicer = system.workers[worker].servicer
+    system.do(lambda: servicer.report_load(**load))
+    wait_until(lambda: system.links[worker].load == servicer.load, "the load")
 
 
 def test_paused_worker_keeps_running_requests_and_gets_no_new_one() -> None:
@@ -22,21 +22,21 @@ def test_paused_worker_keeps_running_requests_and_gets_no_new_one() -> None:
         system.allow(0)
         for _ in range(2):
             RawClient(system, CHAT, chat_body())
-        wait_until(lambda: system.running() == [1, 1], "a request on each")
-        tell(system, 0, paused=True, num_open=1)
+        wait_until(lambda: system.running() == [1, 1], "a request on each worker")
+        report_load(system, 0, paused=True, num_open=1)
         for _ in range(3):
             RawClient(system, CHAT, chat_body())
-        wait_until(lambda: system.running() == [1, 4], "all others on the second")
+        wait_until(lambda: system.running() == [1, 4], "the other requests on the second worker")
         assert system.submits() == [1, 4] and system.total("rootstock_gateway_moves_total") == 0
 
 
 def test_requests_wait_while_all_workers_are_paused() -> None:
     with System() as system, ThreadPoolExecutor() as pool:
-        tell(system, paused=True)
+        report_load(system, paused=True)
         answers = [pool.submit(system.chat) for _ in range(3)]
-        wait_until(lambda: system.num_waiting == 3, "three that wait")
+        wait_until(lambda: system.num_waiting == 3, "three queued requests")
         assert system.submits() == [0] and system.get("/readiness").json()["missing"] == ["worker"]
-        tell(system, paused=False)
+        report_load(system, paused=False)
         assert {answer.result(60).status_code for answer in answers} == {200}
         assert system.get("/readiness").status_code == 200
 
@@ -46,16 +46,16 @@ def test_worker_with_open_breaker_serves_while_the_second_one_is_paused() -> Non
     with System(workers=2) as system:
         link = system.links[1]
         system.do(lambda: [link.breaker.failed(asyncio.get_running_loop().time()) for _ in range(100)])
-        tell(system, 0, paused=True)
+        report_load(system, 0, paused=True)
         assert [one.address for one in system.gateway.dispatcher.fleet.usable()] == [link.address]
-        tell(system, 0, paused=False)
+        report_load(system, 0, paused=False)
         system.do(system.gateway.dispatcher._ticked)
         assert link not in system.gateway.dispatcher.fleet.usable()
 
 
 def test_queue_timeout_names_the_pause() -> None:
     with System(queue_timeout_s=0.1) as system:
-        tell(system, paused=True)
+        report_load(system, paused=True)
         answer = system.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "paused") and "retry-after" in answer.headers
         assert system.metric("rootstock_gateway_refusals_total", reason="paused") == 1
@@ -63,12 +63,12 @@ def test_queue_timeout_names_the_pause() -> None:
 
 def test_session_turn_waits_while_the_worker_is_paused() -> None:
     with System() as system, ThreadPoolExecutor() as pool:
-        tell(system, paused=True)
+        report_load(system, paused=True)
         turn = {"text": "Hi", "session_params": {"id": "s"}}
         answer = pool.submit(system.post, "/generate", turn)
-        wait_until(lambda: bool(parked(system)), "the turn")
+        wait_until(lambda: bool(parked(system)), "the parked turn")
         assert system.submits() == [0]
-        tell(system, paused=False)
+        report_load(system, paused=False)
         assert answer.result(60).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""Separate prefill and decode workers: the requests that use a prefill worker, and the loss of either worker."""
+"""Tests of separate prefill and decode workers: the use of a prefill worker, and the loss of either worker."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.services.gateway.fakes import MODEL, SECRET, FakeWorker, logprob_of
 from tests.services.gateway.system import RawClient, System, events, wait_until
 
 LAYOUT, OTHER_LAYOUT = b"0" * 16, b"1" * 16
-SHORT = 4  # tokens of a prompt from which it goes through a prefill worker, here
+SHORT = 4  # disaggregation_min_tokens here: smallest prompt in tokens that a prefill worker computes
 
 
-def apart(
+def with_roles(
     prefill: int = 1, then: Callable[[list[FakeWorker]], None] = lambda workers: None
 ) -> Callable[[list[FakeWorker]], None]:
-    """The first workers compute prompts, the others decode."""
+    """Makes the first workers prefill workers, and the others decode workers."""
 
     def configure(workers: list[FakeWorker]) -> None:
         for at, worker in enumerate(workers):
@@ -44,7 +44,7 @@ def ask(system: System, **body: Any) -> Any:
 def system_of(
     workers: int = 2, prefill: int = 1, then: Callable[[list[FakeWorker]], None] = lambda workers: None, **settings: Any
 ) -> System:
-    return System(workers=workers, configure=apart(prefill, then), **{"disaggregation_min_tokens": SHORT, **settings})
+    return System(workers=workers, configure=with_roles(prefill, then), **{"disaggregation_min_tokens": SHORT, **settings})
 
 
 def text_of_answer(result: Any) -> str:
@@ -98,20 +98,20 @@ def test_cached_tokens_come_from_the_prefill_worker() -> None:
         }
 
 
-class TestItPays:
+class TestUseOfPrefillWorkers:
     def test_decode_worker_computes_a_short_prompt(self) -> None:
         with system_of(disaggregation_min_tokens=10_000) as system:
             assert text_of_answer(ask(system)) == ANSWER
             assert not submits(system, 0) and not submits(system, 1)[0].hand_over
 
-    @pytest.mark.parametrize("what", ["layout", "weights", "no port", "nobody reads"])
-    def test_decode_worker_computes_the_prompt_when_pages_cannot_be_read(self, what: str) -> None:
+    @pytest.mark.parametrize("cause", ["layout", "weights", "no port", "no reader"])
+    def test_decode_worker_computes_the_prompt_when_pages_cannot_be_read(self, cause: str) -> None:
         def configure(workers: list[FakeWorker]) -> None:
-            if what == "layout":
+            if cause == "layout":
                 workers[0].info.kv_layout = OTHER_LAYOUT
-            elif what == "weights":
+            elif cause == "weights":
                 workers[0].info.revision = "other"
-            elif what == "no port":
+            elif cause == "no port":
                 workers[0].info.kv_port = 0
             else:
                 workers[1].info.role = ""
@@ -131,9 +131,9 @@ class TestItPays:
             whole = [submit for submit in submits(system, 1) if not submit.output_ids]
             assert len(whole) == 3 == len(submits(system, 0)) == len(submits(system, 2))
 
-    def test_reading_is_tried_sometimes_without_a_benefit(self) -> None:
+    def test_prefill_worker_without_a_saving_is_used_sometimes(self) -> None:
         with system_of() as system:
-            system.workers[1].servicer.tell(pulls_lose=True)
+            system.workers[1].servicer.report_load(pulls_lose=True)
             wait_until(lambda: system.links[1].load is not None, "its word")
             for _ in range(2 * TRIES_ONE_IN):
                 assert text_of_answer(ask(system)) == ANSWER
@@ -159,7 +159,7 @@ class TestItPays:
             assert list(second.output_ids) and not second.HasField("source")
 
 
-@pytest.mark.parametrize("layout", [b"", OTHER_LAYOUT], ids=["reads nobody", "other pages"])
+@pytest.mark.parametrize("layout", [b"", OTHER_LAYOUT], ids=["no layout", "other layout"])
 def test_handed_over_request_moves_to_a_worker_that_can_read_the_pages(layout: bytes) -> None:
     """A worker with an equal layout is preferred while it takes requests, as during a change of layouts."""
 
@@ -174,18 +174,18 @@ def test_handed_over_request_moves_to_a_worker_that_can_read_the_pages(layout: b
         assert all(submit.HasField("source") for submit in handed)
 
 
-class TestLost:
+class TestLostWorkers:
     def test_prefill_worker_serves_whole_requests_without_a_decode_worker(self) -> None:
         with system_of() as system:
             system.call(system.workers[1].stop())
-            wait_until(lambda: system.links[1].info is None, "the loss")
+            wait_until(lambda: system.links[1].info is None, "the disconnection")
             assert text_of_answer(ask(system)) == ANSWER
             assert not submits(system, 0)[-1].hand_over
 
     def test_decode_worker_serves_whole_requests_without_a_prefill_worker(self) -> None:
         with system_of() as system:
             system.call(system.workers[0].stop())
-            wait_until(lambda: system.links[0].info is None, "the loss")
+            wait_until(lambda: system.links[0].info is None, "the disconnection")
             assert text_of_answer(ask(system)) == ANSWER
             assert not submits(system, 1)[-1].hand_over
 
@@ -205,7 +205,7 @@ class TestLost:
             at = next(i for i in (1, 2) if system.workers[i].servicer.running)
             system.workers[at].servicer.allow(3)
             wait_until(lambda: system.workers[at].servicer.steps_left == 0, "tokens")
-            wait_until(lambda: sum(sum(batch.counts) for batch in system.detokenizer.batches) >= 4, "them here")
+            wait_until(lambda: sum(sum(batch.counts) for batch in system.detokenizer.batches) >= 4, "the tokens at the gateway")
             system.workers[3 - at].servicer.allow(None)
             system.call(system.workers[at].stop())
             text = "".join(c["delta"].get("content", "") for chunk in events(pending.result().text) for c in chunk["choices"])
@@ -228,11 +228,11 @@ class TestLost:
             wait_until(lambda: len(first.running) == 1, "the prompt")
             handle = next(iter(first.running))
             full = [RawClient(system, COMPLETIONS, {"prompt": "ab"}) for _ in range(LIMIT)]
-            wait_until(lambda: len(second.running) == len(full), "no room")
+            wait_until(lambda: len(second.running) == len(full), "a decode worker without free slots")
             first.allow(None)
             wait_until(lambda: system.num_waiting == 1, "the hand-over")
             client.vanish()
-            wait_until(lambda: first.aborted != [], "the word")
+            wait_until(lambda: first.aborted != [], "the abort at the prefill worker")
             assert first.aborted == [handle]
 
     def test_reservation_is_released_without_a_worker_that_can_read(self) -> None:
@@ -245,7 +245,7 @@ class TestLost:
             second.renew("")
             wait_until(lambda: system.links[1].info is not None and not system.links[1].info.role, "its word")
             first.allow(None)
-            wait_until(lambda: first.aborted == [handle], "the word")
+            wait_until(lambda: first.aborted == [handle], "the abort at the prefill worker")
             assert pending.result().status_code == 200
 
     def test_link_stays_open_while_the_worker_reserves_pages(self) -> None:
@@ -271,7 +271,7 @@ class TestLost:
 
         with system_of(then=configure, worker_queue_slack=0.0) as system:
             waiting = [Pending(system, stream=True) for _ in range(5)]
-            wait_until(lambda: len(system.workers[1].servicer.running) >= 1, "one")
+            wait_until(lambda: len(system.workers[1].servicer.running) >= 1, "a request at the decode worker")
             system.workers[1].servicer.allow(None)
             for pending in waiting:
                 text = "".join(c["delta"].get("content", "") for chunk in events(pending.result().text) for c in chunk["choices"])
@@ -290,7 +290,7 @@ def test_sessions_are_on_decode_workers() -> None:
 
 
 def test_sessions_are_on_prefill_workers_when_no_other_worker_ever_connected() -> None:
-    """As long as no other worker comes: later ones do not."""
+    """A decode worker that connects later does not get the sessions."""
     with system_of(workers=1) as system:
         answer = system.post("/generate", {"text": "a long enough text", "session_params": {"id": "early"}})
         assert answer.status_code == 200 and len(submits(system, 0)) == 1

@@ -1,4 +1,4 @@
-"""A worker whose max_queued_requests is 0 gets no new request; if every worker of a model is so, requests are refused at once."""
+"""Tests of workers with max_queued_requests 0: they get no new request. If all workers of a model refuse, requests get 503."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rootstock_llm.protos import common_pb2 as pb
-from tests.services.gateway.dispatch.test_dispatch_paused import tell
+from tests.services.gateway.dispatch.test_dispatch_paused import report_load
 from tests.services.gateway.fakes import MODEL, Refusal
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until
 
@@ -33,43 +33,43 @@ def code_of(answer: Any) -> str:
 def test_dispatcher_refuses_requests_at_once_when_every_worker_refuses(path: str, stream: bool) -> None:
     with System(workers=2, queue_timeout_s=600) as system:
         for worker in range(2):
-            tell(system, worker, refuses_new=True)
+            report_load(system, worker, refuses_new=True)
         answer = system.post(path, BODIES[path] if path == "/v1/embeddings" else {**BODIES[path], "stream": stream})
         assert answer.status_code in (503, 529) and "retry-after" in answer.headers
         assert "max_queued_requests" in answer.text and system.submits() == [0, 0]
         assert system.metric("rootstock_gateway_refusals_total", reason="queue_full") == 1
-        assert system.get("/readiness").status_code == 200, "the gateway itself answers"
+        assert system.get("/readiness").status_code == 200, "the gateway stays ready"
 
 
 def test_dispatcher_names_the_refusal_queue_full() -> None:
     with System() as system:
-        tell(system, refuses_new=True)
+        report_load(system, refuses_new=True)
         assert code_of(system.post("/generate", {"text": "Hi"})) == "queue_full"
 
 
 def test_new_requests_go_to_the_worker_that_takes_them() -> None:
     with System(workers=2, routing_policy="round_robin") as system:
-        tell(system, 0, refuses_new=True)
+        report_load(system, 0, refuses_new=True)
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert system.submits() == [0, 4] and system.total("rootstock_gateway_moves_total") == 0
 
 
 def test_waiting_requests_are_refused_when_the_last_worker_begins_to_refuse() -> None:
     with System() as system, ThreadPoolExecutor() as pool:
-        tell(system, paused=True)
+        report_load(system, paused=True)
         answers = [pool.submit(system.chat) for _ in range(3)]
-        wait_until(lambda: system.num_waiting == 3, "three that wait")
-        tell(system, paused=True, refuses_new=True)
+        wait_until(lambda: system.num_waiting == 3, "three queued requests")
+        report_load(system, paused=True, refuses_new=True)
         assert {code_of(answer.result(60)) for answer in answers} == {"queue_full"}
 
 
 def test_requests_wait_when_a_paused_worker_takes_new_requests() -> None:
     with System(workers=2) as system, ThreadPoolExecutor() as pool:
-        tell(system, 0, refuses_new=True)
-        tell(system, 1, paused=True)
+        report_load(system, 0, refuses_new=True)
+        report_load(system, 1, paused=True)
         answer = pool.submit(system.chat)
-        wait_until(lambda: system.num_waiting == 1, "one that waits")
-        tell(system, 1)
+        wait_until(lambda: system.num_waiting == 1, "a queued request")
+        report_load(system, 1)
         assert answer.result(60).status_code == 200 and system.submits() == [0, 1]
 
 
@@ -78,8 +78,8 @@ def test_dispatcher_refuses_a_request_when_the_load_arrives_later() -> None:
     with System(queue_timeout_s=600) as system, ThreadPoolExecutor() as pool:
         system.do(lambda: system.worker.refuse.append(Refusal(pb.ERROR_CODE_QUEUE_FULL, "the request queue is full")))
         answer = pool.submit(system.post, "/generate", {"text": "Hi"})
-        wait_until(lambda: system.num_waiting == 1, "one that waits for the next load")
-        tell(system, refuses_new=True)
+        wait_until(lambda: system.num_waiting == 1, "a request that waits for the next load report")
+        report_load(system, refuses_new=True)
         assert code_of(answer.result(60)) == "queue_full"
 
 
@@ -90,7 +90,7 @@ def test_begun_request_moves_to_a_worker_that_refuses_new_requests() -> None:
         wait_until(lambda: sum(system.running()) == 1, "a request that runs")
         at = system.running().index(1)
         client.read_until(b"data:")
-        tell(system, 1 - at, refuses_new=True)
+        report_load(system, 1 - at, refuses_new=True)
         system.allow(None)
         system.do(lambda: system.workers[at].servicer.end_running(pb.ERROR_CODE_UNAVAILABLE))
         client.read_until(b"[DONE]")
@@ -99,7 +99,7 @@ def test_begun_request_moves_to_a_worker_that_refuses_new_requests() -> None:
 
 def test_worker_gets_requests_when_the_queue_is_open_again() -> None:
     with System() as system:
-        tell(system, refuses_new=True)
+        report_load(system, refuses_new=True)
         assert system.chat().status_code == 503
-        tell(system)
+        report_load(system)
         assert system.chat().status_code == 200

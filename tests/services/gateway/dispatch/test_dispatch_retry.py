@@ -1,4 +1,4 @@
-"""Retries on another worker: once, and only before the first token."""
+"""Tests of retries on another worker: a request is retried once, and only before its first token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.services.gateway.system import System, wait_until
 def failing(*indices: int, code: int = pb.ERROR_CODE_INTERNAL) -> Callable[[list[FakeWorker]], None]:
     def configure(workers: list[FakeWorker]) -> None:
         for index in indices:
-            workers[index].refuse.append((code, "said the worker"))
+            workers[index].refuse.append((code, "refused by the worker"))
 
     return configure
 
@@ -34,7 +34,7 @@ def test_request_is_retried_after_a_fault_before_the_first_token(stream: bool) -
 def test_request_is_retried_once() -> None:
     with System(workers=3, configure=failing(0, 1, 2), routing_policy="round_robin") as system:
         answer = system.chat()
-        assert answer.status_code == 500 and answer.json()["error"]["message"] == "said the worker"
+        assert answer.status_code == 500 and answer.json()["error"]["message"] == "refused by the worker"
         assert sum(system.submits()) == 2
 
 
@@ -50,8 +50,8 @@ def test_full_worker_does_not_count_as_retry() -> None:
         workers[1].refuse.append((pb.ERROR_CODE_INTERNAL, "fault"))
 
     with System(workers=3, configure=configure, routing_policy="least_requests") as system:
-        for load, host in enumerate(system.workers):  # asked in this order
-            system.do(lambda host=host, load=load: host.servicer.tell(num_open=load))
+        for load, host in enumerate(system.workers):  # workers are tried in the order of their load
+            system.do(lambda host=host, load=load: host.servicer.report_load(num_open=load))
         wait_until(lambda: all(link.load is not None for link in system.links), "the loads")
         assert system.chat().status_code == 200
         assert system.submits() == [1, 1, 1]
@@ -69,13 +69,13 @@ def test_request_is_not_retried_after_a_token() -> None:
 
 
 def test_request_returns_to_a_refusing_worker_when_no_other_is_left() -> None:
-    """Refused by the one, it waits for the other, which dies."""
+    """The first worker refuses the request. The request waits for the second worker, which is lost."""
 
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         for worker in workers:
             worker.info.max_running_requests = 1
-        workers[0].tell(num_open=LIMIT)
+        workers[0].report_load(num_open=LIMIT)
 
     with System(workers=2, configure=configure, routing_policy="least_requests") as system:
         first, second = system.workers
@@ -83,7 +83,7 @@ def test_request_returns_to_a_refusing_worker_when_no_other_is_left() -> None:
         clients = [send(system, str(i)) for i in range(LIMIT)]
         assert system.submits() == [0, LIMIT]
         system.do(lambda: first.servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))
-        system.do(first.servicer.tell)
+        system.do(first.servicer.report_load)
         wait_until(lambda: system.gateway.dispatcher.fleet.pools[MODEL].has_free_slot(), "a free slot")
         clients.append(send(system, "refused"))
         wait_until(lambda: system.submits() == [1, LIMIT] and system.num_waiting == 1, "the refusal")

@@ -1,4 +1,4 @@
-"""Routing without Redis, where the index has only the gateway's own requests."""
+"""Tests of routing without Redis. The prefix index has only the blocks of this gateway's requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.services.gateway.dispatch.test_dispatch_lost import stopped
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until
 
-SHARED = "x" * 256
+SHARED_PREFIX = "x" * 256
 
 
 def decisions(system: System, reason: str) -> float:
@@ -23,20 +23,22 @@ def complete(system: System, prompt: str, **body: object) -> None:
 def test_prompts_with_a_common_prefix_go_to_one_worker() -> None:
     with System(workers=2) as system:
         for i in range(6):
-            complete(system, SHARED + str(i))
+            complete(system, SHARED_PREFIX + str(i))
         assert sorted(system.submits()) == [0, 6]
         assert (decisions(system, "no_match"), decisions(system, "prefix")) == (1, 5)
         assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 5 * 256
-        complete(system, SHARED + "n", n=3)
-        assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 6 * 256, "of a prompt once, as what is cached"
+        complete(system, SHARED_PREFIX + "n", n=3)
+        assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 6 * 256, (
+            "each prompt counts once, with its cached tokens"
+        )
 
 
 def test_prompts_with_different_salts_are_not_routed_together() -> None:
     with System(workers=2) as system:
         for i in range(12):
-            complete(system, SHARED, cache_salt=f"tenant {i}")
+            complete(system, SHARED_PREFIX, cache_salt=f"tenant {i}")
         assert all(system.submits()) and (decisions(system, "no_match"), decisions(system, "prefix")) == (12, 0)
-        complete(system, SHARED, cache_salt="tenant 0")
+        complete(system, SHARED_PREFIX, cache_salt="tenant 0")
         assert decisions(system, "prefix") == 1
 
 
@@ -54,7 +56,7 @@ def test_many_prompts_with_one_prefix_spread_over_workers() -> None:
             worker.info.max_running_requests = 8
 
     with System(workers=2, configure=configure) as system:
-        RawClient(system, "/v1/completions", {"prompt": SHARED, "n": 12})
+        RawClient(system, "/v1/completions", {"prompt": SHARED_PREFIX, "n": 12})
         wait_until(lambda: sum(system.running()) == 12, "the submits")
         assert min(system.running()) >= 3
         assert decisions(system, "prefix_overflow") + decisions(system, "prefix") >= 10
@@ -63,7 +65,7 @@ def test_many_prompts_with_one_prefix_spread_over_workers() -> None:
 def test_round_robin_alternates_workers() -> None:
     with System(workers=3, routing_policy="round_robin") as system:
         for _ in range(6):
-            complete(system, SHARED)
+            complete(system, SHARED_PREFIX)
         assert system.submits() == [2, 2, 2] and decisions(system, "round_robin") == 6
 
 
@@ -85,15 +87,15 @@ def test_routing_key_keeps_the_worker() -> None:
 
 def test_blocks_are_removed_when_a_worker_reconnects() -> None:
     with System(workers=2) as system:
-        complete(system, SHARED)
+        complete(system, SHARED_PREFIX)
         index = system.gateway.dispatcher.fleet.index
         assert index is not None and index.num_blocks == 4
         used = next(host for host in system.workers if host.servicer.submits)
         system.call(used.stop())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the disconnection")
         system.call(used.start())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "its return")
-        complete(system, SHARED)
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the reconnection")
+        complete(system, SHARED_PREFIX)
         assert decisions(system, "prefix") == 0
 
 
@@ -104,9 +106,9 @@ def test_blocks_are_removed_after_a_flush() -> None:
         assert index is not None
         for generation in range(1, 6):
             for host in system.workers:
-                system.do(lambda host=host, generation=generation: host.servicer.tell(index_generation=generation))
+                system.do(lambda host=host, generation=generation: host.servicer.report_load(index_generation=generation))
             wait_until(lambda g=generation: index.find("worker-0", g) >= 0 and index.find("worker-1", g) >= 0, "the loads")
-            complete(system, SHARED)
+            complete(system, SHARED_PREFIX)
             assert decisions(system, "prefix") == 0
         wait_until(lambda: index.num_retired == 0, "the sweep")
         assert [index.find("worker-0", generation) >= 0 for generation in range(6)] == [False] * 5 + [True]
@@ -117,32 +119,34 @@ def test_lower_tiers_count_by_the_savings_that_workers_report() -> None:
     with System(workers=2) as system:
         index = system.gateway.dispatcher.fleet.index
         assert index is not None
-        complete(system, SHARED)
+        complete(system, SHARED_PREFIX)
         info = system.workers[0].servicer.info
         ids = next(submit for host in system.workers for submit in host.servicer.submits).prompt_ids
         names = list(split_hashes(block_hashes(root_hash(info.model, info.revision, info.tokenizer, ""), ids)))
 
-        def kept_in_hosts(generation: int, saves: tuple[float, float]) -> list[int]:
+        def route_with_host_hits(generation: int, saves: tuple[float, float]) -> list[int]:
             """Returns the worker that gets the next request."""
             before = system.submits()
             for host, share in zip(system.workers, saves, strict=True):
-                said = {} if share < 0 else {"host_saves": share}
-                system.do(lambda host=host, said=said: host.servicer.tell(index_generation=generation, **said))
+                load = {} if share < 0 else {"host_saves": share}
+                system.do(lambda host=host, load=load: host.servicer.report_load(index_generation=generation, **load))
             owners = [lambda name=f"worker-{number}": index.find(name, generation) for number in range(2)]
             wait_until(lambda: all(owner() >= 0 for owner in owners), "the loads")
             for owner in owners:
                 system.do(lambda owner=owner: index.stored(owner(), names, BlockTier.HOST))
-            complete(system, SHARED)
+            complete(system, SHARED_PREFIX)
             return [after - count for after, count in zip(system.submits(), before, strict=True)]
 
-        assert kept_in_hosts(2, (0.2, 0.9)) == [0, 1] and kept_in_hosts(3, (0.9, 0.2)) == [1, 0]
-        assert kept_in_hosts(4, (0.7, -1.0)) == [0, 1] and kept_in_hosts(5, (-1.0, float("nan"))) == [1, 0]
+        assert route_with_host_hits(2, (0.2, 0.9)) == [0, 1] and route_with_host_hits(3, (0.9, 0.2)) == [1, 0]
+        assert route_with_host_hits(4, (0.7, -1.0)) == [0, 1] and route_with_host_hits(5, (-1.0, float("nan"))) == [1, 0]
         assert decisions(system, "prefix") == 4
         assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 4 * len(names) * 64
-        assert sum(kept_in_hosts(6, (0.0, 0.0))) == 1 and decisions(system, "prefix") == 4
-        looks = range(3, TRIES_ONE_IN + 1)  # at a tier that saves nothing: those before were of the last two
-        tried = [kept_in_hosts(4 + look, (0.0, 0.0)) and decisions(system, "prefix") for look in looks]
-        assert tried == [4] * (len(looks) - 1) + [5], "it may pay by now"
+        assert sum(route_with_host_hits(6, (0.0, 0.0))) == 1 and decisions(system, "prefix") == 4
+        requests = range(
+            3, TRIES_ONE_IN + 1
+        )  # requests with a hit in a tier that saves nothing; the assertions above sent the first two
+        tried = [route_with_host_hits(4 + look, (0.0, 0.0)) and decisions(system, "prefix") for look in requests]
+        assert tried == [4] * (len(requests) - 1) + [5], "the last request tries the tier that saved nothing"
 
 
 def test_worker_with_two_addresses_is_one_owner() -> None:
@@ -157,7 +161,7 @@ def test_worker_with_two_addresses_is_one_owner() -> None:
         wait_until(lambda: system.running() == [2, 2], "the submits")
         for host in system.workers:
             system.call(host.stop())
-        wait_until(lambda: system.num_waiting == 4, "the wait")
+        wait_until(lambda: system.num_waiting == 4, "the request in the gateway's queue")
         system.allow(None)
         system.call(system.workers[0].start())
         client.read_until(b'"usage"')

@@ -1,4 +1,4 @@
-"""Workers that send nothing over an open connection."""
+"""Tests of workers that send nothing over an open connection."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import System, wait_until
 
-SILENCE_S = 0.4
+SILENCE_S = 0.4  # seconds without a message after which a worker is lost
 
 
 def test_silent_worker_is_lost() -> None:
     with System(workers=2, configure=stopped, worker_silence_s=SILENCE_S) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 3)
-        system.do(lambda: first.servicer.tell(num_open=1))
+        system.do(lambda: first.servicer.report_load(num_open=1))
         other = next(host for host in system.workers if host is not first)
         wait_until(lambda: len(other.servicer.submits) == 1, "the move")
         system.allow(None)
         assert content_of(pending.result().text) == ANSWER
         assert len(other.servicer.submits[0].output_ids) == 3
-        assert not first.servicer.running  # the stream's end aborts it there
+        assert not first.servicer.running  # the worker aborts the requests of an ended stream
 
 
 def test_worker_without_load_reports_may_be_silent() -> None:
@@ -39,7 +39,7 @@ def test_load_reports_keep_a_worker_connected() -> None:
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
         workers[0].beat_s = 0.05
-        workers[0].tell()
+        workers[0].report_load()
 
     with System(configure=configure, worker_silence_s=0.3) as system:
         pending = Pending(system)
@@ -54,7 +54,7 @@ def test_pause_of_the_gateway_does_not_count_as_silence() -> None:
         stopped(workers)
         for worker in workers:
             worker.beat_s = 0.05
-            worker.tell()
+            worker.report_load()
 
     with System(workers=2, configure=configure, worker_silence_s=0.5) as system:
         pending = Pending(system)

@@ -1,4 +1,4 @@
-"""A response comes from one model version: a begun request continues with its version or fails with an error that says so."""
+"""Tests that a response comes from one model version: a begun request continues with its version, or fails with that reason."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rootstock_llm.protos import common_pb2 as pb
 from tests.services.gateway.dispatch.test_dispatch_endpoints import discover
 from tests.services.gateway.dispatch.test_dispatch_hedging import AFTER_S, allow, hedged
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
-from tests.services.gateway.dispatch.test_dispatch_paused import tell
+from tests.services.gateway.dispatch.test_dispatch_paused import report_load
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of
 from tests.services.gateway.fakes import FakeWorker, Host, ids_of
 from tests.services.gateway.system import RawClient, System, wait_until
 
 GONE = '"code":"weights_not_served"'
-FOR_EVER_S = 600.0  # long, so that no request ends by a timeout
+LONG_S = 600.0  # long, so that no request ends by a timeout
 
 
-def of(*revisions: str) -> Callable[[list[FakeWorker]], None]:
-    """Workers that make no step, with these weights."""
+def with_revisions(*revisions: str) -> Callable[[list[FakeWorker]], None]:
+    """Gives the workers these model versions. They compute no step until allow()."""
 
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
@@ -40,11 +40,11 @@ def refusals(system: System) -> float:
 
 
 def test_begun_request_moves_to_a_worker_of_the_model_version() -> None:
-    with System(workers=3, configure=of("old", "new", "old"), queue_timeout_s=FOR_EVER_S) as system:
+    with System(workers=3, configure=with_revisions("old", "new", "old"), queue_timeout_s=LONG_S) as system:
         pending = [Pending(system, stream=True) for _ in range(3)]
-        wait_until(lambda: system.running() == [1, 1, 1], "one on each")
+        wait_until(lambda: system.running() == [1, 1, 1], "a request on each worker")
         (pool,) = system.gateway.dispatcher.fleet.pools.values()
-        assert pool.model.revision == "old", "blocks are named by what most workers have"
+        assert pool.model.revision == "old", "block hashes begin with the version of most workers"
         system.allow(5)
         wait_until(lambda: system.has_tokens(5), "five tokens of each")
         system.call(system.workers[0].stop())
@@ -57,8 +57,8 @@ def test_begun_request_moves_to_a_worker_of_the_model_version() -> None:
 
 
 def test_begun_request_waits_when_no_worker_has_the_model_version() -> None:
-    """The worker that is lost might come back with them, for as long as a request may wait."""
-    with System(workers=2, configure=of("old", "new"), queue_timeout_s=0.3) as system:
+    """The lost worker may return with the version within the queue timeout."""
+    with System(workers=2, configure=with_revisions("old", "new"), queue_timeout_s=0.3) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 5)
         system.call(first.stop())
@@ -71,11 +71,11 @@ def test_begun_request_waits_when_no_worker_has_the_model_version() -> None:
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_begun_request_fails_when_the_worker_returns_with_another_version(stream: bool) -> None:
-    with System(configure=of("old"), queue_timeout_s=FOR_EVER_S) as system:
+    with System(configure=with_revisions("old"), queue_timeout_s=LONG_S) as system:
         pending = Pending(system, stream=stream)
         begun(system, 5)
         system.call(system.workers[0].stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         system.worker.info.revision = "new"
         system.call(system.workers[0].start())
         answer = pending.result()
@@ -84,37 +84,37 @@ def test_begun_request_fails_when_the_worker_returns_with_another_version(stream
 
 
 def test_begun_request_fails_when_the_address_of_the_version_is_removed() -> None:
-    """As in a rollout, whose new pods have other weights."""
-    with System(workers=2, configure=of("old", "new"), queue_timeout_s=FOR_EVER_S) as system:
+    """Discovery removes the old addresses and the new pods have another version, as in a rollout."""
+    with System(workers=2, configure=with_revisions("old", "new"), queue_timeout_s=LONG_S) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 5)
         system.call(first.stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         leave_only(system, system.workers[1 - system.workers.index(first)])
         assert GONE in pending.result().text
         assert sum(system.submits()) == 1
 
 
-@pytest.mark.parametrize("others", [0, 1], ids=["nobody is left", "another model's is left"])
-def test_begun_request_waits_while_discovery_knows_no_worker_of_the_model(others: int) -> None:
+@pytest.mark.parametrize("num_others", [0, 1], ids=["no worker", "worker of another model"])
+def test_begun_request_waits_while_discovery_knows_no_worker_of_the_model(num_others: int) -> None:
     """The only worker restarts: discovery has no address until the worker is back with the same model version."""
 
     def another_model(workers: list[FakeWorker]) -> None:
-        of(*["old"] * len(workers))(workers)
+        with_revisions(*["old"] * len(workers))(workers)
         for worker in workers[1:]:
             worker.info.model = "another"
 
-    with System(workers=1 + others, configure=another_model, queue_timeout_s=FOR_EVER_S) as system:
+    with System(workers=1 + num_others, configure=another_model, queue_timeout_s=LONG_S) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 5)
         system.call(first.stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
-        discover(system, **{f"w{1 + index}": True for index in range(others)})
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
+        discover(system, **{f"w{1 + index}": True for index in range(num_others)})
         system.do(system.gateway.dispatcher._ticked)
         assert system.num_waiting == 1 and refusals(system) == 0
         system.call(first.start())
         system.allow(None)
-        discover(system, **{f"w{index}": True for index in range(1 + others)})
+        discover(system, **{f"w{index}": True for index in range(1 + num_others)})
         assert content_of(pending.result().text) == ANSWER
 
 
@@ -122,33 +122,33 @@ def test_begun_request_does_not_move_to_a_worker_with_a_shorter_context() -> Non
     """The worker with the shorter context was not connected when the response began."""
 
     def shorter(workers: list[FakeWorker]) -> None:
-        of("old", "old")(workers)
+        with_revisions("old", "old")(workers)
         workers[1].info.context_len = 4
 
     with System(workers=2, configure=shorter, queue_timeout_s=0.3) as system:
         system.call(system.workers[1].stop())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the disconnection")
         pending = Pending(system, stream=True)
         first = begun(system, 5)
         system.call(system.workers[1].start())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "its return")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the reconnection")
         system.call(first.stop())
         assert GONE in pending.result().text and system.submits() == [1, 0]
 
 
 def test_begun_request_waits_for_a_paused_worker_of_the_version() -> None:
-    with System(workers=3, configure=of("old", "old", "new"), queue_timeout_s=0.3) as system:
-        tell(system, 2, paused=True)
+    with System(workers=3, configure=with_revisions("old", "old", "new"), queue_timeout_s=0.3) as system:
+        report_load(system, 2, paused=True)
         pending = Pending(system, stream=True)
         first = begun(system, 5)
-        tell(system, 1 - system.workers.index(first), paused=True)
-        tell(system, 2, paused=False)
+        report_load(system, 1 - system.workers.index(first), paused=True)
+        report_load(system, 2, paused=False)
         system.call(first.stop())
         assert '"code":"paused"' in pending.result().text and refusals(system) == 0
 
 
 def test_second_hello_changes_the_model_version() -> None:
-    with System(workers=2, configure=of("old", "old"), queue_timeout_s=FOR_EVER_S) as system:
+    with System(workers=2, configure=with_revisions("old", "old"), queue_timeout_s=LONG_S) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 5)
         second = next(host for host in system.workers if host is not first)
@@ -156,7 +156,7 @@ def test_second_hello_changes_the_model_version() -> None:
         link = system.gateway.dispatcher.fleet.links[second.address]
         wait_until(lambda: link.info is not None and link.info.revision == "new", "the hello")
         system.call(first.stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         leave_only(system, second)
         assert GONE in pending.result().text
         system.allow(None)
@@ -164,12 +164,12 @@ def test_second_hello_changes_the_model_version() -> None:
         assert system.chat().status_code == 200
         assert second.servicer.submits[-1].revision == "new" and len(second.servicer.contexts) == 1
         (pool,) = system.gateway.dispatcher.fleet.pools.values()
-        assert pool.model.revision == "new", "what block hashes begin with"
+        assert pool.model.revision == "new", "block hashes begin with the new version"
 
 
 def test_second_hello_with_another_worker_id_breaks_the_stream() -> None:
-    """Sessions are placed by its id."""
-    with System(configure=of("old")) as system:
+    """A stream has one worker id, because sessions are placed by it."""
+    with System(configure=with_revisions("old")) as system:
         system.allow(None)
         system.do(lambda: setattr(system.worker.info, "worker_id", "another"))
         system.do(lambda: system.worker.renew("new"))
@@ -177,17 +177,17 @@ def test_second_hello_with_another_worker_id_breaks_the_stream() -> None:
         assert system.chat().status_code == 200
 
 
-def test_submit_is_sent_again_after_a_crossed_hello() -> None:
-    with System(configure=of("old")) as system:
+def test_submit_is_sent_again_when_the_version_changes_in_transit() -> None:
+    with System(configure=with_revisions("old")) as system:
         system.allow(None)
-        system.do(lambda: setattr(system.worker.info, "revision", "new"))  # the hello comes before the refusal
+        system.do(lambda: setattr(system.worker.info, "revision", "new"))  # the worker sends its hello before the refusal
         assert system.chat().json()["choices"][0]["message"]["content"] == ANSWER
         assert [submit.revision for submit in system.worker.submits] == ["old", "new"]
         assert system.metric("rootstock_gateway_moves_total", cause="weights", state="new") == 1
 
 
-def test_session_turn_fails_after_a_crossed_hello() -> None:
-    with System(configure=of("old")) as system:
+def test_session_turn_fails_when_the_version_changes_in_transit() -> None:
+    with System(configure=with_revisions("old")) as system:
         system.allow(None)
         system.do(lambda: setattr(system.worker.info, "revision", "new"))
         answer = system.post("/generate", {"text": "Hi", "session_params": {"id": "mine"}})
@@ -196,14 +196,14 @@ def test_session_turn_fails_after_a_crossed_hello() -> None:
 
 
 def test_request_fails_when_a_worker_refuses_the_reported_version() -> None:
-    with System(configure=of("old")) as system:
+    with System(configure=with_revisions("old")) as system:
         system.allow(None)
         system.do(lambda: system.worker.refuse.extend([(pb.ERROR_CODE_OTHER_WEIGHTS, "others")] * 3))
         assert system.chat().status_code == 500 and system.submits() == [2]
 
 
 def test_model_version_is_that_of_the_copy_with_the_first_output() -> None:
-    with System(workers=2, configure=of("old", "new"), hedge_after_s=AFTER_S, queue_timeout_s=0.5) as system:
+    with System(workers=2, configure=with_revisions("old", "new"), hedge_after_s=AFTER_S, queue_timeout_s=0.5) as system:
         pending = Pending(system, stream=True)
         first, second = hedged(system)
         allow(system, second, 5)
@@ -215,11 +215,11 @@ def test_model_version_is_that_of_the_copy_with_the_first_output() -> None:
 
 
 def test_waiting_begun_request_is_released_when_the_client_leaves() -> None:
-    with System(workers=2, configure=of("old", "new"), queue_timeout_s=FOR_EVER_S) as system:
+    with System(workers=2, configure=with_revisions("old", "new"), queue_timeout_s=LONG_S) as system:
         client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
         first = begun(system, 5)
         system.call(first.stop())
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         client.vanish()
         wait_until(lambda: system.num_waiting == 0, "the end")
         assert refusals(system) == 0

@@ -1,4 +1,4 @@
-"""Broken streams, absent peers, refusals and limits."""
+"""Tests of faults of the services: broken streams, absent services, refusals and limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Pending:
-    """A request that runs in a thread of its own."""
+    """A chat request that runs in a separate thread."""
 
     def __init__(self, system: System, **body: Any) -> None:
         self.answer: httpx.Response | None = None
@@ -33,7 +33,7 @@ class Pending:
 
     def result(self) -> httpx.Response:
         self._thread.join(30)
-        assert self.answer is not None, "no answer in time"
+        assert self.answer is not None, "the request has no response after the time limit"
         return self.answer
 
 
@@ -47,7 +47,7 @@ class TestWorker:
         whole = Pending(system)
         wait_until(lambda: system.has_tokens(5), "five tokens")
         system.call(system.workers[0].stop())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the break")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the disconnection")
         system.do(lambda: system.worker.allow(None))
         system.call(system.workers[0].start())
         answer = whole.result().json()
@@ -73,7 +73,7 @@ class TestWorker:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.allow(5))
             client = RawClient(system, CHAT, chat_body(stream=True, n=2))
-            client.read_until(b'o"}')  # without other letters, or with letters that a late detokenizer adds
+            client.read_until(b'o"}')  # the end of an event; a late detokenizer may have added letters
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.allow(None))
             first = max(system.workers, key=lambda host: len(host.servicer.submits))
@@ -119,7 +119,7 @@ class TestWorker:
             system.call(system.workers[0].start())
             assert pending.result().json()["choices"][0]["message"]["content"] == ANSWER
 
-    def test_queue_is_bounded(self) -> None:
+    def test_request_is_refused_when_the_queue_is_full(self) -> None:
         with System(down=("worker",), max_waiting_requests=1) as system:
             first = RawClient(system, CHAT, chat_body())
             wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
@@ -141,7 +141,7 @@ class TestWorker:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))
-            assert system.chat().status_code == 200, "one of them is tried again"
+            assert system.chat().status_code == 200, "the request is sent to the other worker"
             assert sum(len(host.servicer.submits) for host in system.workers) == 3
             system.do(lambda: system.workers[0].servicer.refuse.append((pb.ERROR_CODE_QUEUE_FULL, "full")))
             assert [system.chat().status_code for _ in range(2)] == [200, 200]
@@ -172,7 +172,7 @@ class TestWorker:
     def test_refusal_by_a_worker_becomes_an_error_of_the_client(
         self, shared: System, code: int, status: int, stream: bool
     ) -> None:
-        shared.do(lambda: shared.worker.refuse.append((code, "said the worker")))
+        shared.do(lambda: shared.worker.refuse.append((code, "refused by the worker")))
         answer = shared.chat(stream=stream)
         assert answer.status_code == status and answer.json()["error"]["message"]
         assert ("retry-after" in answer.headers) == (status == 503)
@@ -204,7 +204,7 @@ class TestDetokenizer:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_text_has_every_character_once_after_a_broken_stream(self, replicas: int) -> None:
-        """The stream breaks with text delivered, held back, and still on the way."""
+        """The stream breaks while text is delivered, held back and in transit."""
         with System(detokenizers=replicas) as system:
             system.do(lambda: setattr(system.worker, "answer", lambda submit: ALPHABET))
             system.do(lambda: system.worker.allow(10))
@@ -225,9 +225,9 @@ class TestDetokenizer:
 
     def test_complete_choice_waits_for_the_text(self, system: System) -> None:
         system.call(system.detokenizers[0].stop())
-        wait_until(lambda: system.gateway.detoks.connected() == 0, "the break")
+        wait_until(lambda: system.gateway.detoks.connected() == 0, "the disconnection")
         pending = Pending(system)
-        wait_until(lambda: len(system.worker.submits) == 1 and not system.worker.running, "the worker's end")
+        wait_until(lambda: len(system.worker.submits) == 1 and not system.worker.running, "the end of the request at the worker")
         system.call(system.detokenizers[0].start())
         assert pending.result().json()["choices"][0]["message"]["content"] == ANSWER
 
@@ -249,7 +249,10 @@ class TestDetokenizer:
 
     def test_request_fails_without_a_detokenizer(self) -> None:
         with System(down=("detokenizer",), queue_timeout_s=1.0) as system:
-            wait_until(lambda: system.gateway.tokenizer.connected() == system.gateway.dispatcher.connected() == 1, "all others")
+            wait_until(
+                lambda: system.gateway.tokenizer.connected() == system.gateway.dispatcher.connected() == 1,
+                "the connections to the other services",
+            )
             answer = system.chat()
             assert answer.status_code == 503 and "detokenizer" in answer.json()["error"]["message"]
             wait_until(lambda: not system.worker.running, "the abort")
@@ -274,7 +277,7 @@ class TestTokenizer:
     def test_request_waits_for_a_tokenizer_longer_than_the_call_timeout(self) -> None:
         with System(tokenize_timeout_s=0.3) as system:
             system.call(system.tokenizers[0].stop())
-            wait_until(lambda: system.gateway.tokenizer.connected() == 0, "the break")
+            wait_until(lambda: system.gateway.tokenizer.connected() == 0, "the disconnection")
             pending = Pending(system)
             wait_until(lambda: system.metric("rootstock_gateway_requests_in_flight") == 1, "the request")
             time.sleep(0.6)
@@ -306,7 +309,7 @@ class TestTokenizer:
     def test_failure_of_the_tokenizer_becomes_an_error_of_the_client(
         self, shared: System, code: grpc.StatusCode, status: int
     ) -> None:
-        shared.do(lambda: shared.tokenizer.failures.append((code, "said the tokenizer")))
+        shared.do(lambda: shared.tokenizer.failures.append((code, "refused by the tokenizer")))
         assert shared.chat().status_code == status
         assert shared.chat().status_code == 200
 
@@ -354,7 +357,7 @@ async def cancelled(*_: object) -> None:
 
 
 @pytest.mark.parametrize(("faulty", "log"), [(None, "request failed"), (cancelled, "a request was cancelled without a reason")])
-def test_fault_in_the_gateway_fails_one_request_with_500(
+def test_fault_in_the_gateway_fails_only_one_request_with_500(
     system: System, caplog: pytest.LogCaptureFixture, faulty: Any, log: str
 ) -> None:
     system.do(lambda: setattr(system.gateway.tokenizer, "encode_chat", faulty))

@@ -1,4 +1,4 @@
-"""Retry-After of a 503."""
+"""Tests of Pace: the Retry-After header of a 503 follows the recent rate of completions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from rootstock_llm.services.gateway.dispatch.waiting import LONGEST_S, WINDOW_S,
 
 
 class Queue:
+    """A Pace with a virtual clock and a given number of waiting requests."""
+
     def __init__(self, waiting: int) -> None:
         self.now, self.waiting = 1000.0, waiting
         self.pace = Pace(lambda: self.waiting, 2, lambda: self.now)
@@ -19,13 +21,13 @@ class Queue:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "per_s", "said"),
+    ("waiting", "per_s", "expected"),
     [(0, 10, 2), (5, 10, 2), (100, 10, 10), (10_000, 10, LONGEST_S), (10, 1, 10)],
 )
-def test_retry_after_follows_the_recent_rate(waiting: int, per_s: float, said: int) -> None:
+def test_retry_after_follows_the_recent_rate(waiting: int, per_s: float, expected: int) -> None:
     queue = Queue(waiting)
     queue.serve(per_s, 4 * WINDOW_S)
-    assert said - 1 <= queue.pace.retry_after_s() <= said + 1
+    assert expected - 1 <= queue.pace.retry_after_s() <= expected + 1
 
 
 def test_retry_after_is_the_counted_time_without_completions() -> None:
@@ -35,7 +37,7 @@ def test_retry_after_is_the_counted_time_without_completions() -> None:
     assert WINDOW_S <= queue.pace.retry_after_s() <= 2 * WINDOW_S
 
 
-def test_retry_after_is_least_when_the_queue_is_empty() -> None:
+def test_retry_after_is_the_minimum_when_the_queue_is_empty() -> None:
     queue = Queue(1000)
     queue.serve(1, 60)
     queue.waiting = 0

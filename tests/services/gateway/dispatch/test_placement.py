@@ -1,4 +1,4 @@
-"""Placement: the reservations that it releases, and the time that a choice may wait."""
+"""Tests of Placement: the KV reservations that it releases, and the time that a choice may wait."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from rootstock_llm.services.gateway.dispatch.placement import KvReservation, Pla
 class Link:
     """A link that records aborts and released reservations."""
 
-    knows: bool = True  # the worker has received the submit
-    left: list[int] = field(default_factory=list)
-    aborted: list[int] = field(default_factory=list)
+    has_submit: bool = True  # the worker has received the submit
+    released: list[int] = field(default_factory=list)  # handles of released reservations
+    aborted: list[int] = field(default_factory=list)  # handles
     info: Any = field(default_factory=lambda: worker_pb2.WorkerInfo(role="decode", kv_layout=b"pages"))
     model_version: Any = None
 
     def abort(self, handle: int) -> bool:
         self.aborted.append(handle)
-        return not self.knows
+        return not self.has_submit
 
     def release_reservation(self, handle: int) -> None:
-        self.left.append(handle)
+        self.released.append(handle)
 
 
-unused: Any = None
+UNUSED: Any = None
 
 
-@pytest.mark.parametrize(("knows", "left"), [(True, [8]), (False, [7])])
-def test_placement_releases_reservation_without_a_reader(knows: bool, left: list[int]) -> None:
+@pytest.mark.parametrize(("has_submit", "released"), [(True, [8]), (False, [7])])
+def test_placement_releases_reservation_without_a_reader(has_submit: bool, released: list[int]) -> None:
     """A connected worker that has received the submit releases the reservation itself."""
-    prefill, decode, copy = Link(), Link(knows), Link(knows=False)
-    placement = Placement(unused, unused, unused)
+    prefill, decode, copy = Link(), Link(has_submit), Link(has_submit=False)
+    placement = Placement(UNUSED, UNUSED, UNUSED)
     placement.choice = type("Choice", (), {"output_ids": [1]})()
     source = worker_pb2.KvSource()
     placement.hand_over(KvReservation(prefill, 7, source, b"pages"))  # type: ignore[arg-type]
@@ -45,28 +45,28 @@ def test_placement_releases_reservation_without_a_reader(knows: bool, left: list
     placement.place(decode, 12, 0, 0.0)  # type: ignore[arg-type]
     placement.copy_to(copy, 13)  # type: ignore[arg-type]
     placement.cancel_hedge()
-    assert copy.aborted == [13] and prefill.left == [], "a copy reads nothing"
-    again = Placement(unused, unused, unused)
+    assert copy.aborted == [13] and prefill.released == [], "a hedge copy has no KV reservation"
+    again = Placement(UNUSED, UNUSED, UNUSED)
     again.choice = placement.choice
     again.choice.trace = None
     again.hand_over(KvReservation(prefill, 8, source, b"pages"))  # type: ignore[arg-type]
     again.take_source(decode, 14)  # type: ignore[arg-type]
-    again.lost(14, was_sent=knows)
-    assert again.prefilled is not knows and again.source_layout == (b"" if knows else b"pages")
+    again.lost(14, was_sent=has_submit)
+    assert again.prefilled is not has_submit and again.source_layout == (b"" if has_submit else b"pages")
     placement.withdraw()
-    assert decode.aborted == [12] and prefill.left == left
+    assert decode.aborted == [12] and prefill.released == released
 
 
-def test_placement_spends_patience_only_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time on workers between two waits does not count, and a choice with output gets all of its patience again."""
+def test_placement_counts_only_queue_time_against_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time on workers between two waits does not count. A choice with output gets the whole time again."""
 
     async def run() -> list[float]:
-        loop, placement, now = asyncio.get_running_loop(), Placement(unused, unused, unused), 0.0
+        loop, placement, now = asyncio.get_running_loop(), Placement(UNUSED, UNUSED, UNUSED), 0.0
         monkeypatch.setattr(loop, "time", lambda: now)
         ends = []
-        for begins, lasts, afresh in ((100.0, 4.0, False), (500.0, 2.0, False), (900.0, 1.0, True), (950.0, 1.0, False)):
+        for begins, lasts, is_reset in ((100.0, 4.0, False), (500.0, 2.0, False), (900.0, 1.0, True), (950.0, 1.0, False)):
             now = begins
-            placement.begin_wait(10.0, afresh, lambda: None)
+            placement.begin_wait(10.0, is_reset, lambda: None)
             assert placement.wait_timer is not None
             ends.append(placement.wait_timer.when())
             now += lasts

@@ -1,4 +1,4 @@
-"""A worker names a refused field by its path in the message. In every API the client gets its own name of the field."""
+"""Tests that the refusal of a worker, which names a protobuf field, reaches the client with the field name of its API."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_refusal_keeps_the_index_of_an_element(shared: System) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("message", "shown"),
     [
         ("is too much", "is too much"),
         ("top_p: is too much", "top_p: is too much"),
@@ -77,12 +77,12 @@ def test_refusal_keeps_the_index_of_an_element(shared: System) -> None:
         ("it is not for top_k: ", "it is not for top_k: "),
         ("top_k: ", "The worker refused it."),
     ],
-    ids=["an older worker", "another name", "twice", "elsewhere", "nothing"],
+    ids=["no field", "another field", "field twice", "field not at the start", "no text"],
 )
-def test_refusal_drops_the_worker_field_from_the_message_once(shared: System, said: str, told: str) -> None:
-    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, said, "top_k")))
+def test_refusal_drops_the_worker_field_from_the_message_once(shared: System, message: str, shown: str) -> None:
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, message, "top_k")))
     error = shared.post(CHAT, BODIES[CHAT]).json()["error"]
-    assert (error["param"], error["message"]) == ("top_k", f"top_k: {told}")
+    assert (error["param"], error["message"]) == ("top_k", f"top_k: {shown}")
 
 
 def test_refusal_of_a_grammar_keeps_the_message(shared: System) -> None:
@@ -112,9 +112,7 @@ def test_refusal_of_a_newer_worker_keeps_the_field(shared: System) -> None:
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_value_outside_of_the_message_type_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of the field has passed the value by mistake."""
-    monkeypatch.setattr(
-        "rootstock_llm.services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0}
-    )
+    """This happens if the check of the field has a fault."""
+    monkeypatch.setattr("rootstock_llm.services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0})
     answer = shared.post(path, {**BODIES[path], "logit_bias": {"1": 1}})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_value"

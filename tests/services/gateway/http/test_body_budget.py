@@ -1,4 +1,4 @@
-"""The budget for the bodies of all requests: waiting bodies, refusals, and the memory of the process."""
+"""Tests of the budget for the bodies of all requests: waiting bodies, refusals, and the memory of the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.services.gateway.gateway_process import Process
 from tests.services.gateway.system import WAIT_S, System, wait_until
 
 MIB = 1 << 20
-AT_NIGHT = pytest.mark.skipif(not NIGHTLY, reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1")
+NIGHTLY_ONLY = pytest.mark.skipif(not NIGHTLY, reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1")
 SETTINGS = {"max_body_bytes": MIB, "body_budget_bytes": MIB}
 CHAT = "/v1/chat/completions"
 SMALL = {"model": MODEL, "prompt": [72, 105]}  # needs no tokenizer
@@ -60,16 +60,16 @@ class Sender:
         self._socket.close()
 
 
-def waiting(system: System, pool: str = "large") -> float:
+def num_waiting(system: System, pool: str = "large") -> float:
     return system.metric("rootstock_gateway_bodies_waiting", pool=pool)
 
 
-def held(system: System, pool: str = "large") -> float:
+def reserved_bytes(system: System, pool: str = "large") -> float:
     return system.metric("rootstock_gateway_body_bytes", pool=pool)
 
 
 @contextmanager
-def held_up(system: System) -> Iterator[Sender]:
+def unfinished_chat(system: System) -> Iterator[Sender]:
     """Sends a large chat whose preparation does not end, so that the bytes stay reserved."""
     system.do(system.tokenizer.gate.clear)
     calls = len(system.tokenizer.calls)
@@ -81,66 +81,68 @@ def held_up(system: System) -> Iterator[Sender]:
         system.do(system.tokenizer.gate.set)
         first.answer()
         first.close()
-        wait_until(lambda: held(system) == 0, "the bytes given back")
+        wait_until(lambda: reserved_bytes(system) == 0, "the release of the bytes")
 
 
 @pytest.fixture(scope="module")
-def tight() -> Iterator[System]:
+def small_budget() -> Iterator[System]:
     with System(**SETTINGS, body_wait_s=60.0, tokenize_timeout_s=60.0) as system:
         yield system
 
 
-def test_body_budget_lets_small_bodies_pass_a_waiting_large_one(tight: System) -> None:
-    with held_up(tight):
-        assert held(tight) == 600_000
-        second = Sender(tight.port, chat_of(700_000))
-        wait_until(lambda: waiting(tight) == 1, "the second chat in line")
-        assert tight.post("/v1/completions", SMALL).status_code == 200
-        assert waiting(tight) == 1
+def test_body_budget_admits_small_bodies_while_a_large_body_waits(small_budget: System) -> None:
+    with unfinished_chat(small_budget):
+        assert reserved_bytes(small_budget) == 600_000
+        second = Sender(small_budget.port, chat_of(700_000))
+        wait_until(lambda: num_waiting(small_budget) == 1, "the waiting second chat")
+        assert small_budget.post("/v1/completions", SMALL).status_code == 200
+        assert num_waiting(small_budget) == 1
     assert second.answer().startswith(b"HTTP/1.1 400 ")  # the prompt exceeds the context
     second.close()
 
 
-@pytest.mark.parametrize("how", ["close", "reset"])
-def test_body_budget_frees_the_place_when_a_waiting_client_leaves(tight: System, how: str) -> None:
-    with held_up(tight):
-        second = Sender(tight.port, b" " * 100_000, size=700_000)  # more than is read ahead, less than the kernel takes
-        wait_until(lambda: waiting(tight) == 1, "the second in line")
-        third = Sender(tight.port, chat_of(300_000))
-        wait_until(lambda: waiting(tight) == 2, "both in line")
-        getattr(second, how)()
-        wait_until(lambda: waiting(tight) == 0, "the third chat before the first one's end")
-        assert held(tight) == 900_000
+@pytest.mark.parametrize("end", ["close", "reset"])
+def test_body_budget_skips_a_waiting_body_when_the_client_leaves(small_budget: System, end: str) -> None:
+    with unfinished_chat(small_budget):
+        second = Sender(
+            small_budget.port, b" " * 100_000, size=700_000
+        )  # larger than the read-ahead buffer, smaller than the socket buffer
+        wait_until(lambda: num_waiting(small_budget) == 1, "the second waiting body")
+        third = Sender(small_budget.port, chat_of(300_000))
+        wait_until(lambda: num_waiting(small_budget) == 2, "two waiting bodies")
+        getattr(second, end)()
+        wait_until(lambda: num_waiting(small_budget) == 0, "the third chat before the first one's end")
+        assert reserved_bytes(small_budget) == 900_000
     third.answer()
     third.close()
 
 
-def test_body_budget_grows_in_steps_when_the_size_is_unknown(tight: System) -> None:
+def test_body_budget_grows_in_steps_when_the_size_is_unknown(small_budget: System) -> None:
     """The first step has 64 KiB. All further steps have 1 MiB."""
-    tight.do(tight.tokenizer.gate.clear)
+    small_budget.do(small_budget.tokenizer.gate.clear)
     body, sizes = chat_of(100_000), []
-    client = socket.create_connection(("127.0.0.1", tight.port), timeout=WAIT_S)
+    client = socket.create_connection(("127.0.0.1", small_budget.port), timeout=WAIT_S)
     client.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n".encode())
     for piece, pool in ((body[:10_000], "small"), (body[10_000:], "large")):
         client.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
-        wait_until(lambda: held(tight, pool) > 0, f"the {pool} pool")  # noqa: B023
-        sizes.append((held(tight, "small"), held(tight, "large")))
-    tight.do(tight.tokenizer.gate.set)
+        wait_until(lambda: reserved_bytes(small_budget, pool) > 0, f"the {pool} pool")  # noqa: B023
+        sizes.append((reserved_bytes(small_budget, "small"), reserved_bytes(small_budget, "large")))
+    small_budget.do(small_budget.tokenizer.gate.set)
     client.sendall(b"0\r\n\r\n")
     assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
     client.close()
     assert sizes == [(65536, 0), (0, MIB)]
-    wait_until(lambda: held(tight) == 0, "the bytes given back")
+    wait_until(lambda: reserved_bytes(small_budget) == 0, "the release of the bytes")
 
 
-def test_body_budget_reserves_the_size_of_parsed_values(tight: System) -> None:
+def test_body_budget_reserves_the_size_of_parsed_values(small_budget: System) -> None:
     """The prompt has token ids of 40 bytes each, and waits for its model."""
     ids = b"[" + b"1," * 19_999 + b"1]"
     body = b'{"model": "%b", "prompt": [%b]}' % (MODEL.encode(), b",".join([ids] * 2))
-    with held_up(tight):
-        second = Sender(tight.port, body)
-        wait_until(lambda: waiting(tight) == 1, "the second for its values")
-        assert held(tight) == 600_000 + len(body)
+    with unfinished_chat(small_budget):
+        second = Sender(small_budget.port, body)
+        wait_until(lambda: num_waiting(small_budget) == 1, "the second body to wait for the size of its values")
+        assert reserved_bytes(small_budget) == 600_000 + len(body)
     second.answer()
     second.close()
 
@@ -153,17 +155,17 @@ def test_body_is_refused_when_parsed_values_exceed_the_budget() -> None:
         assert refused.status_code == 413 and "values" in refused.json()["error"]["message"]
 
 
-def test_body_is_refused_after_the_longest_wait() -> None:
-    with System(**SETTINGS, body_wait_s=0.1, tokenize_timeout_s=60.0) as system, held_up(system):
+def test_body_is_refused_after_body_wait_s() -> None:
+    with System(**SETTINGS, body_wait_s=0.1, tokenize_timeout_s=60.0) as system, unfinished_chat(system):
         answer = system.post(CHAT, chat_of(700_000))
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["code"] == "body_budget"
         assert system.metric("rootstock_gateway_bodies_refused_total") == 1
-        assert waiting(system) == 0 and held(system) == 600_000
+        assert num_waiting(system) == 0 and reserved_bytes(system) == 600_000
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Returns the peak since the last reset and the present size, in bytes."""
+    """Returns the peak since the last reset and the current size of resident memory, in bytes."""
     with open(f"/proc/{pid}/status") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields["VmHWM"].split()[0]) << 10, int(fields["VmRSS"].split()[0]) << 10
@@ -173,10 +175,10 @@ def burst(process: Process, count: int, size: int, timeout_s: float) -> list[int
     """Sends the given number of chats of one size at once. Returns their statuses."""
     body, statuses = chat_of(size), []
 
-    def one() -> None:
+    def send_one() -> None:
         statuses.append(httpx.post(f"http://127.0.0.1:{process.port}{CHAT}", content=body, timeout=timeout_s).status_code)
 
-    threads = [threading.Thread(target=one) for _ in range(count)]
+    threads = [threading.Thread(target=send_one) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -188,7 +190,7 @@ def burst(process: Process, count: int, size: int, timeout_s: float) -> list[int
     ("count", "size", "budget", "peak_mib", "after_mib", "after_s"),
     [
         pytest.param(8, 6_000_000, 8 * MIB, 48, 16, 5, id="by day"),
-        pytest.param(16, 60_000_000, 64 * MIB, 300, 50, 120, id="at night", marks=AT_NIGHT),
+        pytest.param(16, 60_000_000, 64 * MIB, 300, 50, 120, id="by night", marks=NIGHTLY_ONLY),
     ],
 )
 def test_body_budget_bounds_and_returns_memory(
@@ -203,7 +205,7 @@ def test_body_budget_bounds_and_returns_memory(
             file.write("5")
         _, idle = memory_of(process.pid)
         statuses = burst(process, count, size, 120.0)
-        # The fake tokenizer takes messages of 4 MB, so each is refused when all of the gateway's work has been done.
+        # The fake tokenizer accepts messages of up to 4 MB, so each chat is refused after all of the gateway's work.
         assert statuses == [413] * count
         peak, _ = memory_of(process.pid)
         deadline = time.monotonic() + after_s

@@ -1,4 +1,4 @@
-"""The limits of a connection outside of requests: heads, trailers, silence, pipelining, and the number of connections."""
+"""Tests of the limits of a connection: heads, trailers, idle time, pipelining, and the number of connections."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def error_of(answer: bytes) -> dict[str, object]:
     return body
 
 
-ENDLESS = {
+ENDLESS = {  # by the endless part: the input before it
     "one header": b"GET /health HTTP/1.1\r\nHost: here\r\nX: ",
     "a target": b"GET /",
     "a method": b"",
@@ -139,8 +139,8 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("begin", ENDLESS.values(), ids=ENDLESS)
-def test_connection_ends_input_without_an_end(begin: bytes) -> None:
-    """The client sends 16 MiB without an end of line. Other clients are answered in the meantime."""
+def test_connection_closes_when_a_part_of_the_input_never_ends(begin: bytes) -> None:
+    """The client sends 16 MiB without an end of line. Other clients get responses at the same time."""
 
     async def use(server: Server) -> None:
         client, other = await server.connect(), await server.connect()
@@ -173,7 +173,7 @@ def test_connection_answers_431_to_a_large_head() -> None:
 
 @pytest.mark.parametrize(("size", "status"), [(MAX_HEAD_BYTES, 200), (MAX_HEAD_BYTES + 1, 431)])
 @pytest.mark.parametrize("piece", [1000, 1 << 20])
-def test_head_limit_is_exact_for_any_pieces(size: int, status: int, piece: int) -> None:
+def test_head_limit_is_exact_for_any_division_into_pieces(size: int, status: int, piece: int) -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         begin, end = b"GET / HTTP/1.1\r\nHost: here\r\nX: ", b"\r\n\r\n"
@@ -210,7 +210,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 @pytest.mark.parametrize(
     "sent", [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n\r\n", b"\x16\x03\x01\x02\x00"]
 )
-def test_connection_refuses_invalid_http_in_the_form_of_the_api(sent: bytes) -> None:
+def test_connection_refuses_invalid_http_with_an_api_error(sent: bytes) -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         await client.send(sent)
@@ -221,7 +221,7 @@ def test_connection_refuses_invalid_http_in_the_form_of_the_api(sent: bytes) -> 
     serving(use)
 
 
-def test_pipelined_request_is_neither_idle_nor_cut() -> None:
+def test_connection_with_a_pipelined_request_is_not_closed_as_idle() -> None:
     """The body of the second request is incomplete when the first response ends, and the server is full."""
 
     async def use(server: Server) -> None:
@@ -236,16 +236,16 @@ def test_pipelined_request_is_neither_idle_nor_cut() -> None:
 
 
 @pytest.mark.parametrize(("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET /" + b"a" * MAX_HEAD_BYTES, 431)])
-def test_refusals_of_the_connection_are_counted(sent: bytes, status: int) -> None:
-    told: list[int] = []
+def test_metric_counts_refusals_of_the_connection(sent: bytes, status: int) -> None:
+    counted: list[int] = []
 
     async def use(server: Server) -> None:
         client = await server.connect()
         await client.send(sent)
         assert await client.status() == status
-        assert told == [status]
+        assert counted == [status]
 
-    serving(use, HttpOptions(first_request_s=0.05, on_refused=lambda error: told.append(error.status)))
+    serving(use, HttpOptions(first_request_s=0.05, on_refused=lambda error: counted.append(error.status)))
 
 
 class TestTime:
@@ -260,15 +260,15 @@ class TestTime:
 
         serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
 
-    @pytest.mark.parametrize("drip", [b"\r\n", b"a"], ids=["blank lines", "a head"])
-    def test_head_timeout_holds_when_bytes_drip(self, drip: bytes) -> None:
+    @pytest.mark.parametrize("piece", [b"\r\n", b"a"], ids=["blank lines", "head"])
+    def test_head_timeout_applies_when_single_bytes_arrive(self, piece: bytes) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(GET)
             assert await client.status() == 200
             ending = asyncio.create_task(client.ended())
             for _ in range(1000):
-                await client.send(drip)
+                await client.send(piece)
                 await asyncio.sleep(0.01)
                 if not server.server.server_state.connections:
                     break
@@ -311,14 +311,14 @@ class TestTime:
 
         serving(use)
 
-    @pytest.mark.parametrize("then", ["no chunk", "the next request, for the body was not asked for"])
-    def test_connection_reads_no_request_when_the_body_is_missing(self, then: str) -> None:
+    @pytest.mark.parametrize("next_input", ["no chunk", "request without the body"])
+    def test_connection_reads_no_request_when_the_body_is_missing(self, next_input: str) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
-            expect = b"" if then == "no chunk" else b"Expect: 100-continue\r\n"
+            expect = b"" if next_input == "no chunk" else b"Expect: 100-continue\r\n"
             await client.send(b"POST /early HTTP/1.1\r\nHost: here\r\n" + expect + b"Transfer-Encoding: chunked\r\n\r\n")
             assert await client.status() == 200
-            await client.send(b"xyz\r\n" if then == "no chunk" else GET)
+            await client.send(b"xyz\r\n" if next_input == "no chunk" else GET)
             assert await client.ended()
             assert server.app.begun == 1
 
@@ -360,7 +360,7 @@ class TestPressure:
     def test_full_server_closes_the_longest_idle_connection(self) -> None:
         async def use(server: Server) -> None:
             first, second = await server.connect(), await server.connect()
-            for client in (second, first):  # now it is the second that has been idle longer
+            for client in (second, first):  # the second connection has been idle longer
                 await client.send(GET)
                 assert await client.status() == 200
             third = await server.connect()
@@ -390,7 +390,7 @@ class TestPressure:
 
         serving(use, HttpOptions(first_request_s=0.05, retry_after_s=7, connections=2))
 
-    def test_probe_connection_does_not_take_a_place(self) -> None:
+    def test_connection_of_a_probe_does_not_count(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n")

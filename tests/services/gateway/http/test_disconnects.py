@@ -1,4 +1,4 @@
-"""Clients that leave, in each phase of a request: the abort reaches every service at once, and everything is released."""
+"""Tests of clients that leave in each phase of a request: every service gets an abort, and the gateway frees its resources."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def idle(system: System) -> bool:
 
 def has_ended(system: System, phase: str) -> bool:
     """Waits until the end of the request is counted in this phase, and until the gateway is idle."""
-    wait_until(lambda: gone_in(system, phase), "the end")
+    wait_until(lambda: is_counted_and_idle(system, phase), "the end of the request")
     return True
 
 
-def gone_in(system: System, phase: str) -> bool:
+def is_counted_and_idle(system: System, phase: str) -> bool:
     return system.metric("rootstock_gateway_aborts_total", phase=phase) == 1.0 and idle(system)
 
 
 def test_request_is_released_when_the_client_leaves_while_sending_the_body(system: System) -> None:
     raw = socket.create_connection(("127.0.0.1", system.port))
     raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-    wait_until(lambda: not system.gateway.service.idle, "arrival")
+    wait_until(lambda: not system.gateway.service.idle, "the arrival of the request")
     raw.close()
     assert has_ended(system, "accepted")
     assert system.tokenizer.calls == []
@@ -61,7 +61,7 @@ def test_request_is_released_when_the_client_leaves_during_tokenization(system: 
     ],
 )
 def test_request_without_generation_is_cancelled_when_the_client_leaves(path: str, body: dict[str, Any]) -> None:
-    """A waiting request keeps its bytes reserved, and counts against max_concurrent_requests."""
+    """The waiting requests have their bytes reserved, and count against max_concurrent_requests."""
     with System(max_concurrent_requests=2, tokenize_timeout_s=600.0) as system:
         system.do(system.tokenizer.gate.clear)
         clients = [RawClient(system, path, {**body, "user": "x" * 100}) for _ in range(2)]
@@ -157,4 +157,4 @@ def test_other_requests_continue_when_a_client_leaves(system: System) -> None:
     system.do(lambda: system.worker.allow(None))
     staying.read_until(b"data: [DONE]")
     assert b'"finish_reason":"stop"' in staying.received
-    wait_until(lambda: idle(system), "the end")
+    wait_until(lambda: idle(system), "the end of the request")

@@ -1,4 +1,4 @@
-"""Readiness for kubelets and balancers: a gateway is ready without any other service, and not ready while it stops."""
+"""Tests of readiness: a gateway is ready without any other service, and not ready while it stops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def state(health_port: int, service: str) -> int:
 
 
 @contextmanager
-def a_request_that_waits(port: int) -> Iterator[socket.socket]:
+def open_request(port: int) -> Iterator[socket.socket]:
     with socket.create_connection((HOST, port), 10) as client:
         body = b'{"model":"sleeping","prompt":[1,2,3]}'
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
@@ -61,13 +61,13 @@ def test_grpc_readiness_needs_no_services_and_ends_with_the_stop() -> None:
         answer = httpx.get(f"http://{HOST}:{port}/readiness")
         assert answer.status_code == 503
         assert sorted(answer.json()["missing"]) == ["detokenizer", "tokenizer", "worker"]
-        with a_request_that_waits(port):  # the open request prolongs the drain
+        with open_request(port):  # the open request prolongs the drain
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: state(health_port, "gateway") == NOT_SERVING, "the end of readiness")
             assert state(health_port, "") == SERVING
 
 
-def told(client: httpx.Client) -> tuple[int, list[str], str | None]:
+def ready(client: httpx.Client) -> tuple[int, list[str], str | None]:
     """Returns the status and the reasons of /ready, and whether the connection ends with the response."""
     answer = client.get("/ready")
     return answer.status_code, answer.json()["missing"], answer.headers.get("connection")
@@ -78,10 +78,10 @@ def test_readiness_ends_before_the_port_closes() -> None:
     with gateway_alone(port, health_port, *LISTED, "--stop-delay-s", "7", "--queue-timeout-s", "5") as process:
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
         with httpx.Client(base_url=f"http://{HOST}:{port}") as client:
-            assert told(client) == (200, [], None)
-            with a_request_that_waits(port) as waiting:
+            assert ready(client) == (200, [], None)
+            with open_request(port) as waiting:
                 process.send_signal(signal.SIGTERM)
-                wait_until(lambda: told(client) == (503, ["stopping"], "close"), "the refusal")
+                wait_until(lambda: ready(client) == (503, ["stopping"], "close"), "the refusal")
                 assert state(health_port, "gateway") == NOT_SERVING
                 assert client.get("/v1/models").status_code == 200  # a client that has not noticed the stop is served
                 answer = waiting.recv(65536).lower()  # an earlier request closes its connection as well
@@ -94,4 +94,4 @@ def test_ready_answers_503_when_no_model_is_known() -> None:
     with gateway_alone(port, health_port):
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
         with httpx.Client(base_url=f"http://{HOST}:{port}") as client:
-            assert told(client) == (503, ["model"], None)
+            assert ready(client) == (503, ["model"], None)

@@ -1,4 +1,4 @@
-"""Requests of HTTP/1.0: their responses have no chunks (RFC 9112, section 6.1), and the end of the connection ends a body."""
+"""Tests of HTTP/1.0: responses have no chunks (RFC 9112, section 6.1), and the end of the connection ends a body."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
     "/generate": {"text": "Hi", "sampling_params": {"max_new_tokens": 3}},
 }
-MADE = re.compile(r'"(?:id|created\w*|call_id|item_id|completed_at|e2e_latency)": ?(?:"[^"]*"|[\d.]+)')  # differs per request
+RANDOM_FIELDS = re.compile(
+    r'"(?:id|created\w*|call_id|item_id|completed_at|e2e_latency)": ?(?:"[^"]*"|[\d.]+)'
+)  # differs per request
 
 
 def exchange(system: System, head: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
@@ -33,8 +35,8 @@ def exchange(system: System, head: str, body: bytes = b"") -> tuple[int, dict[st
     return int(status.split()[1]), dict(line.split(": ", 1) for line in lines), content
 
 
-def without_made(text: bytes) -> str:
-    return MADE.sub("", text.decode())
+def without_random_fields(text: bytes) -> str:
+    return RANDOM_FIELDS.sub("", text.decode())
 
 
 @pytest.mark.parametrize("keep", ["", "\r\nconnection: keep-alive"], ids=["plain", "keep-alive"])
@@ -51,7 +53,7 @@ def test_response_has_no_chunks_when_the_request_is_http_1_0(
     assert "transfer-encoding" not in headers
     assert headers["content-type"] == newer.headers["content-type"]
     assert ("content-length" in headers) == (not stream)
-    assert without_made(content) == without_made(newer.content)
+    assert without_random_fields(content) == without_random_fields(newer.content)
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/openapi.json", "/docs", "/nowhere", "/v1/models"])
@@ -76,7 +78,7 @@ def test_failed_stream_ends_with_an_error_when_the_request_is_http_1_0(system: S
     assert received.endswith(b"\n\n") and orjson.loads(received.split(b"data: ")[-1])["error"]["type"]
 
 
-def test_body_is_not_asked_for_when_the_request_is_http_1_0(shared: System) -> None:
+def test_server_sends_no_100_continue_when_the_request_is_http_1_0(shared: System) -> None:
     body = orjson.dumps({"model": MODEL, **REQUESTS["/v1/completions"]})
     head = "POST /v1/completions HTTP/1.0\r\nexpect: 100-continue"
     assert exchange(shared, head, body)[0] == 200

@@ -1,4 +1,4 @@
-"""HTTP conventions on all routes: HEAD, OPTIONS, Allow, CORS, Retry-After, and the position of an error in JSON."""
+"""Tests of HTTP on all routes: HEAD, OPTIONS, Allow, CORS, Retry-After, and the position of an error in JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = "https://page.test"
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[System]:
+def restricted() -> Iterator[System]:
     settings = {"cors_allow_origins": PAGE, "metrics_port": free_ports(1)[0], "metrics_on_http": False, "docs_enabled": False}
     with System(**settings) as system:
         yield system
@@ -77,7 +77,7 @@ def test_options_of_an_unknown_path_answers_404(shared: System) -> None:
         (b'{"prompt": "SECRET', 1, 19),
         (b'{"prompt": "\\ud800 SECRET"}', 1, 13),
     ],
-    ids=["nothing", "a bare word", "cut off", "half a character"],
+    ids=["empty", "bare word", "cut off", "lone surrogate"],
 )
 def test_invalid_json_error_names_line_and_column(shared: System, body: bytes, line: int, column: int) -> None:
     error = shared.post(CHAT, body).json()["error"]
@@ -88,21 +88,21 @@ def test_invalid_json_error_names_line_and_column(shared: System, body: bytes, l
 
 
 class TestOrigins:
-    def test_preflight_needs_no_api_key(self, guarded: System) -> None:
+    def test_preflight_needs_no_api_key(self, restricted: System) -> None:
         asked = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization,x-a"}
-        answer = httpx.options(guarded.url(CHAT), headers=asked)
+        answer = httpx.options(restricted.url(CHAT), headers=asked)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
         assert "POST" in answer.headers["access-control-allow-methods"]
         assert "authorization" in answer.headers["access-control-allow-headers"].lower()
 
-    def test_cors_exposes_responses_to_the_allowed_origin(self, guarded: System) -> None:
-        answer = guarded.get("/v1/models", headers={"origin": PAGE})
+    def test_cors_exposes_responses_to_the_allowed_origin(self, restricted: System) -> None:
+        answer = restricted.get("/v1/models", headers={"origin": PAGE})
         assert answer.headers["access-control-allow-origin"] == PAGE
         exposed = answer.headers["access-control-expose-headers"]
         assert {"x-request-id", "retry-after", "x-ratelimit-remaining-requests"} <= set(exposed.split(", "))
 
-    def test_cors_refuses_other_origins(self, guarded: System) -> None:
-        assert "access-control-allow-origin" not in guarded.get("/v1/models", headers={"origin": "https://other.test"}).headers
+    def test_cors_refuses_other_origins(self, restricted: System) -> None:
+        assert "access-control-allow-origin" not in restricted.get("/v1/models", headers={"origin": "https://other.test"}).headers
 
     def test_cors_is_off_by_default(self, shared: System) -> None:
         assert "access-control-allow-origin" not in shared.get("/v1/models", headers={"origin": PAGE}).headers
@@ -111,14 +111,14 @@ class TestOrigins:
 class TestSwitches:
     @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json"])
-    def test_disabled_route_answers_404(self, guarded: System, path: str) -> None:
-        assert guarded.get(path).status_code == 404
+    def test_disabled_route_answers_404(self, restricted: System, path: str) -> None:
+        assert restricted.get(path).status_code == 404
 
-    def test_metrics_port_serves_metrics(self, guarded: System) -> None:
-        port = guarded.gateway._settings.metrics_port
+    def test_metrics_port_serves_metrics(self, restricted: System) -> None:
+        port = restricted.gateway._settings.metrics_port
         answer = httpx.get(f"http://127.0.0.1:{port}/metrics")
         assert answer.status_code == 200 and "rootstock_gateway_requests_total" in answer.text
-        assert guarded.get("/server_info").json()["gateway"]["surroundings"]["scraped_s_ago"] < 60.0
+        assert restricted.get("/server_info").json()["gateway"]["surroundings"]["scraped_s_ago"] < 60.0
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 404
         assert httpx.post(f"http://127.0.0.1:{port}/metrics").headers["allow"] == "GET, HEAD"
 

@@ -1,4 +1,4 @@
-"""Input behind a request that is not answered yet."""
+"""Tests of pipelined input: requests that arrive before the response to an earlier request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOLD = b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n"
 ONE_READ = 256 << 10  # largest read of the event loop
 
 
-def the_connection(server: Server) -> Connection:
+def connection_of(server: Server) -> Connection:
     (connection,) = server.server.server_state.connections
     assert isinstance(connection, Connection)
     return connection
@@ -62,9 +62,9 @@ def test_pipelined_input_is_buffered_up_to_a_limit() -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         sending = asyncio.create_task(client.send(HOLD + GET * 200_000))
-        await server.until(lambda: server.app.begun == 1 and the_connection(server)._held_bytes > MAX_HEAD_BYTES)
+        await server.until(lambda: server.app.begun == 1 and connection_of(server)._held_bytes > MAX_HEAD_BYTES)
         await asyncio.sleep(0.05)
-        connection = the_connection(server)
+        connection = connection_of(server)
         assert len(connection._held) <= MAX_HEAD_BYTES + ONE_READ and len(connection.pipeline) <= 1 and server.app.begun == 1
         server.app.go.set()
         assert [await client.status() for _ in range(3000)] == [200] * 3000
@@ -74,7 +74,7 @@ def test_pipelined_input_is_buffered_up_to_a_limit() -> None:
     serving(use)
 
 
-def test_requests_behind_a_sized_body_are_parsed_in_turn() -> None:
+def test_pipelined_requests_after_a_body_with_content_length_are_parsed_one_by_one() -> None:
     post = sized(70_000, chunked=False)
 
     async def use(server: Server) -> None:
@@ -87,7 +87,7 @@ def test_requests_behind_a_sized_body_are_parsed_in_turn() -> None:
     serving(use)
 
 
-def test_requests_behind_a_chunked_body_are_limited() -> None:
+def test_pipelined_requests_after_a_chunked_body_are_limited() -> None:
     few, crowd = sized(10, chunked=True) + GET * 10, sized(10, chunked=True) + b"GET / HTTP/1.1\r\n\r\n" * 200
     head, body = few.partition(b"\r\n\r\n")[0] + b"\r\n\r\n", few.partition(b"\r\n\r\n")[2]
 
@@ -103,38 +103,38 @@ def test_requests_behind_a_chunked_body_are_limited() -> None:
     serving(use)
 
 
-def test_disconnect_is_noticed_behind_pipelined_requests() -> None:
-    async def run(behind: bytes) -> None:
+def test_disconnect_is_noticed_when_pipelined_input_is_buffered() -> None:
+    async def run(pipelined: bytes) -> None:
         async with running(PATIENT) as server:
-            gone = asyncio.Event()
+            left = asyncio.Event()
 
-            async def watching(scope, receive, send):  # type: ignore[no-untyped-def]
+            async def watch_app(scope, receive, send):  # type: ignore[no-untyped-def]
                 if scope["path"] == "/hold":
-                    scope["extensions"][WATCH](gone.set)
+                    scope["extensions"][WATCH](left.set)
                 await server.app(scope, receive, send)
 
             client = await server.connect()
             await server.until(lambda: bool(server.server.server_state.connections))
-            the_connection(server)._served = watching
-            await client.send(HOLD + behind)
+            connection_of(server)._served = watch_app
+            await client.send(HOLD + pipelined)
             await server.until(lambda: server.app.begun == 1)
             client.close()
-            await asyncio.wait_for(gone.wait(), 60)
+            await asyncio.wait_for(left.wait(), 60)
             await server.until(lambda: not server.server.server_state.connections)
-            assert server.app.begun == 1, "nobody is there for the next one"
+            assert server.app.begun == 1, "the next request of a closed connection is not started"
 
-    for behind in (b"", GET, GET[:9], sized(5, chunked=True)):
-        asyncio.run(run(behind))
+    for pipelined in (b"", GET, GET[:9], sized(5, chunked=True)):
+        asyncio.run(run(pipelined))
 
 
-def test_stop_answers_requests_behind_a_started_response() -> None:
+def test_stop_serves_pipelined_requests_after_a_started_response() -> None:
     """The head of the first response does not announce the end of the connection."""
 
     async def run() -> None:
         async with running(PATIENT) as server:
             begun = asyncio.Event()
 
-            async def beginning(scope, receive, send):  # type: ignore[no-untyped-def]
+            async def started_app(scope, receive, send):  # type: ignore[no-untyped-def]
                 if scope["path"] != "/hold":
                     return await server.app(scope, receive, send)
                 await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -145,12 +145,12 @@ def test_stop_answers_requests_behind_a_started_response() -> None:
 
             client = await server.connect()
             await server.until(lambda: bool(server.server.server_state.connections))
-            the_connection(server)._served = beginning
+            connection_of(server)._served = started_app
             await client.send(HOLD + GET)
             await begun.wait()
             server.server.close_after_answers()
             server.server.stop()
-            await server.until(lambda: the_connection(server)._next_is_last)
+            await server.until(lambda: connection_of(server)._next_is_last)
             server.app.go.set()
             first, second = await client.answer(), await client.answer()
             assert first.endswith(b"ab") and b"connection: close" not in first.lower()
@@ -159,8 +159,8 @@ def test_stop_answers_requests_behind_a_started_response() -> None:
     asyncio.run(run())
 
 
-def test_keep_alive_timeout_ends_when_the_next_request_begins() -> None:
-    """The request may arrive in one piece with the rest of a body whose request was answered before."""
+def test_keep_alive_timeout_stops_when_the_next_request_begins() -> None:
+    """The request may arrive in one piece with the rest of the body of an earlier request."""
 
     async def use(server: Server) -> None:
         client = await server.connect()
@@ -168,7 +168,7 @@ def test_keep_alive_timeout_ends_when_the_next_request_begins() -> None:
         assert await client.status() == 200
         await client.send(b"lo" + HOLD)
         await server.until(lambda: server.app.begun == 2)
-        assert the_connection(server).timeout_keep_alive_task is None
+        assert connection_of(server).timeout_keep_alive_task is None
         server.app.go.set()
         assert await client.status() == 200
 

@@ -1,4 +1,4 @@
-"""The process python -m rootstock_llm.services.gateway: signals, ports, exit codes, logs."""
+"""Tests of the process python -m rootstock_llm.services.gateway: signals, ports, exit codes and logs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_requests_in_flight_finish_within_the_grace_period(system: System, launc
     client = RawClient(process, CHAT, chat_body(stream=True))
     client.read_until(b'l"}')  # the end of an event, with further letters if the detokenizer was late
     process.terminate()
-    wait_until(lambda: process._status("/health") == 0, "the listener's end")
+    wait_until(lambda: process._status("/health") == 0, "the closed port")
     system.do(lambda: system.worker.allow(None))
     client.read_until(b"data: [DONE]")
     assert process.wait()[0] == 0
@@ -91,12 +91,12 @@ def test_stream_ends_with_an_error_after_the_grace_period(system: System, launch
         client.read_until(b'"code":"shutting_down"')
         assert client.received.startswith(b"HTTP/1.1 503 ")
     code, log = process.wait()
-    assert code == 0 and time.monotonic() - began < 20, "its grace was half a second"
+    assert code == 0 and time.monotonic() - began < 20, "the grace period is 0.5 seconds"
     assert not [line for line in log if "exception" in line]
 
 
 @pytest.mark.parametrize("which", ["port", "health_port"])
-def test_taken_port_is_reported_in_one_line(launch: Callable[..., Process], which: str) -> None:
+def test_used_port_is_reported_in_one_line(launch: Callable[..., Process], which: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, log = launch(**{which: port}).wait()

@@ -1,4 +1,4 @@
-"""The stop of a server: it answers clients that had connected before, and refuses later connections."""
+"""Tests of the stop of a server: it serves earlier connections and refuses later connections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serving(use: Use, first_request_s: float = 30.0) -> None:
         server.stop()
         await asyncio.wait_for(running, 30)
 
-    with patch.object(http_server, "TICK_S", 600.0):  # a stop waits for none
+    with patch.object(http_server, "TICK_S", 600.0):  # a stop does not wait for a tick
         uvloop.run(run())
 
 
@@ -44,9 +44,9 @@ async def answer_of(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-@pytest.mark.parametrize("sent", [0, 7, len(REQUEST)], ids=["nothing sent", "a part of its request", "its request"])
+@pytest.mark.parametrize("sent", [0, 7, len(REQUEST)], ids=["nothing sent", "part of a request", "request"])
 @pytest.mark.parametrize("accepted", [True, False])
-def test_stopping_server_answers_earlier_connections(sent: int, accepted: bool) -> None:
+def test_stopping_server_serves_earlier_connections(sent: int, accepted: bool) -> None:
     async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
         client = socket.create_connection(address)  # the kernel accepts the connection, because the server's loop is blocked
         client.sendall(REQUEST[:sent])
@@ -55,7 +55,7 @@ def test_stopping_server_answers_earlier_connections(sent: int, accepted: bool) 
         stopping = asyncio.create_task(server.shutdown([listener]))
         await asyncio.sleep(0.05)
         client.sendall(REQUEST[sent:])
-        assert (await answer_of(client)).endswith(b"hello"), "and then it is not kept open"
+        assert (await answer_of(client)).endswith(b"hello"), "the server closes the connection after the response"
         await stopping
         client.close()
 

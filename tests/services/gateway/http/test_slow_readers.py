@@ -1,4 +1,4 @@
-"""Clients that do not read their response: they delay no other request, hold little memory, and are cut at the deadline."""
+"""Tests of clients that read slowly: they delay no other request, use little memory, and are disconnected at the deadline."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
 
-# About 1 MB, of which the two sockets take some kB: 500 tokens of two choices, with the likeliest ones of each.
+# A response of about 1 MB: 500 tokens of two choices with 20 top logprobs each. The two sockets buffer a few kB of it.
 LARGE = {"max_tokens": 500, "n": 2, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
 
 
-class Deaf:
+class SlowReader:
     """Sends a request and reads its response byte by byte, with pauses."""
 
     def __init__(self, system: System, body: dict[str, Any]) -> None:
@@ -39,24 +39,26 @@ class Deaf:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "document"])
 def test_slow_reader_is_cut_at_the_deadline(stream: bool) -> None:
-    with System(request_timeout_s=4.0 if stream else 10.0, sse_comment_s=0.05) as system:  # the document is to be whole by then
+    with System(
+        request_timeout_s=4.0 if stream else 10.0, sse_comment_s=0.05
+    ) as system:  # the whole response must be ready before its deadline
         server = system.gateway._http
         system.do(lambda: server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096))
-        deaf = Deaf(system, {**LARGE, "stream": stream})
+        reader = SlowReader(system, {**LARGE, "stream": stream})
 
         def unread() -> int:
             return sum(each.transport.get_write_buffer_size() for each in list(server.server_state.connections))
 
-        wait_until(lambda: unread() > 0, "what it does not read", 60)
+        wait_until(lambda: unread() > 0, "unread output in the write buffer", 60)
         assert system.chat().status_code == 200
-        held = unread()
+        buffered = unread()
 
-        def gone() -> bool:
-            deaf.read_one()
+        def has_ended() -> bool:
+            reader.read_one()
             return not server.server_state.connections and system.gateway.service.idle
 
-        wait_until(gone, "its end", 60)
+        wait_until(has_ended, "the end of the request", 60)
         assert system.chat().status_code == 200
         if stream:
-            assert held < 1 << 18  # the request holds the rest of the output in merged form
-        deaf.close()
+            assert buffered < 1 << 18  # the rest of the output is merged in the request
+        reader.close()

@@ -1,4 +1,4 @@
-"""Comments in silent streams: they reset idle timeouts, clients ignore them, and a later error is an event of the stream."""
+"""Tests of comments in silent streams: they reset idle timeouts, clients ignore them, and a later error is an event."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.services.gateway.system import RawClient, System, chat_body, events, 
 CHAT = "/v1/chat/completions"
 COMMENT = ": waiting"
 ANSWER = "Hello, world!"
-SILENCE_S = 0.03
+SILENCE_S = 0.03  # seconds without output after which a stream sends a comment
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_openai_client_reads_comments_and_a_whole_response_has_none(system: Syst
     whole = RawClient(system, CHAT, chat_body())
 
     def release() -> None:
-        wait_until(lambda: len(system.worker.running) == 3, "all three")
+        wait_until(lambda: len(system.worker.running) == 3, "three requests at the worker")
         read_comments(watching, 3)
         system.allow(None)
 
@@ -118,11 +118,11 @@ def stop(system: System) -> None:
 
 
 FAILURES: dict[str, tuple[dict[str, Any], Callable[[System], None], str]] = {
-    "the worker refuses it": ({}, refused_by_worker, "invalid_request_error"),
-    "no worker in time": ({"down": ("worker",), "queue_timeout_s": 2.0}, lambda system: None, "server_error"),
-    "no tokenizer in time": ({"down": ("tokenizer",), "queue_timeout_s": 2.0}, lambda system: None, "server_error"),
-    "its deadline": ({"request_timeout_s": 2.0}, lambda system: None, "timeout_error"),
-    "the gateway stops": ({}, stop, "server_error"),
+    "refusal by the worker": ({}, refused_by_worker, "invalid_request_error"),
+    "no worker until queue_timeout_s": ({"down": ("worker",), "queue_timeout_s": 2.0}, lambda system: None, "server_error"),
+    "no tokenizer until queue_timeout_s": ({"down": ("tokenizer",), "queue_timeout_s": 2.0}, lambda system: None, "server_error"),
+    "request_timeout_s": ({"request_timeout_s": 2.0}, lambda system: None, "timeout_error"),
+    "stop of the gateway": ({}, stop, "server_error"),
 }
 
 
@@ -141,7 +141,7 @@ def test_error_after_a_comment_is_the_last_event(name: str) -> None:
         *comments, last = [line for line in text.splitlines() if line]
         assert set(comments) == {COMMENT} and len(comments) >= 3
         assert orjson.loads(last.removeprefix("data: "))["error"]["type"] == kind
-        wait_until(lambda: idle(system), "its end")
+        wait_until(lambda: idle(system), "the end of the request")
 
 
 def test_openai_client_raises_an_error_after_a_comment(system: System) -> None:
@@ -149,7 +149,7 @@ def test_openai_client_raises_an_error_after_a_comment(system: System) -> None:
     watching = RawClient(system, CHAT, chat_body(stream=True))
 
     def fail() -> None:
-        wait_until(lambda: len(system.worker.running) == 2, "both")
+        wait_until(lambda: len(system.worker.running) == 2, "two requests at the worker")
         read_comments(watching, 3)
         refused_by_worker(system)
 

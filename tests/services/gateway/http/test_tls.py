@@ -1,4 +1,4 @@
-"""TLS of the HTTP port, with certificate files that are replaced while it serves."""
+"""Tests of TLS at the HTTP port, with certificate files that are replaced while the server runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
 def make_pair(folder: Path, name: str) -> None:
-    """Replaces cert.pem and key.pem by a pair with this common name."""
+    """Replaces cert.pem and key.pem with a certificate for this common name and its key."""
     made = ["-keyout", str(folder / "new.key"), "-out", str(folder / "new.cert")]
     kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
     subprocess.run(["openssl", "req", "-x509", *kind, *made], check=True, capture_output=True)
@@ -86,14 +86,14 @@ def test_new_certificate_serves_new_connections_only(folder: Path) -> None:
     serving(files, use)
 
 
-@pytest.mark.parametrize("spoil", ["a key of another", "no certificate", "gone"])
-def test_invalid_certificate_leaves_the_old_one_in_use(folder: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("fault", ["key of another certificate", "no certificate", "missing file"])
+def test_invalid_certificate_leaves_the_old_one_in_use(folder: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     files = TlsFiles(folder / "cert.pem", folder / "key.pem")
     certificate = (folder / "cert.pem").read_bytes()
-    if spoil == "a key of another":
+    if fault == "key of another certificate":
         make_pair(folder, "second")
         (folder / "cert.pem").write_bytes(certificate)
-    elif spoil == "no certificate":
+    elif fault == "no certificate":
         (folder / "cert.pem").write_bytes(b"nothing")
     else:
         (folder / "cert.pem").unlink()

@@ -1,4 +1,4 @@
-"""The gateway's copy of the prefix index, with healthy and faulty Redis servers."""
+"""Tests of the gateway's copy of the prefix index, with healthy and faulty Redis servers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
         yield server
 
 
-class Copy:
+class MirroredIndex:
     def __init__(self, server: RedisServer, *models: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.changes = 0
         self.index = PrefixIndex()
@@ -68,12 +68,12 @@ async def running(work: Awaitable[None]) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait([task], timeout=10)
-        assert task.cancelled(), "it ran until its cancellation"
+        assert task.cancelled(), "the work runs until it is cancelled"
 
 
 @asynccontextmanager
-async def mirrored(server: RedisServer, *models: str) -> AsyncIterator[Copy]:
-    copy = Copy(server, *models)
+async def mirrored(server: RedisServer, *models: str) -> AsyncIterator[MirroredIndex]:
+    copy = MirroredIndex(server, *models)
     async with running(copy.mirror.run()):
         yield copy
 
@@ -95,13 +95,13 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-def event(seq: int, add: tuple[bytes, ...], gone: tuple[bytes, ...] = (), generation: int = 1) -> IndexEvent:
-    return IndexEvent(WORKER, generation, seq, seq == 1, add, gone)
+def event(seq: int, add: tuple[bytes, ...], removed: tuple[bytes, ...] = (), generation: int = 1) -> IndexEvent:
+    return IndexEvent(WORKER, generation, seq, seq == 1, add, removed)
 
 
-def moved(add: Iterable[bytes], gone: Iterable[bytes] = ()) -> list[BlockMove]:
+def moved(add: Iterable[bytes], removed: Iterable[bytes] = ()) -> list[BlockMove]:
     device = BlockTier.DEVICE
-    return [*(BlockMove(name, None, device) for name in add), *(BlockMove(name, device, None) for name in gone)]
+    return [*(BlockMove(name, None, device) for name in add), *(BlockMove(name, device, None) for name in removed)]
 
 
 # Workers and mirrors together
@@ -115,7 +115,7 @@ def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
         async with AsyncExitStack() as stack:
             early = await stack.enter_async_context(mirrored(server))
             workers = [await stack.enter_async_context(published(server, n, f"w{n}")) for n in (1, 2, 3)]
-            late: Copy | None = None
+            late: MirroredIndex | None = None
             for turn in range(80):
                 for publisher in workers:
                     names = rng.sample(range(4000), rng.randrange(250))
@@ -127,7 +127,7 @@ def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
                 await asyncio.sleep(0.01)
             assert late is not None
 
-            def agree(copy: Copy) -> bool:
+            def agree(copy: MirroredIndex) -> bool:
                 found = [(copy.blocks(f"w{n}", tier), workers[n - 1].blocks.held(tier)) for n in (1, 2, 3) for tier in BlockTier]
                 return all(mirrored and mirrored == held for mirrored, held in found)
 
@@ -135,7 +135,7 @@ def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
             assert (
                 dict(early.mirror.leases) == dict(late.mirror.leases) == {f"w{n}": workers[n - 1].generation for n in (1, 2, 3)}
             )
-            assert workers[0].generation != 1 and workers[1].generation == 2, "the first was flushed"
+            assert workers[0].generation != 1 and workers[1].generation == 2, "the cache of the first worker was flushed"
             assert early.mirror.counts.gaps == late.mirror.counts.gaps == 0 and late.mirror.counts.loads >= 3
             assert early.mirror.available and early.mirror.lag_s < 5 and early.changes > 0
             assert early.mirror.lease_alive("w2", 2) is True and early.mirror.lease_alive("w2") is True
@@ -204,7 +204,7 @@ def test_mirror_follows_several_models(server: RedisServer) -> None:
 def test_mirror_retires_an_owner_when_the_lease_ends(server: RedisServer) -> None:
     async def body() -> None:
         now = [1000.0]
-        copy = Copy(server, clock=lambda: now[0])
+        copy = MirroredIndex(server, clock=lambda: now[0])
         client = redis_client(server.url, 2.0)
         records = WorkerRecords(client, MODEL, WORKER)
         await records.register(1, 1)
@@ -214,7 +214,9 @@ def test_mirror_retires_an_owner_when_the_lease_ends(server: RedisServer) -> Non
             server.client.delete(lease_key(WORKER))
             now[0] += 2
             await until(lambda: WORKER not in copy.mirror.leases)
-            assert copy.blocks() == {block(1)} and copy.mirror.lease_alive(WORKER, 1) is None, "Redis has just been reached"
+            assert copy.blocks() == {block(1)} and copy.mirror.lease_alive(WORKER, 1) is None, (
+                "leases are unknown for a while after a reconnection"
+            )
             now[0] += LEASE_TTL_S
             await until(lambda: copy.blocks() is None)
             assert copy.mirror.lease_alive(WORKER, 1) is False and copy.mirror.lease_alive(WORKER, 2) is None
@@ -252,7 +254,7 @@ def test_mirror_recovers_when_redis_restarts_empty(own_server: RedisServer) -> N
 def test_mirror_keeps_owners_at_first_when_redis_is_empty(own_server: RedisServer) -> None:
     async def body() -> None:
         now = [1000.0]
-        copy = Copy(own_server, clock=lambda: now[0])
+        copy = MirroredIndex(own_server, clock=lambda: now[0])
         client = redis_client(own_server.url, 2.0)
         records = WorkerRecords(client, MODEL, WORKER)
         await records.register(1, 1)
@@ -317,7 +319,7 @@ def test_mirror_recovers_when_redis_is_full(own_server: RedisServer) -> None:
 
 
 @asynccontextmanager
-async def one_by_hand(server: RedisServer) -> AsyncIterator[tuple[Copy, WorkerRecords]]:
+async def manual_worker(server: RedisServer) -> AsyncIterator[tuple[MirroredIndex, WorkerRecords]]:
     """Yields a mirror of generation 1 of WORKER after its second event, with blocks 1 and 2."""
     client = redis_client(server.url, 2.0)
     records = WorkerRecords(client, MODEL, WORKER)
@@ -331,8 +333,8 @@ async def one_by_hand(server: RedisServer) -> AsyncIterator[tuple[Copy, WorkerRe
     await client.aclose()
 
 
-def hidden(server: RedisServer, add: int, seq: int) -> None:
-    """Changes blocks and trims their event before it can be read."""
+def change_without_event(server: RedisServer, add: int, seq: int) -> None:
+    """Changes blocks of WORKER and removes the event from the stream before a mirror can read it."""
     pipe = server.client.pipeline(transaction=True)
     pipe.sadd(own_key(WORKER, 1), block(add))
     pipe.srem(own_key(WORKER, 1), block(1))
@@ -343,8 +345,8 @@ def hidden(server: RedisServer, add: int, seq: int) -> None:
 
 def test_mirror_reads_all_blocks_when_events_are_trimmed(server: RedisServer) -> None:
     async def body() -> None:
-        async with one_by_hand(server) as (copy, records):
-            hidden(server, 3, seq=3)
+        async with manual_worker(server) as (copy, records):
+            change_without_event(server, 3, seq=3)
             await records.publish(1, 4, moved(blocks(4)))
             await until(lambda: copy.blocks() == {*blocks(2, 3, 4)})
             assert copy.mirror.counts.gaps >= 1
@@ -355,11 +357,11 @@ def test_mirror_reads_all_blocks_when_events_are_trimmed(server: RedisServer) ->
 
 
 def test_mirror_notices_trimmed_events_of_a_silent_worker(server: RedisServer) -> None:
-    """The worker of the lost event sends no other event. The mirror notices the trim."""
+    """The worker of the lost event sends no other event, so only the trim shows the loss."""
 
     async def body() -> None:
-        async with one_by_hand(server) as (copy, _):
-            hidden(server, 3, seq=3)
+        async with manual_worker(server) as (copy, _):
+            change_without_event(server, 3, seq=3)
             async with published(server, 9, "other") as other:
                 other.cached(stored(1))
                 await until(lambda: copy.blocks() == {*blocks(2, 3)})
@@ -370,7 +372,7 @@ def test_mirror_notices_trimmed_events_of_a_silent_worker(server: RedisServer) -
 
 def test_mirror_reads_blocks_again_after_a_gap(server: RedisServer) -> None:
     async def body() -> None:
-        async with one_by_hand(server) as (copy, records):
+        async with manual_worker(server) as (copy, records):
             server.client.sadd(own_key(WORKER, 1), block(3))  # block of event 3, which is missing
             await records.publish(1, 4, moved(blocks(4)))
             await until(lambda: copy.blocks() == {*blocks(1, 2, 3, 4)})
@@ -381,7 +383,7 @@ def test_mirror_reads_blocks_again_after_a_gap(server: RedisServer) -> None:
 
 def test_mirror_skips_invalid_entries(server: RedisServer) -> None:
     async def body() -> None:
-        async with one_by_hand(server) as (copy, records):
+        async with manual_worker(server) as (copy, records):
             for fields in (
                 {b"a": b"b"},
                 event(3, blocks(3)).fields() | {b"stored": b"123"},
@@ -399,7 +401,7 @@ def test_mirror_skips_invalid_entries(server: RedisServer) -> None:
 
 def test_mirror_ignores_late_events_of_an_old_generation(server: RedisServer) -> None:
     async def body() -> None:
-        async with one_by_hand(server) as (copy, records):
+        async with manual_worker(server) as (copy, records):
             await records.register(2, 1)
             await records.publish(2, 1, moved(blocks(7)))
             await records.publish(1, 3, moved(blocks(3)))
@@ -418,7 +420,7 @@ def test_mirrored_owners_classify_events() -> None:
     owners = MirroredOwners(index)
     assert owners.apply(event(1, blocks(1))) is Applied.FOREIGN and owners.number(WORKER) == -1
     number = owners.adopt(WORKER, 1, None)
-    assert owners.apply(event(5, blocks(1, 2))) is Applied.NEW, "the first event after the reading of the blocks"
+    assert owners.apply(event(5, blocks(1, 2))) is Applied.NEW, "the first event after the blocks were read"
     assert owners.apply(event(6, blocks(3), blocks(1))) is Applied.NEW
     assert owners.apply(event(5, blocks(1, 2))) is Applied.OLD
     assert index.blocks(number) == {*blocks(2, 3)}
@@ -428,14 +430,16 @@ def test_mirrored_owners_classify_events() -> None:
     assert again != number and index.blocks(again) == frozenset() and not index.match(blocks(2)).any()
 
 
-def test_lease_table_reports_leases_after_redis_has_settled() -> None:
+def test_lease_table_reports_leases_only_a_while_after_a_reconnection() -> None:
     table = LeaseTable()
     table.came_back(100.0)
-    assert table.alive("w", 1, 200.0) is None, "never seen"
+    assert table.alive("w", 1, 200.0) is None, "a worker without a lease in the table"
     assert table.saw("w", 1) and not table.saw("w", 1)
     assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [True, True, None]
     assert table.saw("w", None) and not table.saw("w", None)
-    assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [None, None, None], "Redis has just returned"
+    assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [None, None, None], (
+        "leases are unknown for a while after a reconnection"
+    )
     settled = 100.0 + LEASE_TTL_S
     assert [table.alive("w", generation, settled) for generation in (0, 1, 2)] == [False, False, None]
     assert table.saw("w", 2) and table.alive("w", 2, settled) is True and table.alive("w", 1, settled) is None

@@ -1,4 +1,4 @@
-"""The fields, faults and changes of the file of API keys."""
+"""Tests of the API key file: fields, faults and changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_parse_keys_accepts_several_secrets_and_stores_only_digests() -> None:
     assert {name: getattr(key, name) for name in whole} == whole and "plain" not in repr(key)
 
 
-WRONG: dict[str, tuple[bytes, str]] = {
+FAULTS: dict[str, tuple[bytes, str]] = {
     "not JSON": (b'{"keys": [\n  {"name" "a"}]}', "line 2, column"),
     "another field": (b'{"keys": [], "more": 1}', 'one field, "keys"'),
     "no list": (b'{"keys": {}}', "keys: must be a list"),
@@ -79,9 +79,9 @@ def test_parse_keys_accepts_values_at_the_limits() -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=35)
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", FAULTS)
 def test_parse_keys_names_the_field_of_a_fault(case: str) -> None:
-    text, place = WRONG[case]
+    text, place = FAULTS[case]
     with pytest.raises(BadKeys) as error:
         parse_keys([text], {hashlib.sha256(b"admin").digest(): "control_token"})
     assert place in str(error.value) and "secret" not in str(error.value)
@@ -155,10 +155,10 @@ def test_key_file_reads_all_files_of_a_folder(tmp_path: Path) -> None:
 
 def test_keys_new_prints_a_secret_and_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "team-a", "--weight", "2", "--max-concurrent", "4"]) == 0
-    said = capsys.readouterr()
-    secret = said.err.split()[-1]
-    (key,) = table = parse_keys([content(orjson.loads(said.out))])
-    assert secret.startswith("rsk-") and table.of_secret(secret.encode()) is key and secret not in said.out
+    printed = capsys.readouterr()
+    secret = printed.err.split()[-1]
+    (key,) = table = parse_keys([content(orjson.loads(printed.out))])
+    assert secret.startswith("rsk-") and table.of_secret(secret.encode()) is key and secret not in printed.out
     assert (key.name, key.weight, key.max_concurrent, key.tokens_per_minute) == ("team-a", 2.0, 4, None)
     assert main(["new", "a b"]) == 2 and "name: must be" in capsys.readouterr().err
 
@@ -178,7 +178,7 @@ def test_keys_list_shows_names_and_states(tmp_path: Path, capsys: pytest.Capture
     assert [orjson.loads(line)["state"] for line in capsys.readouterr().out.splitlines()] == ["valid", "expired"]
 
 
-def test_keys_list_names_the_fault_of_a_wrong_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_list_names_the_fault_of_an_invalid_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(content({**A, "rpm": 5}))
     assert main(["list", str(path)]) == 2

@@ -1,4 +1,4 @@
-"""API keys over HTTP: authentication, models, limits and ownership."""
+"""Tests of API keys over HTTP: authentication, models, limits and ownership."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def shared() -> Iterator[System]:
         yield system
 
 
-CALLERS: dict[str, tuple[dict[str, str], int]] = {
+CREDENTIALS: dict[str, tuple[dict[str, str], int]] = {
     "bearer": (ALICE, 200),
     "x-api-key": (BOB, 200),
-    "both alike": ({**ALICE, "x-api-key": "alice"}, 200),
-    "both, and different": ({**ALICE, **BOB}, 401),
-    "another scheme": ({"authorization": "Basic alice"}, 401),
-    "another scheme beside a key": ({"authorization": "Basic alice", **BOB}, 200),
+    "both headers, same key": ({**ALICE, "x-api-key": "alice"}, 200),
+    "both headers, different keys": ({**ALICE, **BOB}, 401),
+    "other scheme": ({"authorization": "Basic alice"}, 401),
+    "other scheme and x-api-key": ({"authorization": "Basic alice", **BOB}, 200),
     "none": ({}, 401),
-    "a wrong one": ({"x-api-key": "alices"}, 401),
-    "the operators'": ({"authorization": "Bearer admin"}, 401),
+    "unknown key": ({"x-api-key": "alices"}, 401),
+    "control token": ({"authorization": "Bearer admin"}, 401),
 }
 
 
-@pytest.mark.parametrize("caller", CALLERS)
-def test_gateway_accepts_valid_api_keys(shared: System, caller: str) -> None:
-    headers, status = CALLERS[caller]
+@pytest.mark.parametrize("credentials", CREDENTIALS)
+def test_gateway_accepts_only_valid_api_keys(shared: System, credentials: str) -> None:
+    headers, status = CREDENTIALS[credentials]
     answer = shared.get(MODELS, headers=headers)
     assert answer.status_code == status
     if status == 401:
@@ -65,8 +65,8 @@ def test_gateway_accepts_valid_api_keys(shared: System, caller: str) -> None:
 
 def test_gateway_has_no_operator_routes_on_the_client_port(shared: System) -> None:
     with httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)) as client:
-        theirs = {("POST", "/abort_request"), ("GET", "/get_load"), ("GET", "/get_server_info"), ("GET", "/server_info")}
-        for method, path in ROUTES.keys() - theirs:  # clients have routes with these names too
+        client_routes = {("POST", "/abort_request"), ("GET", "/get_load"), ("GET", "/get_server_info"), ("GET", "/server_info")}
+        for method, path in ROUTES.keys() - client_routes:  # clients have routes with these names too
             for key, status in (("alice", 404), ("admin", 401)):
                 answer = client.request(method, shared.url(path), headers={"x-api-key": key}, content=b"{}")
                 assert answer.status_code == status, (method, path)
@@ -157,7 +157,7 @@ def test_gateway_refuses_an_expired_key() -> None:
         system.allow(1)
         running = RawClient(system, CHAT, chat_body(stream=True), "alice")
         running.read_until(b"data: ")
-        wait_until(lambda: system.get(MODELS, headers=ALICE).status_code == 401, "its end")
+        wait_until(lambda: system.get(MODELS, headers=ALICE).status_code == 401, "the end of the key's validity")
         error = system.post(CHAT, chat_body(model=MODEL), headers=ALICE).json()["error"]
         assert (error["code"], error["type"]) == ("api_key_expired", "authentication_error")
         system.allow(None)
@@ -184,7 +184,7 @@ class TestLimits:
         assert len(shared.worker.submits) == submits
         assert "x-ratelimit-limit-requests" not in shared.get(MODELS, headers=ALICE).headers
 
-    def test_gateway_gives_unused_tokens_back(self, shared: System) -> None:
+    def test_gateway_refunds_unused_tokens(self, shared: System) -> None:
         few = {"x-api-key": "few"}
 
         def ask(**body: Any) -> httpx.Response:
@@ -203,13 +203,16 @@ class TestLimits:
     def test_gateway_limits_concurrent_requests(self, shared: System) -> None:
         shared.allow(0)
         first = RawClient(shared, CHAT, chat_body(), "one")
-        wait_until(lambda: shared.running() == [1], "the first")
+        wait_until(lambda: shared.running() == [1], "the first request at the worker")
         answer = shared.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": "one"})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert "concurrent requests: limit 1, used 1" in answer.json()["error"]["message"]
         shared.allow(None)
         first.read_until(b"}]")
-        wait_until(lambda: shared.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": "one"}).status_code == 200, "room")
+        wait_until(
+            lambda: shared.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": "one"}).status_code == 200,
+            "a free slot of the key",
+        )
 
     def test_gateways_share_a_limit_in_redis(self) -> None:
         with redis_server() as server:
@@ -226,7 +229,7 @@ class TestLimits:
                 def all_used() -> bool:
                     return {ask(at) for at in range(3)} == {429} and statuses.count(200) == 12
 
-                wait_until(all_used, "what is left at other gateways")
+                wait_until(all_used, "the use of the whole limit")
                 for at in range(30):
                     ask(at % 3)
                 assert statuses.count(200) == 12 and set(statuses) == {200, 429}
@@ -260,7 +263,7 @@ class TestOwnership:
             system.allow(0)
             body = {"text": "Hi", "rid": "r"}
             running = pool.submit(system.post, "/generate", body, headers=ALICE)
-            wait_until(lambda: system.running() == [1], "it runs")
+            wait_until(lambda: system.running() == [1], "the request at the worker")
             strangers = system.post("/abort_request", {"rid": "r"}, headers=BOB)
             assert (strangers.status_code, strangers.json()["aborted"]) == (200, 0)
             assert system.post("/abort_request", {"rid": "r"}, headers=ALICE).json()["aborted"] == 1
@@ -279,8 +282,8 @@ class TestOwnership:
             assert salted or set(salts) == {"", "s"}
             pool = system.gateway.dispatcher.fleet.pools[MODEL]
             roots = [pool.model.hash_root(salt) for salt in salts]
-            told = [call.hash_root for call in system.tokenizer.calls]
-            assert sorted(told) == sorted(roots) and len({block_hashes(root, ids_of(prompt)) for root in roots}) == len(
+            sent_roots = [call.hash_root for call in system.tokenizer.calls]
+            assert sorted(sent_roots) == sorted(roots) and len({block_hashes(root, ids_of(prompt)) for root in roots}) == len(
                 set(salts)
             )
 

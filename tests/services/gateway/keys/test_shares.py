@@ -1,6 +1,6 @@
-"""Limits over several gateways with a real Redis that is killed and restarted.
+"""Tests of API key limits that several gateways share in a real Redis, which is killed and restarted.
 
-The gateways never admit more than the limit within a minute, and not much less. The clock is virtual.
+Within a minute, the gateways never admit more than the limit, and not much less. The clock is virtual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.night import NIGHTLY
 from tests.services.redis_server import RedisServer
 
 BEGIN = 1_700_000_000.0
-TURN_S = 0.2 if NIGHTLY else 0.4
+TURN_S = 0.2 if NIGHTLY else 0.4  # virtual seconds between two exchanges of shares
 KEY = "team"
 
 
@@ -53,13 +53,13 @@ class Gateways:
         return admission
 
     async def turn(self, *gateways: int) -> None:
-        """Runs a turn of all gateways, or of those given."""
+        """Exchanges shares with Redis once for each of these gateways; for all by default."""
         for gateway in gateways or range(len(self.each)):
             refill = self.each[gateway].refill
             assert refill is not None
             await refill.turn()
 
-    async def go_on(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         """Advances the clock without requests."""
         until = self.now + seconds
         while self.now < until:
@@ -69,7 +69,7 @@ class Gateways:
     def up(self) -> list[bool]:
         return [limits.shares_are_up() for limits in self.each]
 
-    def most_in_a_minute(self) -> int:
+    def max_in_a_minute(self) -> int:
         most = total = first = 0
         for at, amount in self.admitted:
             total += amount
@@ -100,7 +100,7 @@ async def hammer(
     """Sends far more requests than the limit admits.
 
     Args:
-        hold: Admitted requests do not end.
+        hold: admitted requests do not end.
     """
     until = gateways.now + seconds
     while gateways.now < until:
@@ -123,7 +123,7 @@ async def hammer(
 def test_gateways_stay_within_the_limit_when_redis_is_killed_and_restarted(
     server: RedisServer, tokens: int, away: tuple[int, ...]
 ) -> None:
-    """After the loss of Redis, the requests go to gateways that do not know the use of the others."""
+    """After the loss of Redis, the requests go to gateways that cannot read the use of the other gateways."""
     limit = 60_000 if tokens else 300
     limits = {"tokens_per_minute": limit} if tokens else {"requests_per_minute": limit}
     usual, meanwhile = [20.0, 1.0, 0.0], [1.0, 20.0, 20.0]
@@ -131,7 +131,7 @@ def test_gateways_stay_within_the_limit_when_redis_is_killed_and_restarted(
     async def run() -> None:
         rng = random.Random(tokens)
         gateways = Gateways(server.url, **limits)
-        await gateways.go_on(6)
+        await gateways.advance(6)
         assert all(gateways.up())
         begun = gateways.now
         await hammer(gateways, 40, rng, usual, tokens)
@@ -144,7 +144,7 @@ def test_gateways_stay_within_the_limit_when_redis_is_killed_and_restarted(
             await hammer(gateways, 75, rng, meanwhile, tokens)
             assert all(gateways.up())
             assert gateways.within(back + 15, back + 75) >= 0.5 * limit
-        assert gateways.most_in_a_minute() <= limit
+        assert gateways.max_in_a_minute() <= limit
         await gateways.close()
 
     asyncio.run(run())
@@ -153,7 +153,7 @@ def test_gateways_stay_within_the_limit_when_redis_is_killed_and_restarted(
 def test_share_store_grants_nothing_before_all_have_reported_when_redis_is_emptied(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=300)
-        await gateways.go_on(8)
+        await gateways.advance(8)
         await hammer(gateways, 8, random.Random(0), [1, 0, 0], per_turn=60)
         assert len(gateways.admitted) >= 295
         server.kill()
@@ -173,8 +173,8 @@ def test_share_store_grants_nothing_before_all_have_reported_when_redis_is_empti
 def test_share_refill_gives_a_burst_nearly_the_whole_limit(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=300)
-        await gateways.go_on(8)
-        assert all(gateways.ask(gateway) for gateway in range(3)), "the first ones pass at once"
+        await gateways.advance(8)
+        assert all(gateways.ask(gateway) for gateway in range(3)), "each gateway admits its first request at once"
         at_once = sum(gateways.ask(0) is not None for _ in range(300))
         assert at_once >= 45, "a share is granted before the first request"
         await hammer(gateways, 8, random.Random(0), [1, 0, 0], per_turn=40)
@@ -189,23 +189,23 @@ def test_shares_move_to_a_new_gateway_and_from_a_dead_one(server: RedisServer) -
     async def run() -> None:
         rng = random.Random(1)
         gateways = Gateways(server.url, count=2, requests_per_minute=120, max_concurrent=9)
-        await gateways.go_on(6)
+        await gateways.advance(6)
         await hammer(gateways, 10, rng, [1, 1], hold=False)
         gateways.add("g2")
         await gateways.turn(2)
         await hammer(gateways, 66, rng, [1, 1, 1], hold=False)
-        assert gateways.most_in_a_minute() <= 120
-        await gateways.go_on(70)  # the next minute begins with an even share for each gateway
+        assert gateways.max_in_a_minute() <= 120
+        await gateways.advance(70)  # the next minute begins with an even share for each gateway
         held = [gateways.ask(0) for _ in range(9)]
         assert any(held)
         lost = gateways.each.pop(0)
-        await gateways.go_on(90)
+        await gateways.advance(90)
         mine: list[Admission] = []
         for _ in range(20):
             mine += [got for gateway in range(2) if (got := gateways.ask(gateway)) is not None]
             gateways.now += TURN_S
             await gateways.turn()
-        assert len(mine) == 9, "the share of the dead gateway is free"
+        assert len(mine) == 9, "the share of the dead gateway is free again"
         assert lost.refill is not None
         await lost.refill._store.close()
         await gateways.close()
@@ -216,10 +216,10 @@ def test_shares_move_to_a_new_gateway_and_from_a_dead_one(server: RedisServer) -
 def test_share_of_a_new_gateway_is_granted_before_the_first_request(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, count=1, requests_per_minute=30, max_concurrent=8)
-        await gateways.go_on(40)
+        await gateways.advance(40)
         for name in ("g1", "g2"):
             gateways.add(name)
-            await gateways.go_on(3)
+            await gateways.advance(3)
         assert all(gateways.ask(gateway) for gateway in range(3)) and not gateways.refused
         assert sum(gateways.ask(gateway) is not None for gateway in range(3) for _ in range(30)) <= 27
         await gateways.close()
@@ -231,7 +231,7 @@ def test_gateways_share_the_limit_of_concurrent_requests(server: RedisServer) ->
     async def run() -> None:
         rng = random.Random(2)
         gateways = Gateways(server.url, max_concurrent=12)
-        await gateways.go_on(6)
+        await gateways.advance(6)
         running: list[Admission] = []
         most = 0
         for _ in range(150):
@@ -249,12 +249,12 @@ def test_gateways_share_the_limit_of_concurrent_requests(server: RedisServer) ->
     asyncio.run(run())
 
 
-def test_settle_gives_unused_tokens_back(server: RedisServer) -> None:
+def test_settle_refunds_unused_tokens(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, count=2, tokens_per_minute=1000)
-        await gateways.go_on(6)
+        await gateways.advance(6)
         for _ in range(20):
-            for _ in range(8):  # the share may first have to be collected from the other gateway
+            for _ in range(8):  # shares may have to move from the other gateway first
                 admission = gateways.ask(0, 600)
                 if admission is not None:
                     break
@@ -268,18 +268,18 @@ def test_settle_gives_unused_tokens_back(server: RedisServer) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("trouble", ["full", "killed", "never there"])
-def test_gateways_divide_the_limit_without_redis(server: RedisServer, trouble: str) -> None:
+@pytest.mark.parametrize("fault", ["full", "killed", "never reachable"])
+def test_gateways_divide_the_limit_without_redis(server: RedisServer, fault: str) -> None:
     async def run() -> None:
-        if trouble == "never there":
+        if fault == "never reachable":
             server.kill()
         gateways = Gateways(server.url, requests_per_minute=90)
-        await gateways.go_on(6)
-        if trouble == "full":
+        await gateways.advance(6)
+        if fault == "full":
             server.client.config_set("maxmemory", 1)
-        elif trouble == "killed":
+        elif fault == "killed":
             server.kill()
-        await gateways.go_on(80)
+        await gateways.advance(80)
         assert not any(gateways.up())
         for _ in range(100):
             for gateway in range(3):
@@ -290,7 +290,7 @@ def test_gateways_divide_the_limit_without_redis(server: RedisServer, trouble: s
     try:
         asyncio.run(run())
     finally:
-        if trouble == "full":
+        if fault == "full":
             server.client.config_set("maxmemory", 0)
         else:
             server.start()
@@ -299,7 +299,7 @@ def test_gateways_divide_the_limit_without_redis(server: RedisServer, trouble: s
 def test_share_store_keys_are_small_and_expire(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=600, tokens_per_minute=10**6, max_concurrent=100)
-        await gateways.go_on(3)
+        await gateways.advance(3)
         await hammer(gateways, 6, random.Random(3), [1, 1, 1], 300)
         await gateways.close()
 

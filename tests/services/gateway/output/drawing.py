@@ -1,4 +1,4 @@
-"""Texts drawn at random under a grammar whose tokens are single bytes and the marks of a format."""
+"""Draws random texts under a grammar. The tokens are single bytes, words and the marks of a format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-STOP_BIAS, MOST_TOKENS = 0.15, 1500
+STOP_BIAS, MAX_TOKENS = 0.15, 1500  # probability of an end where the text may end; largest number of tokens
 WORDS = [
     "city",
     "Paris",
@@ -49,22 +49,22 @@ class Drawer:
     def compiled(self, tag: str) -> xgrammar.CompiledGrammar:
         return self._compiler.compile_structural_tag(tag)
 
-    def draw(self, grammar: xgrammar.CompiledGrammar, chooser: random.Random, loose: int = 60) -> str | None:
+    def draw(self, grammar: xgrammar.CompiledGrammar, chooser: random.Random, free_tokens: int = 60) -> str | None:
         """Draws a complete output.
 
         Args:
-            loose: number of tokens after which the drawer closes everything that can be closed.
+            free_tokens: number of tokens after which the drawer prefers tokens that close values.
 
         Returns:
-            None if no output ends within MOST_TOKENS tokens.
+            None if no output ends within MAX_TOKENS tokens.
         """
         matcher, written = xgrammar.GrammarMatcher(grammar), b""
-        for count in range(MOST_TOKENS):
+        for count in range(MAX_TOKENS):
             allowed = self._allowed(matcher)
             ends = self._stop in allowed
-            if ends and (len(allowed) == 1 or count > loose or chooser.random() < STOP_BIAS):
+            if ends and (len(allowed) == 1 or count > free_tokens or chooser.random() < STOP_BIAS):
                 return written.decode(errors="replace")
-            token = self._choice([token for token in allowed if token != self._stop], chooser, count > loose)
+            token = self._choice([token for token in allowed if token != self._stop], chooser, count > free_tokens)
             assert matcher.accept_token(token)
             written += self.tokens[token]
         return None

@@ -63,7 +63,7 @@ def of_qwen3_coder(text: str) -> Meaning:
 
 
 def of_pythonic(text: str) -> Meaning:
-    """Reads calls whose values are JSON, as our own grammar writes them."""
+    """Reads calls whose values are JSON, as our grammar writes them."""
     found, outside, at = Meaning(), "", 0
     while match := re.compile(r"\[(?=(?:get_weather|search|ping|free)\()").search(text, at):
         outside, at = outside + text[at : match.start()], match.end()

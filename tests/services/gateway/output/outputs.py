@@ -1,4 +1,4 @@
-"""Functions that cut outputs into pieces, and that make events comparable for all cuts."""
+"""Cuts outputs into pieces, and merges events so that they are equal for all cuts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def setup_of(max_calls: int = 100) -> ParserSetup:
 
 
 def events(formats: OutputFormats, pieces: Iterable[str], setup: ParserSetup | None = None, cut: bool = False) -> list[Event]:
-    """Returns merged events.
+    """Parses the pieces of an output. Returns the events, with adjacent text and argument fragments merged.
 
     Args:
         cut: whether the output has reached its limit of tokens.

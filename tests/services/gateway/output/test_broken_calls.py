@@ -1,4 +1,4 @@
-"""Calls that a model leaves open, empty or damaged, and calls in reasoning that is not closed, in every format."""
+"""Tests of calls that are unfinished, empty or damaged, and of calls in unclosed reasoning, in every format."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ FAMILIES: Mapping[str, Family] = {
 CALLED = [("read", {"path": "a"})]
 JSON_FAMILIES = [name for name, family in FAMILIES.items() if family.arguments == OBJECT]
 MARKS = ("<tool_call>", "</tool_call>", "</function>", "</parameter>", "[TOOL_CALLS]", "[ARGS]", "｜>", "<|", "```")
-# By damaged arguments: the object that is made of them.
+# By damaged arguments: the arguments of the parsed call.
 DAMAGED: Mapping[str, Any] = {
     '{"path": "a\nb\t"}': {"path": "a\nb\t"},
     '{"path": "a",}': {"path": "a"},
@@ -124,8 +124,8 @@ DAMAGED: Mapping[str, Any] = {
     '{"list": [1, {"b": 2]}': {"list": [1, {"b": 2}]},
     '{path: "a"}': {},
 }
-# By arguments behind which the output ends: the object that is made of them.
-OPEN: Mapping[str, Any] = {
+# By the arguments with which the output ends: the arguments of the parsed call.
+UNFINISHED: Mapping[str, Any] = {
     "{": {},
     '{"path': {},
     '{"path": ': {},
@@ -139,7 +139,7 @@ OPEN: Mapping[str, Any] = {
 }
 
 
-def of(name: str, output: str, reasoning: str = "", cut: bool = False) -> list[Event]:
+def parse(name: str, output: str, reasoning: str = "", cut: bool = False) -> list[Event]:
     """Returns the events of an output. Asserts that the events are the same when it arrives in single characters."""
     formats = OutputFormats(name, "harmony" if name == "harmony" else reasoning)
     found = events(formats, [output], SETUP, cut)
@@ -149,39 +149,39 @@ def of(name: str, output: str, reasoning: str = "", cut: bool = False) -> list[E
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "harmony"])
 class TestCallInReasoning:
-    """The model does not close its reasoning, or closes it behind a call."""
+    """The model does not close its reasoning, or closes it after a call."""
 
-    def test_parser_makes_the_calls_that_end_the_output(self, name: str) -> None:
+    def test_parser_returns_calls_in_reasoning_at_the_end_of_the_output(self, name: str) -> None:
         family = FAMILIES[name]
         begin, end = ("[THINK]", "[/THINK]") if family.reasoning == "mistral_think" else ("", "</think>")
         for calls in (1, 2, 3):
             for blanks in ("", "\n", "\n\n "):
                 thought = f"{begin}Hm: [{{x}}] <a>\n"
-                found = of(name, thought + blanks.join([family.call] * calls) + blanks, family.reasoning)
+                found = parse(name, thought + blanks.join([family.call] * calls) + blanks, family.reasoning)
                 assert calls_of(found) == CALLED * calls and text_of(found) == ""
                 assert text_of(found, Reasoning) == "Hm: [{x}] <a>"
-        assert calls_of(of(name, f"{begin or '<think>'}Hm.{family.call}", family.reasoning)) == CALLED
-        closed = of(name, f"{begin}Hm. {family.call} {end}So: {family.call}", family.reasoning)
+        assert calls_of(parse(name, f"{begin or '<think>'}Hm.{family.call}", family.reasoning)) == CALLED
+        closed = parse(name, f"{begin}Hm. {family.call} {end}So: {family.call}", family.reasoning)
         assert text_of(closed, Reasoning) == f"Hm. {family.call}" and text_of(closed) == "So:" and calls_of(closed) == CALLED
 
-    def test_parser_keeps_calls_in_reasoning_when_something_follows(self, name: str) -> None:
+    def test_parser_returns_reasoning_when_text_follows_the_calls(self, name: str) -> None:
         family = FAMILIES[name]
         begin = "[THINK]" if family.reasoning == "mistral_think" else ""
         for rest in (" or not", f" or not {family.begin[:9]}", f" <| {family.call} no"):
-            found = of(name, f"{begin}Hm. {family.call}{rest}", family.reasoning)
+            found = parse(name, f"{begin}Hm. {family.call}{rest}", family.reasoning)
             assert not calls_of(found) and text_of(found, Reasoning) == f"Hm. {family.call}{rest}"
-        later = of(name, f"{begin}Hm. {family.call} no: {family.call}", family.reasoning)
+        later = parse(name, f"{begin}Hm. {family.call} no: {family.call}", family.reasoning)
         assert calls_of(later) == CALLED and text_of(later, Reasoning) == f"Hm. {family.call} no:"
 
-    def test_parser_keeps_an_incomplete_call_in_reasoning(self, name: str) -> None:
+    def test_parser_returns_reasoning_when_the_call_is_incomplete(self, name: str) -> None:
         family = FAMILIES[name]
         begin = "[THINK]" if family.reasoning == "mistral_think" else ""
         for output, cut in ((family.begin + family.arguments[:-1], False), (family.call, True)):
-            found = of(name, f"{begin}Hm. {output}", family.reasoning, cut)
+            found = parse(name, f"{begin}Hm. {output}", family.reasoning, cut)
             assert not calls_of(found) and text_of(found, Reasoning) == f"Hm. {output}"
 
-    def test_parser_shows_reasoning_when_no_call_can_follow(self, name: str) -> None:
-        """The parser holds back only the call."""
+    def test_parser_streams_reasoning_except_for_a_possible_call(self, name: str) -> None:
+        """Only the text of the possible call waits for the end of the output."""
         family = FAMILIES[name]
         begin = "[THINK]" if family.reasoning == "mistral_think" else ""
         parser = output_parser(OutputFormats(name, family.reasoning), SETUP)
@@ -193,45 +193,45 @@ class TestCallInReasoning:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_call_without_arguments_has_an_empty_object(name: str) -> None:
     for output in FAMILIES[name].empty:
-        found = of(name, output)
+        found = parse(name, output)
         assert calls_of(found) == [("read", {})], output
         assert text_of(found) == "", output
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_call_is_read_when_closing_marks_are_missing(name: str) -> None:
-    """Any of them, before the end of the output, before another call, and before text where a mark is left."""
+    """Any of the marks may be missing: at the end of the output, before another call, and before text after a remaining mark."""
     family = FAMILIES[name]
     start = "<|start|>assistant" if name == "harmony" else ""
-    for kept in itertools.product((True, False), repeat=len(family.ends)):
-        open_call = "".join([family.begin, family.arguments, *itertools.compress(family.ends, kept)])
-        assert calls_of(of(name, open_call)) == CALLED, open_call
-        twice = of(name, f"{open_call}{start}{family.call}")
+    for present in itertools.product((True, False), repeat=len(family.ends)):
+        open_call = "".join([family.begin, family.arguments, *itertools.compress(family.ends, present)])
+        assert calls_of(parse(name, open_call)) == CALLED, open_call
+        twice = parse(name, f"{open_call}{start}{family.call}")
         assert calls_of(twice) == CALLED * 2 and text_of(twice) == "", open_call
-        if kept and kept[-1] and name not in ("harmony", "llama3_json"):
-            assert text_of(of(name, f"{open_call} So.")) == " So.", open_call
+        if present and present[-1] and name not in ("harmony", "llama3_json"):
+            assert text_of(parse(name, f"{open_call} So.")) == " So.", open_call
 
 
 @pytest.mark.parametrize("name", JSON_FAMILIES)
 def test_arguments_are_an_object_when_the_json_is_damaged(name: str) -> None:
     family = FAMILIES[name]
-    for damaged, meant in DAMAGED.items():
+    for damaged, expected in DAMAGED.items():
         output = "".join([family.begin, damaged, *family.ends])
-        found = of(name, output)
-        assert calls_of(found) == [("read", meant)], output
+        found = parse(name, output)
+        assert calls_of(found) == [("read", expected)], output
         assert text_of(found) == "", output
 
 
 @pytest.mark.parametrize("name", JSON_FAMILIES)
 def test_arguments_are_closed_when_the_output_ends_early(name: str) -> None:
     family = FAMILIES[name]
-    for beginning, meant in OPEN.items():
-        assert calls_of(of(name, family.begin + beginning)) == [("read", meant)], beginning
+    for beginning, expected in UNFINISHED.items():
+        assert calls_of(parse(name, family.begin + beginning)) == [("read", expected)], beginning
     if family.ends:
         for quote in ('{"path": "a', '{"path": "a"', '{"path": "a"}'):
             output = "".join([family.begin, quote, *family.ends[1 if family.ends[0] == "}" else 0 :]])
             for rest in ("", " So.", ' So: "b".') if name != "harmony" else ("",):
-                found = of(name, output + rest if len(family.ends) > 1 else output)
+                found = parse(name, output + rest if len(family.ends) > 1 else output)
                 assert calls_of(found)[0][1]["path"].rstrip("}") == "a", output
                 assert text_of(found) in ("", rest), output
 
@@ -239,14 +239,14 @@ def test_arguments_are_closed_when_the_output_ends_early(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_arguments_end_where_the_output_is_cut_off(name: str) -> None:
     family = FAMILIES[name]
-    whole = "".join(arguments_of(of(name, family.call)).values())
+    whole = "".join(arguments_of(parse(name, family.call)).values())
     for size in range(len(family.call)):
-        cut = arguments_of(of(name, family.call[:size], cut=True))
+        cut = arguments_of(parse(name, family.call[:size], cut=True))
         assert all(whole.startswith(arguments) for arguments in cut.values()), family.call[:size]
 
 
 def test_pythonic_call_is_closed_when_the_output_ends_early() -> None:
-    for beginning, meant in {
+    for beginning, expected in {
         '[read(path="a': {"path": "a"},
         "[read(path='a', n=1": {"path": "a", "n": 1},
         "[read(path='a', n=": {"path": "a"},
@@ -255,12 +255,12 @@ def test_pythonic_call_is_closed_when_the_output_ends_early() -> None:
         "[read(path=a)]": {},
         "[read(path='a', n=nil, list=[1])]": {"path": "a"},
     }.items():
-        assert calls_of(of("pythonic", beginning)) == [("read", meant)], beginning
-    assert calls_of(of("pythonic", "[read(n=[1, x], path=')'), read(path='a')] So.")) == [("read", {"n": [1]}), *CALLED]
+        assert calls_of(parse("pythonic", beginning)) == [("read", expected)], beginning
+    assert calls_of(parse("pythonic", "[read(n=[1, x], path=')'), read(path='a')] So.")) == [("read", {"n": [1]}), *CALLED]
 
 
 @pytest.mark.parametrize(
-    ("output", "meant"),
+    ("output", "expected"),
     [
         ("<parameter=path>\na\n</function>\n</tool_call>", {"path": "a"}),
         ("<parameter=path>\na\n<parameter=n>\n3\n</function>\n</tool_call>", {"path": "a", "n": 3}),
@@ -278,17 +278,17 @@ def test_pythonic_call_is_closed_when_the_output_ends_early() -> None:
         ("<parameter=path>\na\n", {"path": "a"}),
     ],
 )
-def test_qwen3_coder_value_ends_at_the_next_mark(output: str, meant: dict[str, Any]) -> None:
-    assert calls_of(of("qwen3_coder", f"<tool_call>\n<function=read>\n{output}")) == [("read", meant)]
+def test_qwen3_coder_value_ends_at_the_next_mark(output: str, expected: dict[str, Any]) -> None:
+    assert calls_of(parse("qwen3_coder", f"<tool_call>\n<function=read>\n{output}")) == [("read", expected)]
 
 
-def test_strings_of_valid_json_may_hold_marks() -> None:
+def test_string_of_valid_json_may_contain_marks() -> None:
     for name in JSON_FAMILIES:
         family = FAMILIES[name]
         for text in (family.call, f"a{''.join(family.ends)}", f"{family.begin}{{", *(f"{mark}" for mark in MARKS)):
             arguments = {"path": text, "n": 1}
             output = "".join([family.begin, json.dumps(arguments, ensure_ascii=False), *family.ends])
-            assert calls_of(of(name, output)) == [("read", arguments)], output
+            assert calls_of(parse(name, output)) == [("read", arguments)], output
 
 
 def test_unmarked_object_is_text_when_a_call_has_other_members() -> None:
@@ -301,7 +301,7 @@ def test_unmarked_object_is_text_when_a_call_has_other_members() -> None:
         "{",
         "[",
     ):
-        found = of("llama3_json", output)
+        found = parse("llama3_json", output)
         assert text_of(found) == output and not calls_of(found)
     listed = '[{"name": "read", "arguments": {"path": "a"}}, {"name": "read", "arguments": {"path": "a"}}]'
-    assert calls_of(of("llama3_json", listed)) == CALLED * 2 and text_of(of("llama3_json", listed)) == ""
+    assert calls_of(parse("llama3_json", listed)) == CALLED * 2 and text_of(parse("llama3_json", listed)) == ""

@@ -1,4 +1,4 @@
-"""Outputs of every format with damage of every kind: each call's arguments are a JSON object, and no text shows a mark."""
+"""Tests of damaged outputs of every format: the arguments of each call are a JSON object, and no text contains a mark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.services.gateway.output.test_rendered_calls import CALLS, REASONING, 
 
 COUNT = 20_000 // len(WAYS) + 1 if NIGHTLY else 40  # number of outputs per way
 SEED = 20_260
-MOST_FAULTS = 4
+MAX_FAULTS = 4  # per output
 # Texts that are inserted anywhere, or that replace a value.
 PIECES = (
     "\n",
@@ -54,8 +54,8 @@ _VALUE = re.compile(r"""(?<=[:=] )?("[^"]*"|'[^']*'|-?\d+|true|null)""")
 
 
 def damaged(text: str, marks: Sequence[str], chooser: random.Random) -> str:
-    """Returns the text with one to MOST_FAULTS faults."""
-    for _ in range(chooser.randint(1, MOST_FAULTS)):
+    """Returns the text with one to MAX_FAULTS faults."""
+    for _ in range(chooser.randint(1, MAX_FAULTS)):
         at = chooser.randint(0, len(text))
         found = list(re.finditer("|".join(map(re.escape, marks)), text))
         mark = chooser.choice(found).span() if found else (at, at)
@@ -81,22 +81,25 @@ def damaged(text: str, marks: Sequence[str], chooser: random.Random) -> str:
 
 
 def outputs(way: str) -> Iterator[tuple[OutputFormats, Sequence[str], str]]:
-    """Yields the formats, their marks and a damaged output; half of them with another format of reasoning than the model's."""
+    """Yields the formats, their marks and a damaged output. Half of the formats have another reasoning format than the model."""
     name, own, variables = WAYS[way]
     template, chooser = ChatTemplate(TEMPLATES[name]), random.Random(f"{SEED} {way}")
     for _ in range(COUNT):
         calls = chooser.sample(CALLS, chooser.randint(1, 3))
-        told = {**variables, "content": chooser.choice(("", TEXT)), "calls": calls}
+        turn = {**variables, "content": chooser.choice(("", TEXT)), "calls": calls}
         if name == "harmony" or chooser.random() < 0.5:
-            formats, thought = own, ""
+            formats, reasoning = own, ""
         else:
-            formats, thought = OutputFormats(name, chooser.choice([each for each in REASONING_FORMATS if each != "harmony"])), ""
-            told.pop("reasoning", None)
+            formats, reasoning = (
+                OutputFormats(name, chooser.choice([each for each in REASONING_FORMATS if each != "harmony"])),
+                "",
+            )
+            turn.pop("reasoning", None)
             if formats.reasoning and chooser.random() < 0.8:
                 begin, end = REASONING_FORMATS[formats.reasoning]
-                thought = f"{begin * (formats.reasoning != 'think_open')}{REASONING}{end * (chooser.random() < 0.6)}"
+                reasoning = f"{begin * (formats.reasoning != 'think_open')}{REASONING}{end * (chooser.random() < 0.6)}"
         marks = harmony.MARKS if name == "harmony" else (*CALL_FORMATS[name].marks, *REASONING_FORMATS[formats.reasoning])
-        output = thought + template.render(told, 1 << 20)
+        output = reasoning + template.render(turn, 1 << 20)
         yield formats, marks, damaged(output, marks or ("<tool_call>",), chooser)
 
 
@@ -114,7 +117,7 @@ def check(formats: OutputFormats, marks: Sequence[str], output: str, chooser: ra
     """Asserts the invariants of a damaged output and returns the number of its calls."""
     found = events(formats, [output])
     for pieces in (at_random(output, chooser), in_characters(output)):
-        assert events(formats, pieces) == found, "where the output is cut makes no difference"
+        assert events(formats, pieces) == found, "the events are the same for every cut"
     arguments = arguments_of(found)
     assert [event.index for event in found if isinstance(event, CallEnd)] == list(arguments), "each call ends"
     for text in arguments.values():
@@ -123,7 +126,9 @@ def check(formats: OutputFormats, marks: Sequence[str], output: str, chooser: ra
     shown = text_of(found)
     assert not [mark for mark in marks if mark in shown], shown
     cut = events(formats, at_random(output, chooser), cut=True)
-    assert all(arguments[index].startswith(text) for index, text in arguments_of(cut).items()), "a cut call is a beginning"
+    assert all(arguments[index].startswith(text) for index, text in arguments_of(cut).items()), (
+        "the arguments of a call cut off by max_tokens are a prefix"
+    )
     return len(arguments)
 
 

@@ -1,7 +1,7 @@
-"""Outputs drawn under a grammar of each format: the parser finds the encoded calls for every division into pieces.
+"""Tests of outputs drawn under a grammar of each format: the parser finds the calls for every division into pieces.
 
-The grammar is xgrammar's own tag for formats that have one (Mistral and Llama's pythonic calls have none), and our tag for every
-format. Under our tag, the calls also follow the schemas of their tools.
+The grammar is our structural tag for every format, and xgrammar's tag for every format that has one (not Mistral and pythonic).
+Under our tag, the calls also follow the schemas of their tools.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.services.gateway.output.outputs import TOOLS, at_random, calls_of, ev
 
 COUNT = 500 if NIGHTLY else 40
 # By format: xgrammar's name of the format, and additional marks for the drawer.
-THEIRS = {
+XGRAMMAR_TAGS = {
     "hermes": ("qwen_3", ["<tool_call>", "</tool_call>", '{"name": "']),
     "qwen3_coder": ("qwen_3_coder", ["<tool_call>\n<function=", "\n</parameter>", "\n</function>\n</tool_call>"]),
     "llama3_json": ("llama", ['{"name": ', '{"name']),
@@ -36,11 +36,12 @@ THEIRS = {
     "deepseek_v31": ("deepseek_v3_1", ["<｜tool▁calls▁begin｜>"]),
     "harmony": ("harmony", ["{", "commentary"]),
 }
-OURS = {
-    **{name: marks for name, (_, marks) in THEIRS.items()},
+OUR_TAGS = {
+    **{name: marks for name, (_, marks) in XGRAMMAR_TAGS.items()},
     "pythonic": ["[get_weather(", "[search("],
     "mistral": ["[TOOL_CALLS]["],
 }
+# (a call is required, several calls are allowed)
 WAYS = [(forced, parallel) for forced in (True, False) for parallel in (True, False)]
 
 
@@ -48,19 +49,19 @@ def formats_of(name: str) -> OutputFormats:
     return OutputFormats(name, "harmony" if name == "harmony" else "think")
 
 
-def their_texts(name: str) -> Iterator[str]:
-    model, marks = THEIRS[name]
+def texts_of_xgrammar_tag(name: str) -> Iterator[str]:
+    model, marks = XGRAMMAR_TAGS[name]
     tools = [function(tool, schema) for tool, schema in TOOLS.items()]
     asked = [(choice, reasoning) for choice in ("required", "auto") for reasoning in ("auto", "disabled")]
     tags = [xgrammar.get_model_structural_tag(model, tools=tools, tool_choice=one, reasoning=two) for one, two in asked]
     return texts(Drawer(marks), [tag.model_dump_json() for tag in tags], COUNT, seed=1)
 
 
-def our_texts(name: str, forced: bool, parallel: bool) -> Iterator[str]:
+def texts_of_our_tag(name: str, forced: bool, parallel: bool) -> Iterator[str]:
     demand = CallDemand(tuple(ToolSpec(tool, schema, not forced) for tool, schema in TOOLS.items()), forced, parallel)
     tag = call_tag(formats_of(name), demand)
     assert tag is not None
-    return texts(Drawer(OURS[name]), [structural_tag(tag)], COUNT // 4, seed=2)
+    return texts(Drawer(OUR_TAGS[name]), [structural_tag(tag)], COUNT // 4, seed=2)
 
 
 def unmarked(name: str, text: str) -> str:
@@ -72,27 +73,27 @@ def unmarked(name: str, text: str) -> str:
 def check(name: str, text: str) -> list[str]:
     """Asserts that parser and reference parser agree for every cut. Returns the names of the calls."""
     oracle = ORACLES[name] if name == "harmony" else with_think(ORACLES[name])
-    meant, found = oracle(text), events(formats_of(name), [text])
-    assert calls_of(found) == meant.calls, text
-    assert unmarked(name, squeezed(text_of(found))) == unmarked(name, meant.text), text
-    assert squeezed(text_of(found, Reasoning)) == meant.reasoning, text
+    expected, found = oracle(text), events(formats_of(name), [text])
+    assert calls_of(found) == expected.calls, text
+    assert unmarked(name, squeezed(text_of(found))) == unmarked(name, expected.text), text
+    assert squeezed(text_of(found, Reasoning)) == expected.reasoning, text
     assert events(formats_of(name), in_characters(text)) == found, text
     assert events(formats_of(name), at_random(text, random.Random(len(text)))) == found, text
-    return [name for name, _ in meant.calls]
+    return [name for name, _ in expected.calls]
 
 
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", XGRAMMAR_TAGS)
 def test_parser_reads_outputs_of_the_tag_of_xgrammar(name: str) -> None:
-    called = [call for text in their_texts(name) for call in check(name, text)]
+    called = [call for text in texts_of_xgrammar_tag(name) for call in check(name, text)]
     assert len(called) > COUNT // 4 and set(called) == TOOLS.keys()
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OUR_TAGS)
 def test_parser_reads_outputs_of_our_tag(name: str) -> None:
     """Calls follow the schemas of their tools. A forced output has calls and no text."""
     called: list[str] = []
     for forced, parallel in WAYS:
-        for text in our_texts(name, forced, parallel):
+        for text in texts_of_our_tag(name, forced, parallel):
             called += check(name, text)
             found = events(formats_of(name), [text])
             calls = calls_of(found)

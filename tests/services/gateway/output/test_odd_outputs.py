@@ -1,4 +1,4 @@
-"""Outputs that no template writes: calls that are malformed, unknown, too many, cut off, too deep or too long."""
+"""Tests of outputs that no template writes: calls that are malformed, unknown, too many, cut off, too deep or too long."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def call(name: str, arguments: str = "{}", index: int = 0) -> list[Event]:
 # By case: format, output and expected events.
 ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "no format": (OutputFormats(), "a <tool_call> b\n", [Text("a <tool_call> b\n")]),
-    "hermes: a mark that never comes": (HERMES, "a <tool_c", [Text("a <tool_c")]),
-    "hermes: no call": (HERMES, f"<tool_call> oops {PING}", [Text(" oops"), *call("ping")]),
+    "hermes: incomplete mark": (HERMES, "a <tool_c", [Text("a <tool_c")]),
+    "hermes: mark without a call": (HERMES, f"<tool_call> oops {PING}", [Text(" oops"), *call("ping")]),
     "hermes: a list": (HERMES, "<tool_call>[1]</tool_call>", [Text("[1]")]),
     "hermes: an empty object": (HERMES, "<tool_call>{}</tool_call>", [Text("{}")]),
     "pythonic: a colon in a name": (PYTHONIC, "[fs:read(a=1)]", [CallDropped("fs:read")]),
@@ -272,10 +272,10 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
 
 @pytest.mark.parametrize("family", dict.fromkeys(case.partition(":")[0] for case in ODD))
 def test_odd_output_has_the_expected_events(family: str) -> None:
-    for case, (formats, output, meant) in ODD.items():
+    for case, (formats, output, expected) in ODD.items():
         if case.partition(":")[0] == family:
             for pieces in ([output], in_characters(output), at_random(output, random.Random(1)), ["", *output.partition(" ")]):
-                assert events(formats, pieces) == meant, case
+                assert events(formats, pieces) == expected, case
 
 
 def test_calls_beyond_the_allowed_number_are_dropped() -> None:
@@ -297,7 +297,7 @@ STRAY: dict[OutputFormats, tuple[str, str]] = {
 }
 
 
-def test_text_shows_no_mark() -> None:
+def test_text_contains_no_mark() -> None:
     for formats, (output, shown) in STRAY.items():
         for pieces in ([output], in_characters(output)):
             assert events(formats, pieces) == [Text(shown)], formats
@@ -307,7 +307,7 @@ def nested(depth: int, first: str = "[", last: str = "]") -> str:
     return first * depth + last * depth
 
 
-def test_depth_of_arguments_is_bounded() -> None:
+def test_depth_of_arguments_is_limited() -> None:
     allowed, deeper = (nested(limits.MAX_CALL_DEPTH - 1 + more) for more in (0, 1))
     for formats, begin, end in (
         (HERMES, '<tool_call>{"name": "ping", "arguments": {"a": ', "}}</tool_call>"),
@@ -318,8 +318,8 @@ def test_depth_of_arguments_is_bounded() -> None:
     assert events(PYTHONIC, ["[ping(a=" + "[" * 100_000])[0] == CallStart(0, "ping")
 
 
-def test_held_text_is_bounded() -> None:
-    """Beyond MAX_HELD_CALL_CHARS, arguments before a name become text, and an unquoted value is omitted."""
+def test_held_back_text_is_limited() -> None:
+    """Arguments before a name become text, and an unquoted value is omitted, if they exceed MAX_HELD_CALL_CHARS."""
     for size in (-64, 1):
         long = "x" * (limits.MAX_HELD_CALL_CHARS + size)
         arguments = json.dumps({"a": long})

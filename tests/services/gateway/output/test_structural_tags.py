@@ -79,7 +79,7 @@ def test_every_format_has_a_parser_and_tags() -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_tag_follows_unusual_schemas(name: str) -> None:
+def test_drawn_calls_follow_unusual_schemas(name: str) -> None:
     """The cases are references, optional parameters before or without required ones, several types, and no schema."""
     formats = OutputFormats(name, "harmony" if name == "harmony" else "think_open")
     setup = ParserSetup(TOOLS, 100)
@@ -101,7 +101,7 @@ NO_PARAMETERS: dict[str, Any] = {
 OPEN_PARAMETERS: dict[str, Any] = {
     "object": {"type": "object"},
     "additional properties": {"type": "object", "additionalProperties": True},
-    "additional properties beside an empty list": {"type": "object", "properties": {}, "additionalProperties": True},
+    "additional properties and an empty list": {"type": "object", "properties": {}, "additionalProperties": True},
 }
 
 
@@ -137,7 +137,7 @@ def test_parts_of_a_tag_have_the_fields_of_the_tools() -> None:
         assert strict in ({"tools[0]": True, "tools[1]": False}, {}), name
 
 
-def test_answer_begins_after_the_reasoning() -> None:
+def test_constrained_answer_begins_after_the_reasoning() -> None:
     for reasoning in REASONING_FORMATS:
         formats = OutputFormats("harmony" if reasoning == "harmony" else "", reasoning)
         for kind, answer in ANSWERS.items():
@@ -165,7 +165,7 @@ def test_tag_allows_calls_or_an_answer_but_not_both(name: str) -> None:
     assert kinds == {True, False}
 
 
-def test_schema_with_many_references_to_one_definition_is_read_once() -> None:
+def test_definition_is_read_once_when_a_schema_has_many_references() -> None:
     again = {"anyOf": [{"$ref": "#/$defs/a"}] * 40}
     schemas = ({"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#/$defs/a"}, {"enum": ["x"]}]})
     for each in schemas:
@@ -185,17 +185,17 @@ def test_tag_restricts_only_strict_tools_unless_calls_are_forced() -> None:
 
 # By case: a format, and parameters of a strict tool that the format cannot express.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "limits of a bare text": ("qwen3_coder", {"properties": {"a": {"type": "string", "minLength": 2}}}),
-    "a bare text or a number": ("qwen3_coder", {"properties": {"a": {"type": ["string", "number"]}}}),
+    "limits of an unquoted string": ("qwen3_coder", {"properties": {"a": {"type": "string", "minLength": 2}}}),
+    "unquoted string or number": ("qwen3_coder", {"properties": {"a": {"type": ["string", "number"]}}}),
     "limits behind a reference": (
         "qwen3_coder",
         {"$defs": {"a": {"type": "string", "pattern": "x"}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
     ),
-    "limits of one of two": (
+    "limits of one anyOf member": (
         "qwen3_coder",
         {"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}}},
     ),
-    "limits beside the values": ("qwen3_coder", {"properties": {"a": {"enum": ["x", "yy"], "minLength": 2}}}),
+    "limits and enum": ("qwen3_coder", {"properties": {"a": {"enum": ["x", "yy"], "minLength": 2}}}),
     "limits of any type": ("qwen3_coder", {"properties": {"a": {"minimum": 1}}}),
     "a reference to itself": ("qwen3_coder", {"properties": {"a": {"$ref": "#/properties/a"}}}),
     "limits of the object": ("pythonic", {"properties": {"a": {}}, "minProperties": 1}),

@@ -20,7 +20,7 @@ from tests.services.gateway.output.outputs import setup_of
 
 # By format: a text that is written once, and a text that is written repeatedly after it. The repeated texts are plain text, white
 # space, false beginnings of calls, and long values.
-AGAIN: Mapping[OutputFormats, list[tuple[str, str]]] = {
+REPEATED: Mapping[OutputFormats, list[tuple[str, str]]] = {
     OutputFormats("hermes", "think"): [
         ("", "<tool_call>"),
         ("", " \n"),
@@ -84,7 +84,7 @@ def unread(parser: OutputParser) -> int:
     return len(parser._source._text) - parser._source._at
 
 
-def calls_made(formats: OutputFormats, text: str) -> int:
+def count_calls(formats: OutputFormats, text: str) -> int:
     """Returns the number of calls of Python and C functions while the text is fed character by character."""
     parser, count = output_parser(formats, setup_of()), 0
 
@@ -132,9 +132,9 @@ def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
 
 
 def test_character_costs_the_same_at_the_end_of_a_long_output() -> None:
-    """This includes characters that are read twice, because they look like the head of a call."""
-    for formats, outputs in AGAIN.items():
+    """Some characters are read twice, because they look like the beginning of a call."""
+    for formats, outputs in REPEATED.items():
         for once, again in outputs:
             short, long = (once + again * (size // len(again)) for size in (600, 2400))
-            few, many = calls_made(formats, short), calls_made(formats, long)
+            few, many = count_calls(formats, short), count_calls(formats, long)
             assert many / len(long) <= 1.1 * few / len(short), (once, again)

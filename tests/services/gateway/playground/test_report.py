@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.services.gateway.dispatch.test_dispatch_lost import stopped
-from tests.services.gateway.dispatch.test_dispatch_queue import full, small
+from tests.services.gateway.dispatch.test_dispatch_queue import fill_workers, with_one_slot
 from tests.services.gateway.dispatch.test_faults import ANSWER
 from tests.services.gateway.documented import Answered, Documented
 from tests.services.gateway.fakes import MODEL, FakeWorker
@@ -22,7 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": MODEL, "prompt": ["Hi", "you"]},
 }
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-ASKED = {"x-rootstock-report": "1"}
+REPORT_HEADERS = {"x-rootstock-report": "1"}
 
 
 def busy(workers: list[FakeWorker]) -> None:
@@ -32,7 +32,7 @@ def busy(workers: list[FakeWorker]) -> None:
 
 def chunks_of(system: System) -> list[Any]:
     """Returns the chunks of a streamed chat with a report."""
-    return events(system.post(CHAT, BODIES[CHAT] | STREAM, headers=ASKED).text)
+    return events(system.post(CHAT, BODIES[CHAT] | STREAM, headers=REPORT_HEADERS).text)
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,10 @@ def served() -> Iterator[System]:
         yield system
 
 
-def sent(system: System, path: str, headers: dict[str, str], **fields: Any) -> bytes:
-    """Returns the response without its time of creation.
+def stable_content(system: System, path: str, headers: dict[str, str], **fields: Any) -> bytes:
+    """Returns the content of a response without its creation time.
 
-    Of a stream, it returns only the events with usage and the final event, because the division of text into chunks depends on
-    time.
+    For a stream, only the events with usage and the final event are returned, because the other chunks depend on time.
     """
     answer = system.post(path, BODIES[path] | fields, headers={"x-request-id": "same", **headers})
     assert answer.status_code == 200
@@ -58,22 +57,26 @@ def sent(system: System, path: str, headers: dict[str, str], **fields: Any) -> b
 @pytest.mark.parametrize("fields", [{}, STREAM], ids=["whole", "stream"])
 def test_response_is_unchanged_without_the_header_or_the_setting(served: System, path: str, fields: dict[str, Any]) -> None:
     with System(configure=busy) as off:
-        plain = [sent(served, path, {}, **fields), sent(off, path, {}, **fields), sent(off, path, ASKED, **fields)]
+        plain = [
+            stable_content(served, path, {}, **fields),
+            stable_content(off, path, {}, **fields),
+            stable_content(off, path, REPORT_HEADERS, **fields),
+        ]
         assert plain[0] == plain[1] == plain[2] and b'"usage":{' in plain[0]
-    assert sent(served, path, {"x-rootstock-report": "0"}, **fields) == plain[0]
-    assert sent(served, path, ASKED, **fields) == re.sub(
-        rb'("usage":\{[^}]*\}\})', lambda usage: usage[1] + b',"rootstock":' + told(served, path, fields), plain[0]
+    assert stable_content(served, path, {"x-rootstock-report": "0"}, **fields) == plain[0]
+    assert stable_content(served, path, REPORT_HEADERS, **fields) == re.sub(
+        rb'("usage":\{[^}]*\}\})', lambda usage: usage[1] + b',"rootstock":' + report_of(served, path, fields), plain[0]
     )
 
 
-def told(system: System, path: str, fields: dict[str, Any]) -> bytes:
-    found = re.search(rb'"rootstock":(\{[^}]*\})', sent(system, path, ASKED, **fields))
+def report_of(system: System, path: str, fields: dict[str, Any]) -> bytes:
+    found = re.search(rb'"rootstock":(\{[^}]*\})', stable_content(system, path, REPORT_HEADERS, **fields))
     assert found is not None
     return found[1]
 
 
 def test_report_has_queue_times_workers_and_draft_counts(served: System) -> None:
-    answer = served.post(CHAT, BODIES[CHAT] | {"n": 2}, headers=ASKED)
+    answer = served.post(CHAT, BODIES[CHAT] | {"n": 2}, headers=REPORT_HEADERS)
     assert answer.json()["rootstock"] == {
         "gateway_queue_s": 0.0,
         "worker_queue_s": 1.5,
@@ -90,22 +93,22 @@ def test_stream_has_the_report_only_with_the_usage(served: System) -> None:
     *chunks, last = chunks_of(served)
     assert last["choices"] == [] and last["rootstock"]["workers"] == ["worker-0"]
     assert not [chunk for chunk in chunks if "rootstock" in chunk]
-    without = events(served.post(CHAT, BODIES[CHAT] | {"stream": True}, headers=ASKED).text)
+    without = events(served.post(CHAT, BODIES[CHAT] | {"stream": True}, headers=REPORT_HEADERS).text)
     assert not [chunk for chunk in without if "rootstock" in chunk]
 
 
 @pytest.mark.by_day(one_in=2)
-@pytest.mark.parametrize("body", [{"top_k": "x"}, {"model": "nobody's"}], ids=["wrong", "unknown model"])
+@pytest.mark.parametrize("body", [{"top_k": "x"}, {"model": "unknown"}], ids=["invalid field", "unknown model"])
 def test_error_has_no_report(served: System, body: dict[str, Any]) -> None:
-    answer = served.post(CHAT, BODIES[CHAT] | body, headers=ASKED)
+    answer = served.post(CHAT, BODIES[CHAT] | body, headers=REPORT_HEADERS)
     assert answer.status_code in (400, 404) and list(answer.json()) == ["error"]
 
 
 def test_report_has_the_time_in_the_gateway_queue() -> None:
-    with System(playground=True, configure=small) as system, ThreadPoolExecutor(1) as pool:
-        full(system)
+    with System(playground=True, configure=with_one_slot) as system, ThreadPoolExecutor(1) as pool:
+        fill_workers(system)
         waiting = pool.submit(chunks_of, system)
-        wait_until(lambda: system.num_waiting == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the request in the gateway's queue")
         system.allow(None)
         assert waiting.result()[-1]["rootstock"]["gateway_queue_s"] > 0
 

@@ -1,4 +1,4 @@
-"""Short requests to tokenizers over streams, with real gRPC."""
+"""Tests of the EncodeMany streams for short requests to tokenizers, with real gRPC."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.services.gateway.fakes import ids_of
 from tests.services.gateway.remote.test_replicas import Tokenizer, eventually, replicas, running, tokenizer_client
 
 
-class OneByOne(Tokenizer):
+class UnaryTokenizer(Tokenizer):
     """A tokenizer of an older version without streams."""
 
     async def EncodeMany(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
 
 
-class Broken(Tokenizer):
+class BrokenStreamTokenizer(Tokenizer):
     """A tokenizer whose streams end with an error at their first batch."""
 
     async def EncodeMany(self, request: Any, context: Any) -> None:
@@ -49,7 +49,7 @@ async def client_of(*fakes: Tokenizer, timeout_s: float = 10.0) -> AsyncIterator
 
 
 def _streams(client: TokenizerClient, fake: Tokenizer) -> bool:
-    if isinstance(fake, OneByOne):
+    if isinstance(fake, UnaryTokenizer):
         return True
     request = tokenizer_pb2.EncodeRequest(texts=["x"])
     return all(one._stream is not None and one._stream.takes(request) for one in client._replicas.by_address.values())
@@ -159,7 +159,7 @@ def test_encode_stream_closes_cancelled_requests() -> None:
 
 def test_client_retries_requests_when_a_stream_breaks() -> None:
     async def test() -> None:
-        broken, other = Broken(), Tokenizer()
+        broken, other = BrokenStreamTokenizer(), Tokenizer()
         async with client_of(broken, other) as client:
             assert await asyncio.gather(*(encode(client, str(i)) for i in range(10))) == [ids_of(str(i)) for i in range(10)]
             assert broken.batches
@@ -169,7 +169,7 @@ def test_client_retries_requests_when_a_stream_breaks() -> None:
 
 def test_client_uses_unary_calls_when_streams_always_break() -> None:
     async def test() -> None:
-        broken = Broken()
+        broken = BrokenStreamTokenizer()
         async with client_of(broken) as client:
             assert await encode(client) == ids_of("hi")
             assert len(broken.calls) == 1
@@ -179,7 +179,7 @@ def test_client_uses_unary_calls_when_streams_always_break() -> None:
 
 def test_client_uses_unary_calls_when_a_tokenizer_has_no_streams() -> None:
     async def test() -> None:
-        old = OneByOne()
+        old = UnaryTokenizer()
         async with client_of(old) as client:
             assert await asyncio.gather(*(encode(client) for _ in range(3))) == [ids_of("hi")] * 3
             assert len(old.calls) == 3 and client.connected() == 1
@@ -187,7 +187,7 @@ def test_client_uses_unary_calls_when_a_tokenizer_has_no_streams() -> None:
     asyncio.run(test())
 
 
-def test_old_stream_answers_open_requests_after_a_doubt() -> None:
+def test_replaced_stream_completes_open_requests() -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -205,7 +205,7 @@ def test_old_stream_answers_open_requests_after_a_doubt() -> None:
     asyncio.run(test())
 
 
-def test_encode_stream_ends_when_retired_early() -> None:
+def test_encode_stream_ends_when_retired_during_the_first_write() -> None:
     """The first write of a grpc.aio call never returns if the call is cancelled during the write."""
 
     async def test() -> None:

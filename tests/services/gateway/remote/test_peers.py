@@ -1,4 +1,4 @@
-"""Aborts over gateways without shared state: by rid for clients, of all requests for operators."""
+"""Tests of aborts at all gateways, which share no state: by rid for clients, of all requests for operators."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_abort_ends_requests_of_the_same_key_at_all_gateways(pool: ThreadPoolExe
     with System(gateways=2, **KEYS) as system:
         system.allow(0)
         alices, bobs = begin(pool, system, 1, "r", ALICE), begin(pool, system, 1, "r", BOB)
-        wait_until(lambda: num_submits(system) == 2, "both at the worker")
+        wait_until(lambda: num_submits(system) == 2, "both requests at the worker")
         assert abort(system, "r", 0, ALICE) == {"aborted": 1, "gateways": 2, "unreached": 0}
         assert reason(alices) == "abort" and not bobs.done()
         assert abort(system, "r", 0, ALICE)["aborted"] == 0
@@ -65,7 +65,7 @@ def test_abort_ends_requests_of_the_same_key_at_all_gateways(pool: ThreadPoolExe
 
 
 def test_abort_ends_requests_in_every_phase(pool: ThreadPoolExecutor) -> None:
-    """The phases are: tokenized, waiting at the gateway, running, and waiting again after the loss of the worker."""
+    """The phases: tokenization, in the gateway's queue, running, and in the queue again after the loss of the worker."""
 
     def small(workers: list[FakeWorker]) -> None:
         workers[0].info.max_running_requests = 1
@@ -74,16 +74,16 @@ def test_abort_ends_requests_in_every_phase(pool: ThreadPoolExecutor) -> None:
         system.allow(2)
         running = [begin(pool, system, 1, "running", sampling_params={"max_new_tokens": 9}) for _ in range(3)]
         second = system.gateways[1].dispatcher
-        wait_until(lambda: num_submits(system) == 3 and system.worker.steps_left == 0, "three that run")
+        wait_until(lambda: num_submits(system) == 3 and system.worker.steps_left == 0, "three running requests")
         queued = begin(pool, system, 1, "queued")
-        wait_until(lambda: sum(second.waiting_by_model().values()) == 1, "one that waits")
+        wait_until(lambda: sum(second.waiting_by_model().values()) == 1, "a queued request")
         system.do(system.tokenizer.gate.clear)
         tokenized = begin(pool, system, 1, "tokenized")
-        wait_until(lambda: len(system.tokenizer.calls) == 5, "one that is tokenized")
+        wait_until(lambda: len(system.tokenizer.calls) == 5, "a request at the tokenizer")
         assert abort(system, "tokenized")["aborted"] == 1 and reason(tokenized) == "aborted"
         assert abort(system, "queued")["aborted"] == 1 and reason(queued) == "abort"
         system.call(system.workers[0].stop())
-        wait_until(lambda: sum(second.waiting_by_model().values()) == 3, "requests that have lost their worker")
+        wait_until(lambda: sum(second.waiting_by_model().values()) == 3, "queued requests of the lost worker")
         assert abort(system, "running")["aborted"] == 3 and {reason(answer) for answer in running} == {"abort"}
 
 
@@ -104,7 +104,7 @@ def test_operator_abort_ends_requests_of_all_keys(pool: ThreadPoolExecutor) -> N
     with System(gateways=2, workers=2, routing_policy="round_robin", **KEYS) as system:
         system.allow(0)
         answers = [begin(pool, system, at % 2, f"r{at}", ALICE if at < 2 else BOB) for at in range(4)]
-        wait_until(lambda: num_submits(system) == 4, "all at the workers")
+        wait_until(lambda: num_submits(system) == 4, "all requests at the workers")
         first, second = system.submits()
         assert first and second
         assert operate(system, worker="worker-1").aborted == second
@@ -118,13 +118,13 @@ def test_abort_returns_when_other_gateways_are_down_or_hang(pool: ThreadPoolExec
     with socket.create_server(("127.0.0.1", 0)) as hanging, System(peers=f"127.0.0.1:1,127.0.0.1:{port(hanging)}") as system:
         system.allow(0)
         answer = begin(pool, system, 0, "r")
-        wait_until(lambda: num_submits(system) == 1, "it runs")
+        wait_until(lambda: num_submits(system) == 1, "the request at the worker")
         assert abort(system, "r") == {"aborted": 1, "gateways": 1, "unreached": 2}
         assert reason(answer) == "abort"
 
 
 def call(system: System, request: pb.AbortRequest, token: str = "") -> pb.AbortResponse | grpc.StatusCode:
-    """Calls the port between gateways of the second gateway."""
+    """Calls Abort at the peer port of the second gateway."""
     address = sorted(system.gateways[0]._peers._channels)
 
     async def ask() -> pb.AbortResponse | grpc.StatusCode:

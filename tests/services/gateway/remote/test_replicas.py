@@ -1,4 +1,4 @@
-"""The pools of tokenizers and detokenizers with changing replicas and models, with real gRPC."""
+"""Tests of the pools of tokenizers and detokenizers with changing replicas and models, with real gRPC."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def tokenizer_client(timeout_s: float = WAIT_S, wait_s: float = WAIT_S) -> Token
 async def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not become true"
         await asyncio.sleep(0.002)
 
 
@@ -174,7 +174,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_link_closes_after_the_last_decoding_when_the_endpoint_is_gone(self) -> None:
+    def test_link_of_a_removed_endpoint_closes_after_the_last_decoding(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = await servers.start(Detokenizer()), await servers.start(Detokenizer())
@@ -203,7 +203,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_pool_moves_decodings_when_the_stream_of_a_gone_endpoint_breaks(self) -> None:
+    def test_pool_moves_decodings_when_the_stream_of_a_removed_endpoint_breaks(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = await servers.start(Detokenizer()), await servers.start(Detokenizer())
@@ -277,7 +277,7 @@ class TestDetokenizers:
                     answer.add("ab")
                     await eventually(lambda: answer.text == "ab")
                     await asyncio.sleep(0.5)
-                    assert pool.connected() == 1, "silence does not count without unanswered batches"
+                    assert pool.connected() == 1, "a detokenizer without unanswered batches may be silent"
                     silent.gate.clear()
                     answer.add("cd")
                     elsewhere = await servers.start(other)
@@ -315,7 +315,9 @@ class TestDetokenizers:
                     assert await texts.of_model(model_info("two", "v1")).of([7]) == {7: b"\x07"}
                     second.bytes_of[7] = b"new"
                     assert await texts.of_model(model_info("two", "v1")).of([7]) == {7: b"\x07"}
-                    assert await texts.of_model(model_info("two", "v2")).of([7]) == {7: b"new"}, "ids of another tokenizer"
+                    assert await texts.of_model(model_info("two", "v2")).of([7]) == {7: b"new"}, (
+                        "token texts of the other model version"
+                    )
 
         asyncio.run(test())
 
@@ -332,9 +334,9 @@ class TestDetokenizers:
                     await eventually(lambda: pool.connected() == 2)
                     asking = asyncio.create_task(texts.of_model(model_info("", "")).of([ord("a")]))
                     await eventually(lambda: any(fake.text_calls for fake in fakes.values()))
-                    (stays,) = [address for address, fake in fakes.items() if not fake.text_calls]
-                    pool.set_endpoints({stays: True})
-                    fakes[stays].text_gate.set()
+                    (other,) = [address for address, fake in fakes.items() if not fake.text_calls]
+                    pool.set_endpoints({other: True})
+                    fakes[other].text_gate.set()
                     assert await asking == {ord("a"): b"a"}
 
         asyncio.run(test())
@@ -376,8 +378,8 @@ async def encode(client: TokenizerClient, text: str = "hi", model: str = "") -> 
     return list(response.prompts[0].ids)
 
 
-async def unanswered(client: TokenizerClient, address: str, tokenizer: Tokenizer) -> asyncio.Task[list[int]]:
-    """Starts a call that the only tokenizer leaves unanswered."""
+async def begin_unanswered(client: TokenizerClient, address: str, tokenizer: Tokenizer) -> asyncio.Task[list[int]]:
+    """Starts a call that the only tokenizer has received and does not answer."""
     client.set_endpoints({address: True})
     await eventually(lambda: client.connected() == 1)
     tokenizer.gate.clear()
@@ -407,37 +409,37 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_removed_replica_closes_after_its_last_call(self) -> None:
+    def test_removed_replica_closes_after_the_last_call(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = Tokenizer(), Tokenizer()
-                gone, stays = await servers.start(old), await servers.start(new)
+                removed, other = await servers.start(old), await servers.start(new)
                 client = tokenizer_client()
                 async with running(client.run):
-                    call = await unanswered(client, gone, old)
-                    client.set_endpoints({stays: True})
+                    call = await begin_unanswered(client, removed, old)
+                    client.set_endpoints({other: True})
                     assert await encode(client) == ids_of("hi") and len(new.calls) == 1
-                    assert set(client._replicas.by_address) == {gone, stays}
+                    assert set(client._replicas.by_address) == {removed, other}
                     old.gate.set()
                     assert await call == ids_of("hi")
-                    assert set(client._replicas.by_address) == {stays}
+                    assert set(client._replicas.by_address) == {other}
                     await eventually(lambda: len(client._replicas._tasks) == 1)
 
         asyncio.run(test())
 
-    def test_call_moves_to_a_new_tokenizer_when_its_silent_tokenizer_is_removed(self) -> None:
+    def test_call_at_a_removed_silent_tokenizer_moves_to_a_new_tokenizer(self) -> None:
         """The channel of the removed tokenizer is closed after its last call."""
 
         async def test() -> None:
             async with replicas() as servers:
                 old = Tokenizer()
-                gone, comes = await servers.start(old), await servers.start(Tokenizer())
+                removed, added = await servers.start(old), await servers.start(Tokenizer())
                 client = tokenizer_client(timeout_s=0.5)
                 async with running(client.run):
-                    call = await unanswered(client, gone, old)
+                    call = await begin_unanswered(client, removed, old)
                     client.set_endpoints({})
                     await eventually(lambda: not client._replicas._tasks)
-                    client.set_endpoints({comes: True})
+                    client.set_endpoints({added: True})
                     assert await call == ids_of("hi")
 
         asyncio.run(test())

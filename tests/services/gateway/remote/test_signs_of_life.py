@@ -15,7 +15,7 @@ import pytest
 
 from rootstock_llm.services.gateway.remote.connection import Patience, until_lost, until_unreachable
 
-WITHIN_S = 0.3
+WITHIN_S = 0.3  # seconds without a sign of life after which a connection is tried
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def machine(answers: bool) -> Iterator[str]:
     """Yields the address of a machine whose process is stopped and accepts no connection.
 
     Args:
-        answers: The kernel completes connections.
+        answers: the kernel completes connections; if not, the backlog is full.
     """
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
@@ -62,21 +62,21 @@ def test_until_unreachable_waits_when_the_connection_is_refused() -> None:
 
 
 @pytest.mark.parametrize("due", [True, False])
-def test_until_unreachable_tries_no_connection_while_signs_arrive_or_none_is_due(due: bool) -> None:
+def test_until_unreachable_opens_no_connection_while_signs_arrive_or_no_sign_is_due(due: bool) -> None:
     async def test() -> None:
-        tries = 0
+        connections = 0
 
-        async def took(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal tries
-            tries += 1
+        async def count_connection(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connections
+            connections += 1
             writer.close()
 
-        server = await asyncio.start_server(took, "127.0.0.1", 0)
+        server = await asyncio.start_server(count_connection, "127.0.0.1", 0)
         address = "{}:{}".format(*server.sockets[0].getsockname())
         signs = iter(range(10**6))
         await ends(until_unreachable(address, WITHIN_S, lambda: next(signs) if due else None), 4 * WITHIN_S)
         server.close()
-        assert tries == 0
+        assert connections == 0
 
     asyncio.run(test())
 

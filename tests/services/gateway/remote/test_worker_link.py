@@ -1,4 +1,4 @@
-"""The messages that a gateway sends to a worker."""
+"""Tests of the messages that a WorkerLink sends to a worker."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rootstock_llm.services.gateway.remote.worker_link import MESSAGE_BYTES, Wor
 from rootstock_llm.services.gateway.routing.breaker import CircuitBreaker
 from rootstock_llm.services.shared.limits import MAX_MESSAGE_BYTES
 
-PROMPT = [150_000] * 40_000
+PROMPT = [150_000] * 40_000  # token ids of three bytes each on the wire
 BURST = 120  # prompts of about 120 kB each
 
 
-class Asked:
+class FakeChoice:
     prompt_ids: Sequence[int] = PROMPT
     prediction_ids: Sequence[int] = ()
     token_ids: Sequence[int] = PROMPT
@@ -34,8 +34,8 @@ class Asked:
 
 def test_worker_link_splits_a_burst_of_long_prompts_into_messages() -> None:
     async def run() -> list[worker_pb2.GenerateRequest]:
-        choice: Any = Asked()
-        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", choice, Patience(5.0, 0.0), CircuitBreaker())
+        choice: Any = FakeChoice()
+        link: WorkerLink[FakeChoice] = WorkerLink("127.0.0.1:1", choice, Patience(5.0, 0.0), CircuitBreaker())
         for handle in range(BURST):
             link.submit(choice, worker_pb2.Submit(handle=handle))
         link.abort(3)
@@ -51,21 +51,21 @@ def test_worker_link_splits_a_burst_of_long_prompts_into_messages() -> None:
     assert max(m.ByteSize() for m in messages) < 2 * MESSAGE_BYTES < MAX_MESSAGE_BYTES
 
 
-@pytest.mark.parametrize("heard", ["prefetch", "submit", "nothing"])
-def test_abort_ends_the_prefetch_of_a_submit(heard: str) -> None:
+@pytest.mark.parametrize("sent", ["prefetch", "submit", "nothing"])
+def test_abort_ends_the_prefetch_of_a_submit(sent: str) -> None:
     async def run() -> None:
-        choice: Any = Asked()
-        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", choice, Patience(5.0, 0.0), CircuitBreaker())
+        choice: Any = FakeChoice()
+        link: WorkerLink[FakeChoice] = WorkerLink("127.0.0.1:1", choice, Patience(5.0, 0.0), CircuitBreaker())
         link.prefetch(choice, worker_pb2.Prefetch(handle=7))
         assert (link.num_prefetches, link.prefetch_tokens) == (1, len(PROMPT))
-        if heard != "nothing":
+        if sent != "nothing":
             assert [each.handle for each in link._next_message().prefetches] == [7]
         link.submit(choice, worker_pb2.Submit(handle=7))
         assert (link.num_prefetches, link.prefetch_tokens) == (0, 0)
-        if heard == "submit":
+        if sent == "submit":
             assert [each.handle for each in link._next_message().submits] == [7]
-        assert link.abort(7) is (heard != "submit"), "whether the submit was never sent"
+        assert link.abort(7) is (sent != "submit"), "abort() returns whether the submit was not sent yet"
         message = link._next_message()
-        assert list(message.aborts) == ([] if heard == "nothing" else [7]) and not message.submits and not message.prefetches
+        assert list(message.aborts) == ([] if sent == "nothing" else [7]) and not message.submits and not message.prefetches
 
     asyncio.run(run())

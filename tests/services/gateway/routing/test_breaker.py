@@ -1,4 +1,4 @@
-"""The circuit breaker opens on faults, allows one probe and does not stay half-open."""
+"""Tests of CircuitBreaker: it opens on faults, allows one probe and does not stay half-open."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_breaker_opens_after_threshold_faults_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("pattern", "opens"),
     [("sfsfsfsfs", False), ("sfsfsfsfsf", True), ("ssfssfssfssfssfssf", False)],
-    ids=["too few results", "half of them", "a third of them"],
+    ids=["too few results", "half faults", "one third faults"],
 )
 def test_breaker_opens_at_the_fault_ratio(pattern: str, opens: bool) -> None:
     breaker = CircuitBreaker(CONFIG)
@@ -58,7 +58,7 @@ def test_breaker_allows_one_probe_after_the_cooldown() -> None:
     breaker.begin(5.0)
     assert breaker.state is BreakerState.HALF_OPEN
     assert not breaker.allows(5.0) and not breaker.allows(34.9)
-    breaker.begin(20.0)  # a request that was sent anyway does not move the deadline of the probe
+    breaker.begin(20.0)  # another request does not change the deadline of the probe
     assert breaker.allows(35.0)
 
 

@@ -1,4 +1,4 @@
-"""The fair queue is bounded, ordered by priority, and fair between API keys by served tokens."""
+"""Tests of FairQueue: it is bounded, ordered by priority, and fair between API keys by served tokens."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class Item:
 
 @dataclass
 class Server:
-    """Places up to `room` items and charges their tokens, as a dispatcher does."""
+    """Places up to `free_slots` items and charges their tokens, as a dispatcher does."""
 
     queue: FairQueue[Item]
-    room: int = 1_000_000
+    free_slots: int = 1_000_000
     skipped: frozenset[str] = frozenset()  # names of items that cannot be placed
     served: list[Item] = field(default_factory=list)
 
     def place(self, item: Item) -> Placed:
-        if not self.room:
+        if not self.free_slots:
             return Placed.STOP
         if item.name in self.skipped:
             return Placed.SKIP
-        self.room -= 1
+        self.free_slots -= 1
         self.served.append(item)
         self.queue.charge(item.key, item.tokens)
         return Placed.PLACED
 
-    def drain(self, room: int = 1_000_000) -> list[str]:
+    def drain(self, free_slots: int = 1_000_000) -> list[str]:
         """Returns the names of the placed items."""
-        self.room, self.served = room, []
+        self.free_slots, self.served = free_slots, []
         assert self.queue.drain(self.place) == len(self.served)
         return [item.name for item in self.served]
 
@@ -75,7 +75,7 @@ def names(queue: FairQueue[Item]) -> list[str]:
         ("a1:-1 b1:-5 c1", "c1 a1 b1"),
         ("a1:1 a2:1 b1 b2 a3:0", "a1 a2 b1 b2 a3"),
     ],
-    ids=["first in first out", "keys take turns", "priority first", "priorities below 0", "a counter is of all priorities"],
+    ids=["first in first out", "keys alternate", "priority first", "priorities below 0", "one counter for all priorities"],
 )
 def test_drain_offers_items_in_fair_order(arrivals: str, order: str) -> None:
     assert Server(filled(*named(arrivals))).drain() == order.split()
@@ -87,7 +87,7 @@ def test_drain_alternates_between_keys_when_nothing_is_charged() -> None:
 
 def test_drain_stops_and_leaves_the_other_items_in_order() -> None:
     queue = filled(*named("a1 a2 b1 b2"))
-    assert Server(queue).drain(room=2) == ["a1", "b1"] and len(queue) == 2 and names(queue) == ["a2", "b2"]
+    assert Server(queue).drain(free_slots=2) == ["a1", "b1"] and len(queue) == 2 and names(queue) == ["a2", "b2"]
     assert Server(queue).drain() == ["a2", "b2"] and not len(queue)
 
 
@@ -133,7 +133,7 @@ def test_push_refuses_an_item_in_the_queue() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "newcomer", "displaced"),
+    ("waiting", "arrival", "displaced"),
     [
         ("a1 a2 a3 a4", "b1:1", "a4"),
         ("a1 a2 a3 a4", "b1", "a4"),
@@ -146,12 +146,12 @@ def test_push_refuses_an_item_in_the_queue() -> None:
         ("a1:1 a2:1 a3:1 b1", "c1", None),
     ],
     ids=[
-        "a higher priority", "a key with none", "a key with fewer", "a key with as many", "the same key", "a lower priority",
-        "all have one", "the lowest goes, not the longest", "more of higher priority does not count",
+        "higher priority", "key without items", "key with fewer items", "key with as many items", "same key", "lower priority",
+        "all keys have one item", "lowest priority before most items", "items of higher priority do not count",
     ],
 )  # fmt: skip
-def test_push_displaces_an_item_when_the_queue_is_full(waiting: str, newcomer: str, displaced: str | None) -> None:
-    queue, (item,) = filled(*named(waiting), capacity=4), named(newcomer)
+def test_push_displaces_an_item_when_the_queue_is_full(waiting: str, arrival: str, displaced: str | None) -> None:
+    queue, (item,) = filled(*named(waiting), capacity=4), named(arrival)
     if displaced is None:
         with pytest.raises(QueueFull):
             queue.push(item, item.key, item.priority)
@@ -189,8 +189,10 @@ ITEMS = st.tuples(st.sampled_from("abc"), st.integers(0, 2))
 @given(
     st.lists(ITEMS, max_size=10), st.lists(ITEMS, min_size=1, max_size=10), st.lists(st.integers(0, 9), min_size=3, max_size=3)
 )
-@example([("a", 1)] * 3 + [("b", 0)], [("a", 1), ("a", 1), ("b", 1), ("a", 1)], [1, 0, 0])  # b's items make way, even for b
-@example([("a", 1), ("a", 1), *[("b", 0)] * 4], [("a", 1)] * 3 + [("a", 0)], [0, 0, 0])  # two items of b make way
+@example(
+    [("a", 1)] * 3 + [("b", 0)], [("a", 1), ("a", 1), ("b", 1), ("a", 1)], [1, 0, 0]
+)  # items of b are displaced, even by an item of b
+@example([("a", 1), ("a", 1), *[("b", 0)] * 4], [("a", 1)] * 3 + [("a", 0)], [0, 0, 0])  # two items of b are displaced
 def test_push_all_adds_all_items_or_changes_nothing(
     before: list[tuple[str, int]], several: list[tuple[str, int]], served: list[int]
 ) -> None:
@@ -222,7 +224,7 @@ def test_push_all_adds_all_items_or_changes_nothing(
         assert Server(queue).drain() == Server(other).drain()
 
 
-def test_push_gives_keys_places_by_weight() -> None:
+def test_push_shares_the_capacity_by_weight() -> None:
     queue = filled(*named("a1 a2 a3 b1 b2 b3"), capacity=6, weights={"a": 3.0})
     out = queue.push(Item("a", name="a4"), "a")
     assert out is not None and out.name == "b3"
@@ -264,33 +266,33 @@ def test_drain_serves_tokens_in_proportion_to_weights() -> None:
 
 def test_drain_serves_a_new_key_before_the_flood_of_another() -> None:
     queue = filled(*[Item("hog", 100, name=f"h{number}") for number in range(50)], *named("b1 b2 b3", tokens=10))
-    assert Server(queue).drain(room=5) == ["h0", "b1", "b2", "b3", "h1"]
+    assert Server(queue).drain(free_slots=5) == ["h0", "b1", "b2", "b3", "h1"]
 
 
 def test_push_raises_the_counter_of_a_returning_key() -> None:
     queue = filled(*[Item("a", 100, name=f"a{number}") for number in range(12)])
-    Server(queue).drain(room=10)
+    Server(queue).drain(free_slots=10)
     for item in (late := [Item("b", 100, name=f"b{number}") for number in range(10)]):
         queue.push(item, "b")
     assert queue.counter("b") == queue.counter("a")
-    assert set(Server(queue).drain(room=4)) == {"a10", "a11", late[0].name, late[1].name}
+    assert set(Server(queue).drain(free_slots=4)) == {"a10", "a11", late[0].name, late[1].name}
 
 
 def test_push_leaves_a_higher_counter_of_a_returning_key() -> None:
     queue = filled(*named("a1", tokens=500), *named("b1 b2 b3", tokens=100))
-    Server(queue).drain(room=2)
+    Server(queue).drain(free_slots=2)
     queue.push(Item("a", name="a2"), "a")
     assert Server(queue).drain() == ["b2", "b3", "a2"]
 
 
-def test_charge_creates_no_disadvantage_when_the_queue_is_empty() -> None:
+def test_charge_of_an_empty_queue_does_not_delay_the_key() -> None:
     queue: FairQueue[Item] = FairQueue(100)
     for _ in range(1000):
         queue.charge("old", 1000)
     for item in named("n1 n2 n3", tokens=1000):
         queue.push(item, "n")
     queue.push(Item("old", 1000, name="o1"), "old")
-    assert "o1" in Server(queue).drain(room=3)
+    assert "o1" in Server(queue).drain(free_slots=3)
 
 
 def test_new_key_begins_at_the_last_counter_when_the_queue_is_empty() -> None:
@@ -334,8 +336,8 @@ def test_fair_queue_bounds_the_heaps() -> None:
     assert len(level._most) < 100 and len(level._least) < 100 and len(queue._waiting_keys) < 100
 
 
-class Naive:
-    """The rules of the queue without levels and heaps."""
+class NaiveQueue:
+    """The rules of FairQueue without levels and heaps."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -352,7 +354,7 @@ class Naive:
             self.counters[item.key] = max(self.counters.get(item.key, 0.0), least)
         self.items.append(item)
 
-    def left(self, item: Item) -> None:
+    def remove(self, item: Item) -> None:
         self.items.remove(item)
         if not self.items:
             self.floor = max(self.floor, self.counters[item.key])
@@ -381,7 +383,7 @@ STEPS = st.one_of(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(STEPS, max_size=60))
 def test_fair_queue_agrees_with_a_naive_model(steps: list[tuple[str, str, int, int]]) -> None:
-    queue, naive = FairQueue[Item](1000), Naive()
+    queue, naive = FairQueue[Item](1000), NaiveQueue()
     for step, key, number, tokens in steps:
         if step == "push":
             item = Item(key, tokens, number)
@@ -390,7 +392,7 @@ def test_fair_queue_agrees_with_a_naive_model(steps: list[tuple[str, str, int, i
         elif step == "remove" and naive.items:
             item = naive.items[number % len(naive.items)]
             assert queue.remove(item)
-            naive.left(item)
+            naive.remove(item)
         elif step == "charge":
             queue.charge(key, number)
             naive.charge(key, number)
@@ -400,15 +402,16 @@ def test_fair_queue_agrees_with_a_naive_model(steps: list[tuple[str, str, int, i
         assert all(queue.counter(key) == counter for key, counter in naive.counters.items())
 
 
-def follow_drain(queue: FairQueue[Item], naive: Naive, room: int) -> None:
+def follow_drain(queue: FairQueue[Item], naive: NaiveQueue, free_slots: int) -> None:
+    """Drains up to `free_slots` items, and asserts that the naive queue allows each of them next."""
     placed: list[Item] = []
 
     def place(item: Item) -> Placed:
         if placed:
-            naive.left(placed[-1])
+            naive.remove(placed[-1])
             placed[-1:] = []
             placed_count[0] += 1
-        if placed_count[0] == room:
+        if placed_count[0] == free_slots:
             return Placed.STOP
         assert naive.may_be_next(item)
         queue.charge(item.key, item.tokens)
@@ -419,4 +422,4 @@ def follow_drain(queue: FairQueue[Item], naive: Naive, room: int) -> None:
     placed_count = [0]
     queue.drain(place)
     for item in placed:
-        naive.left(item)
+        naive.remove(item)

@@ -1,4 +1,4 @@
-"""The choice of prompts for prefill workers, and of the prefill worker."""
+"""Tests of pick_prefill: the prompts for which a prefill worker is used, and its choice."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rootstock_llm.services.gateway.routing.policies import (
 # Tokens of the prompt; tokens of it that the decode worker has cached; tokens queued at the prefill worker; whether the decode
 # worker is busy; whether the prefill worker is full; whether the prefill worker computes the prompt.
 PROMPTS = {
-    "a long prompt, all idle": (600, 0, 0, False, False, True),
-    "a short prompt": (511, 0, 0, True, False, False),
-    "one that is mostly cached": (600, 89, 0, True, False, False),
-    "both busy": (600, 0, 100, True, False, True),
-    "an idle decode worker, a busy prefill worker": (600, 0, 100, False, False, False),
-    "as much queued as may be": (600, 0, MOST_QUEUED_TOKENS, True, False, True),
-    "too much queued": (600, 0, MOST_QUEUED_TOKENS + 1, True, False, False),
-    "no room": (600, 0, 0, True, True, False),
+    "long prompt, all idle": (600, 0, 0, False, False, True),
+    "short prompt": (511, 0, 0, True, False, False),
+    "mostly cached prompt": (600, 89, 0, True, False, False),
+    "both workers busy": (600, 0, 100, True, False, True),
+    "idle decode worker, busy prefill worker": (600, 0, 100, False, False, False),
+    "prefill queue at the limit": (600, 0, MOST_QUEUED_TOKENS, True, False, True),
+    "prefill queue above the limit": (600, 0, MOST_QUEUED_TOKENS + 1, True, False, False),
+    "no free slot at the prefill worker": (600, 0, 0, True, True, False),
 }
 
 
-def test_pick_prefill_chooses_the_prompts_that_gain() -> None:
-    for name, (tokens, cached, queued, decode_busy, full, goes) in PROMPTS.items():
+def test_pick_prefill_returns_a_prefill_worker_only_when_time_is_saved() -> None:
+    for name, (tokens, cached, queued, decode_busy, full, uses_prefill) in PROMPTS.items():
         columns = WorkerColumns()
         prefill, decode = columns.add("prefill", 1), columns.add("decode", 2)
         columns.usable[:2], columns.limit[:2], columns.running[:2] = True, 4, 4
@@ -37,7 +37,7 @@ def test_pick_prefill_chooses_the_prompts_that_gain() -> None:
         columns.tokens[prefill], columns.requests[prefill], columns.requests[decode] = queued, 4 * full, decode_busy
         policy = make_policy(str(RoutingPolicy.LEAST_REQUESTS), RoutingConfig(), random.Random(0))
         pick = pick_prefill(policy, columns, RoutingQuery(tokens), Pick(decode, "any", cached), 512)
-        assert (pick is not None and pick.row == prefill) == goes, name
+        assert (pick is not None and pick.row == prefill) == uses_prefill, name
 
 
 def fleet(prefill: int, decode: int, limit: int = 4) -> WorkerColumns:

@@ -1,4 +1,4 @@
-"""The prefix index against a model of plain sets, and cases outside of the model."""
+"""Tests of PrefixIndex against a model of plain dictionaries, and of cases that the model does not include."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class AgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.numbers: dict[tuple[str, int], int] = {}
-        self.held: dict[int, dict[bytes, BlockTier]] = {}
-        self.until: dict[int, dict[bytes, float]] = {}
+        self.tiers: dict[int, dict[bytes, BlockTier]] = {}
+        self.expiries: dict[int, dict[bytes, float]] = {}
         self.now = 0.0
 
     @rule(worker=st.sampled_from("abc"), generation=st.integers(0, 1))
@@ -44,40 +44,40 @@ class AgainstModel(RuleBasedStateMachine):
         if (worker, generation) in self.numbers:
             assert self.numbers[worker, generation] == number
             return
-        assert number not in self.held
+        assert number not in self.tiers
         self.numbers[worker, generation] = number
-        self.held[number], self.until[number] = {}, {}
+        self.tiers[number], self.expiries[number] = {}, {}
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.tiers)
     @rule(data=st.data(), blocks=st.lists(st.sampled_from(BLOCKS)), tier=st.sampled_from(BlockTier))
     def stored(self, data: st.DataObject, blocks: list[bytes], tier: BlockTier) -> None:
-        number = data.draw(st.sampled_from(sorted(self.held)))
+        number = data.draw(st.sampled_from(sorted(self.tiers)))
         self.index.stored(number, iter(blocks), tier)
-        self.held[number].update(dict.fromkeys(blocks, tier))
+        self.tiers[number].update(dict.fromkeys(blocks, tier))
         for block in blocks if tier is BlockTier.DEVICE else ():
-            self.until[number].pop(block, None)
+            self.expiries[number].pop(block, None)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.tiers)
     @rule(data=st.data(), blocks=st.lists(st.sampled_from(BLOCKS)))
     def removed(self, data: st.DataObject, blocks: list[bytes]) -> None:
-        number = data.draw(st.sampled_from(sorted(self.held)))
+        number = data.draw(st.sampled_from(sorted(self.tiers)))
         self.index.removed(number, iter(blocks))
-        self.held[number] = {block: tier for block, tier in self.held[number].items() if block not in blocks}
+        self.tiers[number] = {block: tier for block, tier in self.tiers[number].items() if block not in blocks}
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), chain=st.sampled_from(CHAINS), upto=st.integers(0, 6), ttl=st.integers(1, 4))
-    def speculate(self, data: st.DataObject, chain: list[bytes], upto: int, ttl: int) -> None:
-        number = data.draw(st.sampled_from(sorted(self.held)))
-        self.index.speculate(number, chain[:upto], self.now + ttl)
-        ends = self.until[number]
-        for block in chain[:upto]:
+    @precondition(lambda self: self.tiers)
+    @rule(data=st.data(), chain=st.sampled_from(CHAINS), depth=st.integers(0, 6), ttl=st.integers(1, 4))
+    def speculate(self, data: st.DataObject, chain: list[bytes], depth: int, ttl: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.tiers)))
+        self.index.speculate(number, chain[:depth], self.now + ttl)
+        ends = self.expiries[number]
+        for block in chain[:depth]:
             ends[block] = max(ends.get(block, 0.0), self.now + ttl)
 
     @rule(step=st.integers(0, 3))
     def expire(self, step: int) -> None:
         self.now += step
         self.index.expire(self.now)
-        self.until = {n: {b: end for b, end in ends.items() if end > self.now} for n, ends in self.until.items()}
+        self.expiries = {n: {b: end for b, end in ends.items() if end > self.now} for n, ends in self.expiries.items()}
 
     @precondition(lambda self: self.numbers)
     @rule(data=st.data())
@@ -85,7 +85,7 @@ class AgainstModel(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.numbers)))
         number = self.numbers.pop(name)
         self.index.retire(number)
-        del self.held[number], self.until[number]
+        del self.tiers[number], self.expiries[number]
         assert self.index.find(*name) == -1
 
     @rule(budget=st.integers(0, 5))
@@ -96,23 +96,23 @@ class AgainstModel(RuleBasedStateMachine):
     def agrees(self) -> None:
         for chain in CHAINS:
             found, deeper = depths(self.index, chain), self.index.reach(chain)
-            is_below = any(tier for held in self.held.values() for tier in held.values())
+            is_below = any(tier for tiers in self.tiers.values() for tier in tiers.values())
             assert len(deeper) == 3 or not is_below
             for number in range(self.index.num_owners):
-                held, expected = self.held.get(number, {}), set(self.until.get(number, {}))
-                reached = [model_depth({b for b in held if held[b] <= tier} | expected, chain) for tier in BlockTier]
+                tiers, expected = self.tiers.get(number, {}), set(self.expiries.get(number, {}))
+                reached = [model_depth({b for b in tiers if tiers[b] <= tier} | expected, chain) for tier in BlockTier]
                 assert found[number] == reached[0] and deeper[:, number].tolist() == reached[: len(deeper)]
         for name, number in self.numbers.items():
-            held = self.held[number]
-            assert self.index.find(*name) == number and self.index.held(number) == len(held)
-            assert {b: tier for tier in BlockTier for b in self.index.blocks(number, tier)} == held
+            tiers = self.tiers[number]
+            assert self.index.find(*name) == number and self.index.held(number) == len(tiers)
+            assert {b: tier for tier in BlockTier for b in self.index.blocks(number, tier)} == tiers
 
     def teardown(self) -> None:
         self.index.sweep(1000)
-        known = {(BlockTier.DEVICE, block) for ends in self.until.values() for block in ends}
-        known |= {(tier, block) for held in self.held.values() for block, tier in held.items()}
+        known = {(BlockTier.DEVICE, block) for ends in self.expiries.values() for block in ends}
+        known |= {(tier, block) for tiers in self.tiers.values() for block, tier in tiers.items()}
         assert self.index.num_blocks == len(known) and self.index.num_retired == 0
-        for number in self.held:
+        for number in self.tiers:
             self.index.retire(number)
         self.index.sweep(1000)
         assert self.index.num_blocks == 0 and len(self.index.reach(CHAINS[0])) == 1, "no block is below the device"
@@ -124,13 +124,13 @@ TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, de
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=130), st.integers(0, 40))
-def test_match_returns_a_depth_per_owner(lengths: list[int], asked: int) -> None:
+def test_match_returns_a_depth_per_owner(lengths: list[int], prompt_blocks: int) -> None:
     """Depths change by small and large steps, across byte borders and beyond 64 owners."""
     prompt = [depth.to_bytes(8, "big") for depth in range(40)]
     index = PrefixIndex()
     for number, length in enumerate(lengths):
         index.stored(index.owner(f"w{number}", 1), prompt[:length])
-    assert depths(index, prompt[:asked]) == [min(length, asked) for length in lengths]
+    assert depths(index, prompt[:prompt_blocks]) == [min(length, prompt_blocks) for length in lengths]
 
 
 def test_match_returns_0_for_an_empty_index_or_prompt() -> None:

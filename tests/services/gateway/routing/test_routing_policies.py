@@ -64,9 +64,9 @@ def set_last(workers: WorkerColumns, last: Sequence[int]) -> WorkerColumns:
         ([3, 3, 3], [100, 100, 100], [7, 5, 6], 1),
         ([3, 3, 9], [0, 0, 0], [2, 1, 0], 1),
     ],
-    ids=["fewest", "relative to size", "equal load: fewest requests", "all equal: longest ago", "unknown size"],
+    ids=["fewest", "relative to size", "equal load: fewest requests", "all equal: oldest pick", "unknown size"],
 )
-def test_least_requests(requests: list[int], running: list[int], last: list[int], row: int) -> None:
+def test_least_requests_picks_the_lowest_load_by_size(requests: list[int], running: list[int], last: list[int], row: int) -> None:
     workers = set_last(fleet(requests, running), last)
     assert pick("least_requests", workers, query(workers)) == Pick(row, "least_requests", 0)
 
@@ -136,9 +136,9 @@ def test_make_policy_refuses_an_unknown_name() -> None:
 @each_value(
     policy=list(RoutingPolicy),
     case={
-        "who has it": ([0, 9, 9], [1, 2], {1, 2}),
-        "nobody has it": ([0, 9, 9], [], {0, 1, 2}),
-        "who has it is beyond the gate": ([0, 90, 9], [1], {0, 1, 2} - {1}),
+        "some workers": ([0, 9, 9], [1, 2], {1, 2}),
+        "no worker": ([0, 9, 9], [], {0, 1, 2}),
+        "worker above the load gate": ([0, 90, 9], [1], {0, 1, 2} - {1}),
     },
 )
 def test_policy_prefers_workers_with_the_adapter(policy: str, case: tuple[list[int], list[int], set[int]]) -> None:
@@ -211,31 +211,32 @@ def test_affinity_overflows_when_the_worker_is_full() -> None:
         ([0, 100, 60], [0, 0, 960], 0, "load_gate"),
     ],
     ids=[
-        "the one that has it", "the longer match", "a little busier", "within the bound", "beyond it", "a shorter match is near",
-        "one request at rest", "nobody has it", "below the least match", "all have it: the idlest", "gate", "gate, others' load",
+        "one match", "longer match", "match on a busier worker", "load at the bound", "load above the bound", "shorter match",
+        "one request, others idle", "no match", "match below the minimum", "equal matches: least load", "load gate",
+        "load gate without the match",
     ],
 )  # fmt: skip
-def test_prefix_aware(requests: list[int], matched: list[int], row: int, reason: str) -> None:
+def test_prefix_aware_weighs_matches_against_load(requests: list[int], matched: list[int], row: int, reason: str) -> None:
     workers = fleet(requests)
     assert pick("prefix_aware", workers, query(workers, matched)) == Pick(row, reason, matched[row])
 
 
 TIER_CASES: dict[str, tuple[list[int], list[tuple[int, int, int]], list[tuple[float, float]], int, int]] = {
-    "the device's before the host's": ([10, 10], [(8, 0, 0), (0, 8, 0)], [(0.8, 0.5)] * 2, 0, 512),
-    "more of the host's before less of the device's": ([10, 10], [(4, 0, 0), (0, 8, 0)], [(0.8, 0.5)] * 2, 1, 512),
-    "the host's before the storage's": ([10, 10], [(0, 0, 8), (0, 8, 0)], [(0.8, 0.5)] * 2, 1, 512),
-    "behind the device's": ([10, 10], [(8, 0, 0), (8, 2, 2)], [(0.8, 0.5)] * 2, 1, 768),
-    "read as slowly as computed": ([10, 12], [(0, 0, 0), (0, 0, 15)], [(0.8, 0.0)] * 2, 0, 0),
-    "what is behind what is computed": ([10, 12], [(0, 0, 0), (0, 1, 14)], [(0.0, 0.9)] * 2, 0, 0),
-    "a disk that is faster": ([10, 10], [(0, 0, 8), (0, 0, 8)], [(0.8, 0.2), (0.8, 0.7)], 1, 512),
-    "one that is a little idler": ([10, 13], [(0, 0, 0), (0, 0, 15)], [(0.8, 0.1)] * 2, 0, 0),
+    "device before host": ([10, 10], [(8, 0, 0), (0, 8, 0)], [(0.8, 0.5)] * 2, 0, 512),
+    "more host blocks before fewer device blocks": ([10, 10], [(4, 0, 0), (0, 8, 0)], [(0.8, 0.5)] * 2, 1, 512),
+    "host before storage": ([10, 10], [(0, 0, 8), (0, 8, 0)], [(0.8, 0.5)] * 2, 1, 512),
+    "lower tiers after device blocks": ([10, 10], [(8, 0, 0), (8, 2, 2)], [(0.8, 0.5)] * 2, 1, 768),
+    "tier without a saving": ([10, 12], [(0, 0, 0), (0, 0, 15)], [(0.8, 0.0)] * 2, 0, 0),
+    "storage blocks after a tier without a saving": ([10, 12], [(0, 0, 0), (0, 1, 14)], [(0.0, 0.9)] * 2, 0, 0),
+    "faster storage": ([10, 10], [(0, 0, 8), (0, 0, 8)], [(0.8, 0.2), (0.8, 0.7)], 1, 512),
+    "small saving, less loaded worker": ([10, 13], [(0, 0, 0), (0, 0, 15)], [(0.8, 0.1)] * 2, 0, 0),
 }
 
 
 def test_prefix_aware_weights_hits_by_the_saving_of_the_tier() -> None:
-    """Each case has the requests, the blocks on device, host and storage, and the savings of each worker.
+    """A case has the requests, the blocks on device, host and storage, and the savings of each worker.
 
-    Then follow the expected worker and its predicted tokens.
+    Its last values are the expected worker and the predicted tokens.
     """
     for name, (requests, blocks, saves, row, predicted) in TIER_CASES.items():
         workers = fleet(requests)
@@ -261,14 +262,14 @@ def test_hits_of_returns_device_matches_when_the_index_has_no_lower_tiers() -> N
     workers = fleet([10, 10, 10])
     workers.owner[:3] = [1, 7, -1]
     hits = hits_of(np.array([[3, 5]]), workers)
-    assert hits.saved is None and hits.matched[:3].tolist() == [5 * 64, 0, 0], "owners outside of the index have no match"
+    assert hits.saved is None and hits.matched[:3].tolist() == [5 * 64, 0, 0], "owners that the index does not have get no match"
     assert not hits_of(np.zeros((1, 0), np.int64), workers).matched.any()
 
 
 @pytest.mark.parametrize(
     ("requests", "trips"),
     [([64, 0], False), ([65, 0], True), ([200, 134], False), ([195, 130], False), ([196, 130], True)],
-    ids=["64 more", "65 more", "more, but not 1.5 times", "1.5 times", "both"],
+    ids=["64 more", "65 more", "66 more, below 1.5 times", "65 more, 1.5 times", "66 more, above 1.5 times"],
 )
 def test_load_gate_has_the_thresholds_of_sglang(requests: list[int], trips: bool) -> None:
     workers = fleet(requests)

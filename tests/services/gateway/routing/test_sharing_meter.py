@@ -1,4 +1,4 @@
-"""The sharing meter, which decides whether gateways place a new prefix on the same worker."""
+"""Tests of the sharing meter, which decides whether gateways place a new prefix on the same worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_sharing_meter_assumes_sharing_at_first() -> None:
     assert 32 < unseen < 128
 
 
-def test_sharing_meter_sees_sharing_at_one_match_in_five() -> None:
+def test_sharing_meter_reports_sharing_at_one_match_in_five() -> None:
     for every, seen in ((5, True), (50, False)):
         meter = SharingMeter()
         for number in range(1000):

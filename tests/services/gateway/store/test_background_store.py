@@ -1,4 +1,4 @@
-"""Background responses in a real Redis: leases, repeated writes, quotas and restarts."""
+"""Tests of background responses in a real Redis: leases, repeated writes, quotas and restarts."""
 
 from __future__ import annotations
 
@@ -85,22 +85,22 @@ def piece(number: int, ids: range, **fields: Any) -> Piece:
     )
 
 
-async def begin(store: BackgroundStore, asked: BackgroundOrder = ORDER) -> Lease:
-    lease = new_lease(ALICE, asked.id)
-    assert await store.begin(lease, asked, RECORD, b"prompt", events(0, 2)) is Begun.YES
+async def begin(store: BackgroundStore, ordered: BackgroundOrder = ORDER) -> Lease:
+    lease = new_lease(ALICE, ordered.id)
+    assert await store.begin(lease, ordered, RECORD, b"prompt", events(0, 2)) is Begun.YES
     return lease
 
 
-async def whole(page: Callable[[int], Awaitable[Sequence[Any]]]) -> list[Any]:
+async def read_pages(page: Callable[[int], Awaitable[Sequence[Any]]]) -> list[Any]:
     return [item async for items in pages(page) for item in items]
 
 
-def run_out(server: RedisServer, lease: Lease) -> None:
-    """Makes a lease expire."""
+def expire(server: RedisServer, lease: Lease) -> None:
+    """Deletes the key of a lease, as Redis does when the lease expires."""
     server.client.delete(lease.key)
 
 
-def used(server: RedisServer) -> int:
+def used_bytes(server: RedisServer) -> int:
     return int(server.client.hget(f"state:size:{ALICE}", "!") or 0)
 
 
@@ -122,8 +122,8 @@ def test_background_store_returns_each_write_once_when_calls_are_repeated(
         assert found is not None and (found.order, found.status, found.pieces) == (ORDER, BackgroundStatus.IN_PROGRESS, 2)
         assert (found.prompt, found.decoded, found.chars, found.shown) == (b"prompt", 5, 9, 4)
         assert (found.weights, found.numerics) == (weights, "n")
-        assert await whole(found.past.events) == events(0, 4) and await whole(found.past.texts) == ["text 1", "text 2"]
-        assert await whole(found.past.ids) == [0, 1, 2, 3, 4]
+        assert await read_pages(found.past.events) == events(0, 4) and await read_pages(found.past.texts) == ["text 1", "text 2"]
+        assert await read_pages(found.past.ids) == [0, 1, 2, 3, 4]
         monkeypatch.setattr(background_store, "PAGE_BYTES", len(events(0, 3)[0]) * 2)
         page = await store.follow(ALICE, ORDER.id, 0)
         assert page is not None and (page.total, page.events) == (4, events(0, 2))
@@ -142,7 +142,7 @@ def test_background_store_returns_each_write_once_when_calls_are_repeated(
 
 @pytest.mark.by_day(one_in=2)
 def test_background_past_limits_the_size_of_pages(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a page of a single item may be larger. Pages of an ended response raise LeaseLost."""
+    """A page is larger than the limit only if it has a single item. Pages of an ended response raise LeaseLost."""
     monkeypatch.setattr(background_past, "PAGE_BYTES", 4000)
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
@@ -164,9 +164,9 @@ def test_background_past_limits_the_size_of_pages(server: RedisServer, monkeypat
         past = found.past
         with monkeypatch.context() as patch:
             patch.setattr(StateRedis, "call", measured)
-            assert await whole(past.ids) == list(range(600)) and await whole(past.logprobs) == rows
+            assert await read_pages(past.ids) == list(range(600)) and await read_pages(past.logprobs) == rows
             for page in (past.events, past.texts):
-                assert [len(each) for each in await whole(page)][-300:] == [300] * 150 + [9000] + [300] * 149
+                assert [len(each) for each in await read_pages(page)][-300:] == [300] * 150 + [9000] + [300] * 149
         assert max(sizes) == 9000 and sorted(sizes)[-3] <= 4000 and len(sizes) > 50
         await store.finish(lease, ORDER, 301, BackgroundStatus.CANCELLED, FinalRecords(b"cancelled"), [])
         for gone in (past.ids, past.texts, past.logprobs):
@@ -184,7 +184,7 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
         lease = await begin(store)
         with pytest.raises(LeaseLost):
             await store.write(lease, ORDER, piece(2, range(1)))
-        run_out(server, lease)
+        expire(server, lease)
         other = await store.take(ALICE, ORDER.id)
         assert other is not None and await store.take(ALICE, ORDER.id) is None
         before = await store.read(ALICE, ORDER.id)
@@ -212,7 +212,7 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
 
 @pytest.mark.by_day(one_in=2)
 def test_take_counts_gateways_that_have_lost_the_response(server: RedisServer) -> None:
-    """leave() takes its count back, and a long run restarts the count."""
+    """leave() subtracts the take, and a long run resets the count."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         takes, lease = [], await begin(store)
@@ -221,7 +221,7 @@ def test_take_counts_gateways_that_have_lost_the_response(server: RedisServer) -
                 for _ in range(2):
                     await store.leave(lease, ALICE, ORDER.id)
                 assert await store.keep({lease: ORDER}) == [lease]
-            run_out(server, lease)
+            expire(server, lease)
             assert bool(await store.free(9, left=True)) == leaves
             server.client.hincrby(f"state:background:{ALICE}:{ORDER.id}", "taken", -ran_s)
             again = await store.take(ALICE, ORDER.id)
@@ -242,11 +242,11 @@ def test_seize_takes_the_lease_from_the_holder(server: RedisServer) -> None:
         assert seized is not None and await store.keep({lease: ORDER}) == [lease]
         with pytest.raises(LeaseLost):
             await store.write(lease, ORDER, piece(1, range(1)))
-        run_out(server, seized)
-        next_one = await store.take(ALICE, ORDER.id)
+        expire(server, seized)
+        next_lease = await store.take(ALICE, ORDER.id)
         found = await store.read(ALICE, ORDER.id)
-        assert next_one is not None and found is not None and found.cancelled, "the next gateway ends it"
-        await store.finish(next_one, ORDER, 1, BackgroundStatus.CANCELLED, FinalRecords(b"cancelled"), [])
+        assert next_lease is not None and found is not None and found.cancelled, "the next gateway finds the response cancelled"
+        await store.finish(next_lease, ORDER, 1, BackgroundStatus.CANCELLED, FinalRecords(b"cancelled"), [])
         assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is BackgroundStatus.CANCELLED
         assert await store.seize(ALICE, "resp_none") is None
 
@@ -262,17 +262,17 @@ def test_give_up_ends_an_unreadable_response(server: RedisServer) -> None:
         await records.get(ALICE, ["resp_b"])
         assert all(server.client.ttl(f"state:{kind}:{ALICE}:resp_b") > 650 for kind in ("of", "background"))
         server.client.delete(f"state:of:{ALICE}:resp_b")
-        run_out(server, other)
+        expire(server, other)
         assert await store.take(ALICE, "resp_b") is None
         server.client.hset(f"state:background:{ALICE}:{ORDER.id}", "order", "{")
         for _ in range(GIVEN_UP - 1):
-            run_out(server, lease)
+            expire(server, lease)
             again = await store.take(ALICE, ORDER.id)
             assert again is not None
             lease = again
             with pytest.raises(ValueError, match=r"unexpected|object"):
                 await store.order(lease, ALICE, ORDER.id)
-        run_out(server, lease)
+        expire(server, lease)
         last = await store.take(ALICE, ORDER.id)
         assert last is not None and await store.order(last, ALICE, ORDER.id) is None
         with pytest.raises(LeaseLost):
@@ -309,27 +309,27 @@ def test_finish_extends_the_conversation_in_the_same_write(server: RedisServer) 
     """The conversation is not extended if the lease is lost, its version has changed or the quota is full."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
-        async def kept() -> tuple[bytes, int] | None:
+        async def conversation() -> tuple[bytes, int] | None:
             (found,) = await records.get(ALICE, ["conv_a"])
             return None if found is None else (found.content, found.version)
 
-        async def finish(lease: Lease, version: int, content: bytes, asked: BackgroundOrder = ORDER) -> bool:
+        async def finish(lease: Lease, version: int, content: bytes, ordered: BackgroundOrder = ORDER) -> bool:
             return await store.finish(
-                lease, asked, 1, BackgroundStatus.COMPLETED, FinalRecords(b"whole", Talk("conv_a", version, content)), []
+                lease, ordered, 1, BackgroundStatus.COMPLETED, FinalRecords(b"whole", Talk("conv_a", version, content)), []
             )
 
         assert await records.put(ALICE, "conv_a", b"one", 0)
         lost, other = await begin(store), await begin(store, order("resp_b"))
-        run_out(server, lost)
+        expire(server, lost)
         lease = await store.take(ALICE, ORDER.id)
         assert lease is not None
         with pytest.raises(LeaseLost):
             await finish(lost, 1, b"one, lost")
-        assert not await finish(lease, 2, b"one, two") and await kept() == (b"one", 1)
+        assert not await finish(lease, 2, b"one, two") and await conversation() == (b"one", 1)
         for _ in range(2):
             assert await finish(lease, 1, b"one, two")
-        assert await kept() == (b"one, two", 2) and await store.status(ALICE, ORDER.id) is BackgroundStatus.COMPLETED
-        assert await finish(other, 2, b"x" * 4000, order("resp_b")) and await kept() == (b"one, two", 2)
+        assert await conversation() == (b"one, two", 2) and await store.status(ALICE, ORDER.id) is BackgroundStatus.COMPLETED
+        assert await finish(other, 2, b"x" * 4000, order("resp_b")) and await conversation() == (b"one, two", 2)
         sizes = server.client.hgetall(f"state:size:{ALICE}")
         assert int(sizes.pop(b"!")) == sum(map(int, sizes.values())) and sizes[b"conv_a"] == b"8"
 
@@ -341,17 +341,17 @@ def test_background_store_counts_and_frees_bytes_of_quotas(server: RedisServer) 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         lease, other = await begin(store), await begin(store, order("resp_b"))
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.TOO_MANY
-        before = used(server)
+        before = used_bytes(server)
         assert await store.write(lease, ORDER, piece(1, range(5))) is WriteResult.YES
-        assert used(server) == before + 20 + len("text 1") + len(events(2, 1)[0])
+        assert used_bytes(server) == before + 20 + len("text 1") + len(events(2, 1)[0])
         assert await store.write(lease, ORDER, Piece(2, BackgroundStatus.IN_PROGRESS, [b"x" * 4000])) is WriteResult.STORE_FULL
         await store.finish(lease, ORDER, 2, BackgroundStatus.COMPLETED, FinalRecords(b"x" * 5000), [])
-        told = sum(map(len, events(0, 3)))
-        assert server.client.hmget(f"state:size:{ALICE}", ORDER.id, f"work:{ORDER.id}") == [b"5000", b"%d" % told]
+        num_bytes = sum(map(len, events(0, 3)))
+        assert server.client.hmget(f"state:size:{ALICE}", ORDER.id, f"work:{ORDER.id}") == [b"5000", b"%d" % num_bytes]
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.STORE_FULL
         for name in (ORDER.id, "resp_b"):
             assert await store.delete(ALICE, name)
-        assert not await store.delete(ALICE, ORDER.id) and used(server) == 0
+        assert not await store.delete(ALICE, ORDER.id) and used_bytes(server) == 0
         with pytest.raises(LeaseLost):
             await store.write(other, order("resp_b"), piece(1, range(1)))
         assert await records.get(ALICE, [ORDER.id, "resp_b"]) == [None, None]
@@ -371,9 +371,9 @@ def test_background_store_has_acknowledged_writes_after_a_kill(server: RedisServ
         await asyncio.to_thread(server.start)
         found = await store.read(ALICE, ORDER.id)
         assert found is not None
-        assert await whole(found.past.ids) == list(range(19)) and await whole(found.past.events) == events(0, 21)
+        assert await read_pages(found.past.ids) == list(range(19)) and await read_pages(found.past.events) == events(0, 21)
         assert await store.keep({lease: ORDER}) == [] and await store.free(9) == []
-        run_out(server, lease)
+        expire(server, lease)
         assert await store.free(9) == [(ALICE, ORDER.id)]
 
     with_stores(server, use)

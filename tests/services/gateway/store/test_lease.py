@@ -70,7 +70,7 @@ def test_write_raises_when_the_lease_is_lost(server: RedisServer) -> None:
     with_leases(server, use)
 
 
-def test_keep_renews_an_expired_lease_when_no_other_gateway_took_it(server: RedisServer) -> None:
+def test_keep_renews_an_expired_lease_unless_another_gateway_took_the_lease(server: RedisServer) -> None:
     """A lease expires if the gateway cannot reach the store for longer than the lease lasts."""
 
     async def use(first: Leases, second: Leases) -> None:

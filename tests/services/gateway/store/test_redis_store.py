@@ -1,4 +1,4 @@
-"""Records in a real Redis with files on disk: quotas, versions, lifetimes and restarts."""
+"""Tests of records in a real Redis with persistent files: quotas, versions, lifetimes and restarts."""
 
 from __future__ import annotations
 
@@ -71,20 +71,20 @@ def test_put_raises_when_the_version_has_changed(empty: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_redis_store_repeats_calls_without_effect_when_replies_are_lost(
+def test_redis_store_repeats_calls_without_a_second_effect_when_replies_are_lost(
     empty: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use(store: RedisStore) -> None:
         evaluate, tries = store._redis._client.eval, list[str]()
 
-        async def lossy(script: str, *arguments: Any) -> Any:
+        async def lose_replies(script: str, *arguments: Any) -> Any:
             tries.append(script)
             answer = await evaluate(script, *arguments)
             if len(tries) % 2:
                 raise TimeoutError("the answer is lost")
             return answer
 
-        monkeypatch.setattr(store._redis._client, "eval", lossy)
+        monkeypatch.setattr(store._redis._client, "eval", lose_replies)
         assert await store.put(ALICE, "a", b"1", version=0) and await store.put(ALICE, "a", b"2", version=1)
         assert await store.get(ALICE, ["a"]) == [StoredRecord(b"2", 2)]
         assert await store.delete(ALICE, "a") and len(tries) == 8
@@ -94,7 +94,7 @@ def test_redis_store_repeats_calls_without_effect_when_replies_are_lost(
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_put_refuses_records_beyond_the_quota(empty: RedisServer) -> None:
+def test_put_refuses_records_above_the_quota(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"x" * 60) and await store.put(ALICE, "b", b"x" * 30)
         assert not await store.put(ALICE, "c", b"x"), "three records"

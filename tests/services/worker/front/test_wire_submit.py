@@ -289,7 +289,7 @@ class TestSubmit:
         assert self.made(turn).session == SessionTurn("s", "p", 5, True, True)
         assert self.made(lambda message: setattr(message.session, "session_id", "s")).session == SessionTurn("s")
 
-    def test_prompt_is_truncated_unless_it_belongs_to_a_session_or_an_embedding(self) -> None:
+    def test_prompt_is_truncated_except_for_sessions_and_embeddings(self) -> None:
         cutting = ModelLimits(CONTEXT, VOCAB, True)
 
         def long(message: worker_pb2.Submit) -> None:
@@ -401,7 +401,7 @@ class TestApart:
             prefetch_from_pb(worker_pb2.Prefetch(**{"prompt_ids": PROMPT, "source": self.source(), **fields}), 1, MODEL)
         assert refusal.value.field == field
 
-    def test_handover_gets_the_kv_reservation_made_for_it(self) -> None:
+    def test_handover_has_a_new_kv_reservation(self) -> None:
         room = KvReservation(1, 2, b"r" * RESERVATION_SECRET_BYTES)
         assert self.submit(room, hand_over=True).hand_over == room
         assert self.submit(room).hand_over is None

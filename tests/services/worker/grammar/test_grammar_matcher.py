@@ -52,7 +52,7 @@ def feed(matcher: XgrammarMatcher, text: str) -> None:
 def over(vocabulary: Vocabulary, pattern: str) -> XgrammarMatcher:
     """Returns a matcher for another vocabulary."""
     grammar = GrammarCompiler(vocabulary.info(), jumps=False).compile(prepare(GrammarSpec(GrammarKind.REGEX, pattern)))
-    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary, None), StepMeter(1e6, 1e6), model.unheard)
+    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary, None), StepMeter(1e6, 1e6), model.does_not_tolerate_overrun)
 
 
 def test_stop_token_ends_complete_output() -> None:
@@ -96,7 +96,7 @@ def test_mask_excludes_ids_beyond_tokenizer() -> None:
     matcher = over(vocabulary, r"[\s\S]*")
     allowed = allowed_ids(matcher.mask(), 41 * 32)
     assert max(allowed) < 1280
-    assert 1 not in allowed, "special tokens are no text"
+    assert 1 not in allowed, "a grammar does not allow special tokens as text"
     assert {token for token in range(3, 1280) if model.vocabulary().tokens[token].isascii()} <= set(allowed)
     assert not matcher.accept(1300)
 
@@ -121,7 +121,7 @@ def test_matcher_gets_fault_when_cpu_time_exceeds_limit() -> None:
     assert matcher.fault == TOO_SLOW
     assert not matcher.accept(model.tokenizer().encode_batch(["1"], False)[0][0])
     matcher.charge(1.0)
-    assert told == [True], "it is told once"
+    assert told == [True], "the overrun is reported once"
 
 
 def test_meter_is_reset_when_overrun_is_tolerated() -> None:
@@ -140,7 +140,9 @@ def test_meter_is_reset_when_overrun_is_tolerated() -> None:
     "seconds, tokens_between, overrun",
     [([0.004] * 100, 1, False), ([0.02], 0, False), ([0.06], 0, True), ([0.01] * 8, 1, False), ([0.01] * 20, 1, True)],
 )
-def test_meter_tolerates_bursts_but_not_lasting_slowness(seconds: list[float], tokens_between: int, overrun: bool) -> None:
+def test_meter_overruns_after_lasting_slowness_but_not_after_a_burst(
+    seconds: list[float], tokens_between: int, overrun: bool
+) -> None:
     meter = StepMeter(step_ms=5, burst_ms=50)
     for second in seconds:
         meter.spend(second)
@@ -150,7 +152,9 @@ def test_meter_tolerates_bursts_but_not_lasting_slowness(seconds: list[float], t
 
 
 @pytest.mark.parametrize("method", ["is_terminated", "is_completed", "accept_token", "fill_next_token_bitmask"])
-def test_library_error_ends_one_request(method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_library_error_ends_only_one_request(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     matcher, other = model.matcher(regex("[0-9]+"), jump=True), model.matcher(regex("[0-9]+"), jump=True)
     (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
     with monkeypatch.context() as broken:
@@ -162,7 +166,9 @@ def test_library_error_ends_one_request(method: str, monkeypatch: pytest.MonkeyP
         assert not matcher.terminated
     assert matcher.fault == BROKEN
     assert "out of the library" in caplog.text
-    assert digit in allowed_ids(matcher.mask(), 1280), "something is sampled, so that the fault comes to light"
+    assert digit in allowed_ids(matcher.mask(), 1280), (
+        "the mask allows a token, and the worker finds the fault when it is accepted"
+    )
     assert not matcher.accept(digit)
     assert other.accept(digit)
 
@@ -264,7 +270,7 @@ class Ticks:
 def test_grammars_of_a_step_share_one_budget(budget_ms: float, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock_llm.services.worker.grammar.match.matcher.time", Ticks())
     setup = MatcherSetup.of(model.vocabulary(), None)
-    matchers = [XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(5, 50), model.unheard) for _ in range(20)]
+    matchers = [XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(5, 50), model.does_not_tolerate_overrun) for _ in range(20)]
     filler = MaskFiller(1280, max_rows=20, fill_ms=budget_ms)
     (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
     steps = 0
