@@ -13,6 +13,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 WAIT_S = 60.0
+# Ids of a client's trace, and traceparent headers with them
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{CALLER}-01"
@@ -88,11 +89,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def named(self, name: str) -> list[Received]:
         """Returns the spans of this name in the order of their start."""
         found = [span for span in list(self.spans) if span.name == name]
-        return sorted(found, key=lambda one: one.span.start_time_unix_nano)
+        return sorted(found, key=lambda span: span.span.start_time_unix_nano)
 
     def wait_for(self, name: str, count: int = 1) -> list[Received]:
         deadline = time.monotonic() + WAIT_S
         while len(self.named(name)) < count:
-            assert time.monotonic() < deadline, f"{count} of {name}: got {sorted(one.name for one in self.spans)}"
+            assert time.monotonic() < deadline, f"{count} of {name}: got {sorted(span.name for span in self.spans)}"
             time.sleep(0.01)
         return self.named(name)

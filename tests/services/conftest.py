@@ -17,7 +17,7 @@ def one_server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def server(one_server: RedisServer) -> RedisServer:
-    """Returns the file's Redis server, emptied."""
+    """Returns the Redis server of the test file, without keys."""
     one_server.client.flushall()
     one_server.client.script_flush()
     return one_server

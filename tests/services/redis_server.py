@@ -49,7 +49,7 @@ class RedisServer:
                 self.client.ping()
                 return
             except redis.exceptions.RedisError:
-                assert time.monotonic() < deadline, "it does not start"
+                assert time.monotonic() < deadline, "Redis did not start in 10 seconds"
                 time.sleep(0.02)
 
     def kill(self) -> None:
@@ -62,12 +62,12 @@ class RedisServer:
     def wait_until_written(self) -> None:
         """Waits until all acknowledged writes are on disk.
 
-        A server that syncs once per second may hold acknowledged writes in memory for up to two seconds if the disk is slow. A
-        kill loses these writes.
+        A server that syncs once per second may have acknowledged writes only in memory for up to two seconds if the disk is slow.
+        A kill loses these writes.
         """
         deadline = time.monotonic() + 20
         while int(self.client.info("persistence").get("aof_buffer_length", 0)):
-            assert time.monotonic() < deadline, "it is not written"
+            assert time.monotonic() < deadline, "Redis did not write its append-only file"
             time.sleep(0.02)
 
     @contextmanager
@@ -104,5 +104,5 @@ async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 60
         answer = holds()
         if answer if isinstance(answer, bool) else await answer:
             return
-        assert asyncio.get_running_loop().time() < deadline, "it does not come true"
+        assert asyncio.get_running_loop().time() < deadline, "the condition did not become true"
         await asyncio.sleep(0.02)

@@ -26,7 +26,7 @@ from rootstock_llm.services.shared.rpc import grpc_server
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 WAIT_S = 30
-GRACE_S = 120  # seconds; longer than the test, because no part of the test may use the whole grace period
+GRACE_S = 120  # seconds; longer than the test, which fails if it waits for the whole grace period
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def test_drain_completes_calls_in_flight() -> None:
         call = stub.Encode.future(tokenizer_pb2.EncodeRequest(texts=[text]), timeout=WAIT_S)
         deadline = time.monotonic() + WAIT_S
         while b"rootstock_tokenizer_in_flight 1.0" not in urllib.request.urlopen(f"http://{HOST}:{metrics_port}/metrics").read():
-            assert time.monotonic() < deadline and not call.done(), "never seen in flight"
+            assert time.monotonic() < deadline and not call.done(), "the call was not in flight"
             time.sleep(0.005)
         process.send_signal(signal.SIGTERM)
         assert len(call.result(WAIT_S).prompts[0].ids) > 150_000
@@ -179,8 +179,8 @@ def test_server_end_delivers_responses_completely() -> None:
     assert asyncio.run(run()) == [5 + len(answer)] * calls
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["a call that ends", "a call that does not"])
-def test_drain_refuses_new_calls_while_open_calls_continue(ends: bool) -> None:
+@pytest.mark.parametrize("call_ends", [True, False], ids=["call ends", "call does not end"])
+def test_drain_refuses_new_calls_while_open_calls_continue(call_ends: bool) -> None:
     """The health service still responds. At the end of the grace period, the server ends calls that are still open."""
 
     async def run() -> None:
@@ -191,22 +191,22 @@ def test_drain_refuses_new_calls_while_open_calls_continue(ends: bool) -> None:
             await end.wait()
             yield b"last"
 
-        async def is_sent_away(call: grpc.aio.UnaryStreamCall) -> bool:
+        async def is_refused(call: grpc.aio.UnaryStreamCall) -> bool:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await call.read()
                 call.cancel()
             return await call.code() is grpc.StatusCode.UNAVAILABLE
 
         server, port = await started(grpc.unary_stream_rpc_method_handler(get))
-        serving = asyncio.create_task(server.serve_until(stop, GRACE_S if ends else 0.1, nothing))
+        serving = asyncio.create_task(server.serve_until(stop, GRACE_S if call_ends else 0.1, nothing))
         async with grpc_server.channel(f"{HOST}:{port}") as channel:
             health, method = health_pb2_grpc.HealthStub(channel), channel.unary_stream("/test.Test/Get")
             call = method(b"")
             assert await call.read() == b"first"
             stop.set()
-            while not await is_sent_away(method(b"")):
+            while not await is_refused(method(b"")):
                 assert not serving.done()
-            if ends:
+            if call_ends:
                 assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
                 end.set()
                 assert [await call.read(), await call.read()] == [b"last", grpc.aio.EOF]

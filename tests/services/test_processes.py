@@ -48,7 +48,7 @@ def test_process_becomes_ready_and_ends_on_sigterm(service: str) -> None:
                 health = health_pb2_grpc.HealthStub(channel)
                 wait_serving(health, service)
                 wait_serving(health, "")
-        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "seconds of its start"
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "loading libtorch would take seconds of the start"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert "Traceback" not in process.communicate()[1]
@@ -67,7 +67,7 @@ def test_loading_worker_ends_at_once_on_sigterm(tmp_path: Path) -> None:
     try:
         deadline = time.monotonic() + 30
         while not is_being_read(loading):
-            assert time.monotonic() < deadline, "it does not load"
+            assert time.monotonic() < deadline, "the worker does not read the pipe"
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM

@@ -69,7 +69,7 @@ def test_valid_endpoint_is_accepted(endpoint: str) -> None:
         ("1", {"traceparent": UNSAMPLED}, False),
         ("1", {"traceparent": "00-nonsense-01"}, True),
     ],
-    ids=["all", "none", "the client says yes", "the client says no", "no context at all"],
+    ids=["all", "none", "client samples", "client does not sample", "invalid context"],
 )
 def test_sampling_follows_the_client_before_the_ratio(ratio: str, context: dict[str, str], traced: bool) -> None:
     tracing = start_tracing(settings("--otlp-endpoint", "127.0.0.1:1", "--trace-sample-ratio", ratio), "test")
@@ -126,10 +126,10 @@ def test_unreachable_collector_costs_two_log_lines_and_no_time(caplog: pytest.Lo
             span.end()
         begun = time.monotonic()
         tracing.close()
-        assert time.monotonic() - begun < 10, "the end of a process does not wait for a collector"
+        assert time.monotonic() - begun < 10, "the process does not wait for the collector when it ends"
     assert lines()
     assert all(record.name.startswith("rootstock_llm.services.shared.observe.span") for record in lines())
-    assert len(lines()) <= 2, "one when spans were lost, one at the end"
+    assert len(lines()) <= 2, "one line when spans are lost, one at the end"
 
 
 def test_lost_and_resumed_exports_are_one_log_line_each(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,7 +63,7 @@ def test_request_is_one_trace_whose_context_reaches_all_services(collector: Coll
     assert {one.attributes["rootstock.ended_by"] for one in attempts} == {"finish"}
     assert {one.attributes["rootstock.worker"] for one in attempts} == {"worker-0"}
     assert all(one.within(server) for one in (tokenize, *attempts))
-    assert not collector.named("queue"), "nobody waited"
+    assert not collector.named("queue"), "the request did not wait"
 
 
 @pytest.mark.by_day(one_in=2, seed=26)

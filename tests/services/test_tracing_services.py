@@ -48,11 +48,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names(collector: Collector) -> list[str]:
-    return sorted({one.name for one in collector.spans})
+    return sorted({span.name for span in collector.spans})
 
 
 def under(parent: Received, *children: Received) -> bool:
-    return all((one.trace, one.parent) == (parent.trace, parent.id) and one.within(parent) for one in children)
+    return all((span.trace, span.parent) == (parent.trace, parent.id) and span.within(parent) for span in children)
 
 
 def test_tokenizer_traces_encode_and_render(collector: Collector, tracing: Tracing, folder: Path) -> None:
@@ -91,17 +91,17 @@ def test_detokenizer_traces_each_sampled_handle(collector: Collector, tracing: T
             await call.write(detokenizer_pb2.DecodeBatch(closes=[3]))
             for _ in range(3):
                 await call.read()
-            assert len(collector.wait_for("detokenize", 2)) == 2, "handle 4 is open"
+            assert len(collector.wait_for("detokenize", 2)) == 2, "handle 4 is open, so it has no span yet"
             call.cancel()
             await asyncio.to_thread(collector.wait_for, "detokenize", 3)
 
     asyncio.run(run())
-    spans = {one.attributes["rootstock.request_id"]: one for one in collector.named("detokenize")}
+    spans = {span.attributes["rootstock.request_id"]: span for span in collector.named("detokenize")}
     assert sorted(spans) == ["r1", "r3", "r4"]
-    assert {(one.trace, one.parent, one.failed) for one in spans.values()} == {(TRACE, CALLER, False)}
+    assert {(span.trace, span.parent, span.failed) for span in spans.values()} == {(TRACE, CALLER, False)}
     assert spans["r1"].attributes["rootstock.tokens"] == 3
     assert spans["r1"].attributes["rootstock.replayed_tokens"] == 1
-    assert {name: one.attributes["rootstock.ended_by"] for name, one in spans.items()} == {
+    assert {name: span.attributes["rootstock.ended_by"] for name, span in spans.items()} == {
         "r1": "finish",
         "r3": "close",
         "r4": "close",
@@ -132,22 +132,22 @@ def test_worker_traces_queue_prefill_chunks_and_decode(collector: Collector, tra
     assert names(collector) == WORKER_SPANS
     first, second = collector.named("generate")
     queue, decode = collector.named("queue")[0], collector.named("decode")[0]
-    chunks = [one for one in collector.named("prefill") if one.parent == first.id]
+    chunks = [span for span in collector.named("prefill") if span.parent == first.id]
     assert (first.trace, first.parent, first.failed) == (TRACE, CALLER, False)
     assert under(first, queue, decode, *chunks)
     assert queue.span.end_time_unix_nano == chunks[0].span.start_time_unix_nano
-    starts = [one.attributes["rootstock.chunk.start"] for one in chunks]
-    tokens = [one.attributes["rootstock.chunk.tokens"] for one in chunks]
+    starts = [span.attributes["rootstock.chunk.start"] for span in chunks]
+    tokens = [span.attributes["rootstock.chunk.tokens"] for span in chunks]
     assert sum(tokens) == 20 and len(chunks) >= 3
     assert starts == [sum(tokens[:index]) for index in range(len(tokens))]
-    assert all(one.span.end_time_unix_nano - one.span.start_time_unix_nano >= 2_500_000 for one in chunks), "of a 3 ms step"
+    assert all(span.span.end_time_unix_nano - span.span.start_time_unix_nano >= 2_500_000 for span in chunks), "a step takes 3 ms"
     assert all(a.span.start_time_unix_nano < b.span.start_time_unix_nano for a, b in pairwise(chunks))
     assert decode.span.start_time_unix_nano >= chunks[-1].span.end_time_unix_nano
     assert decode.attributes == {"rootstock.output_tokens": 10, "rootstock.retractions": 0}
     assert (first.attributes["rootstock.finish_reason"], first.attributes["rootstock.output_tokens"]) == ("length", 10)
-    cached = [one for one in collector.named("prefill") if one.parent == second.id]
-    assert [one.attributes["rootstock.cached_tokens"] for one in cached] == [16], "the second finds the first one's pages"
-    assert [one.attributes["rootstock.cached_tokens"] for one in chunks] == [0] * len(chunks)
+    cached = [span for span in collector.named("prefill") if span.parent == second.id]
+    assert [span.attributes["rootstock.cached_tokens"] for span in cached] == [16], "the pages of the first request"
+    assert [span.attributes["rootstock.cached_tokens"] for span in chunks] == [0] * len(chunks)
 
 
 def test_worker_traces_retractions_as_events(collector: Collector, tracing: Tracing) -> None:
@@ -162,11 +162,11 @@ def test_worker_traces_retractions_as_events(collector: Collector, tracing: Trac
 
             tracing.close()
             spans = [*collector.named("decode"), *collector.named("generate")]
-            told = sum(one.attributes["rootstock.retractions"] for one in collector.named("decode"))
-            assert told == retractions
-            assert sum(one.events.count("retracted") for one in spans) == retractions
-            again = [one for one in collector.named("prefill") if one.attributes["rootstock.chunk.number"] > 0]
-            assert len(again) >= retractions, "what was retracted is computed again, or found in the cache"
+            traced_retractions = sum(span.attributes["rootstock.retractions"] for span in collector.named("decode"))
+            assert traced_retractions == retractions
+            assert sum(span.events.count("retracted") for span in spans) == retractions
+            recomputed = [span for span in collector.named("prefill") if span.attributes["rootstock.chunk.number"] > 0]
+            assert len(recomputed) >= retractions, "a retracted request has another prefill span"
 
     asyncio.run(run())
 
@@ -174,12 +174,12 @@ def test_worker_traces_retractions_as_events(collector: Collector, tracing: Trac
 def test_worker_spans_end_when_requests_are_aborted(collector: Collector, tracing: Tracing) -> None:
     async def run() -> None:
         async with worker(step_s=0.003, config=replace(CONFIG, max_running_requests=2), tracing=tracing) as serving:
-            gone, other = FrontEnd(serving.stub), FrontEnd(serving.stub)
-            await gone.hello()
+            closed, other = FrontEnd(serving.stub), FrontEnd(serving.stub)
+            await closed.hello()
             await other.hello()
-            await gone.send(*[traced(handle, [handle] * 4, max_new_tokens=200) for handle in range(1, 5)])
-            await gone.until(lambda: len(gone.tokens) == 2)
-            gone.call.cancel()
+            await closed.send(*[traced(handle, [handle] * 4, max_new_tokens=200) for handle in range(1, 5)])
+            await closed.until(lambda: len(closed.tokens) == 2)
+            closed.call.cancel()
             await asyncio.to_thread(collector.wait_for, "generate", 4)
             refused = traced(9, [2000], max_new_tokens=5)
             await other.send(refused, traced(5, [1] * 4, max_new_tokens=200))
@@ -192,8 +192,8 @@ def test_worker_spans_end_when_requests_are_aborted(collector: Collector, tracin
     asyncio.run(run())
     tracing.close()
     spans = collector.named("generate")
-    assert len(spans) == 5, "the refused one never came in"
-    assert {(one.failed, one.attributes["error.type"]) for one in spans} == {(False, "CANCELLED")}
+    assert len(spans) == 5, "the refused request has no span"
+    assert {(span.failed, span.attributes["error.type"]) for span in spans} == {(False, "CANCELLED")}
     assert len(collector.named("queue")) == 5 and len(collector.named("decode")) == 3
 
 

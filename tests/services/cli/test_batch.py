@@ -1,4 +1,4 @@
-"""The command `rootstock batch` against a fake server of files and batches."""
+"""Tests of the command `rootstock batch` with a fake server of files and batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Batches(ThreadingHTTPServer):
         self.asked: list[tuple[str, str, Any]] = []
         self.refuses_uploads = False
         self.missing = 0  # bytes by which a response is shorter than its content-length
-        self.away = 0  # requests for a batch that are still refused as unavailable
+        self.away = 0  # number of further requests for a batch that get 503
 
     def batch(self) -> dict[str, Any]:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
@@ -105,7 +105,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Batches
         thread.join()
 
 
-def test_batch_examples_of_help_run_when_typed(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_in_the_help_of_batch_run(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
     batches.statuses = ["validating", "in_progress", "completed"]
     for example in COMMANDS["batch"].examples:
         assert main(example.split()[1:]) == Exit.DONE

@@ -1,4 +1,4 @@
-"""The load generator against a small OpenAI-compatible server."""
+"""Tests of the load generator with a small OpenAI-compatible server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversation at a terminal: earlier turns, commands, failed turns and Ctrl-C."""
+"""Tests of the conversation at a terminal: earlier turns, commands, failed turns and Ctrl-C."""
 
 from __future__ import annotations
 

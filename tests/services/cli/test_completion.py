@@ -1,4 +1,4 @@
-"""Completion scripts offer the words that --help lists."""
+"""Tests that completion scripts offer the words that --help lists."""
 
 from __future__ import annotations
 

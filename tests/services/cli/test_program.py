@@ -1,4 +1,4 @@
-"""Exit statuses and outputs of the program."""
+"""Tests of exit statuses and outputs of the program."""
 
 from __future__ import annotations
 

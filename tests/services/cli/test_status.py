@@ -1,4 +1,4 @@
-"""The command `rootstock status`: rates, shares, the table, and a gateway that is unavailable for a while."""
+"""Tests of the command `rootstock status`: rates, ratios, the table, and an unavailable gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Detokenizer service over gRPC on loopback."""
+"""Tests of the Detokenizer service over gRPC on loopback."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_drain_ends_busy_streams_and_refuses_new_streams(tokenizers: dict[str, H
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await late.read()
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert (await stub.TokenTexts(pb.TokenTextsRequest(token_ids=[10]))).texts, "unary calls go on"
+            assert (await stub.TokenTexts(pb.TokenTextsRequest(token_ids=[10]))).texts, "unary calls are still answered"
 
     asyncio.run(run())
 

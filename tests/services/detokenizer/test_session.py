@@ -1,4 +1,4 @@
-"""The session of one Decode stream: rows in order, replay, limits and failures."""
+"""Tests of Session, the state of one Decode stream: rows in order, replay, limits and failures."""
 
 from __future__ import annotations
 

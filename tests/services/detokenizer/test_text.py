@@ -1,4 +1,4 @@
-"""The incremental text of a request, the stop strings held back in it, and the texts of single tokens."""
+"""Tests of the incremental text of a request, of text held back for stop strings, and of the texts of single tokens."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ STOPS = st.lists(st.text(st.sampled_from("abc"), min_size=1, max_size=5), max_si
 
 
 def first_match(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """Returns start and end of the stop string that ends first; of several with the same end, of the longest."""
+    """Returns start and end of the stop string that ends first. If several end there, the longest counts."""
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     return None if not ends else (min(ends)[0] + min(ends)[1], min(ends)[0])
 

@@ -500,7 +500,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         step.handles.append(handle)
         step.counts.append(1)
         step.token_ids.append(token)
-        if request.submit.prediction_ids:  # per token one accepted prediction token, per two tokens one rejected
+        if request.submit.prediction_ids:  # one accepted prediction token per token, and one rejected per two tokens
             step.predicted_handles.append(handle)
             step.accepted_prediction_tokens.append(request.num_made)
             step.rejected_prediction_tokens.append(request.num_made // 2)

@@ -1,4 +1,4 @@
-"""Tests `make run` with --chat-template."""
+"""Tests of `make run` with --chat-template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentence about the end of a process, by its exit code, its log and the machine's memory."""
+"""Tests of the sentence about the end of a process, from its exit code, its log and the machine's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rootstock_llm.services.local.ends import Memory, cause, num_memory_kills, w
 
 LOG = Path("run/worker-0.log")
 MEMORY = Memory(model_bytes=1_500_000_000, free_bytes=900_000_000, kills=3)
-TAKES = "The model's weights take 1.50 GB, and 0.90 GB of memory was free at the start."
+NEEDS = "The model's weights take 1.50 GB, and 0.90 GB of memory was free at the start."
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n'
 
 
@@ -30,7 +30,7 @@ def record(level: str, message: str) -> str:
         ("1:M 29 Nov 2026 10:00:00.001 * up\n1:M 29 Nov 2026 10:00:00.002 # Bad file format\n", "Bad file format"),
         (record("info", "up"), ""),
     ],
-    ids=["empty", "error record", "traceback", "own words", "redis", "no error"],
+    ids=["empty", "error record", "traceback", "plain line", "redis", "no error"],
 )
 def test_cause_is_the_last_error_of_a_log(output: str, said: str) -> None:
     assert cause(output) == said
@@ -42,15 +42,20 @@ def test_cause_is_the_last_error_of_a_log(output: str, said: str) -> None:
         (1, record("error", "cannot serve: a is quantised"), 3, "worker-0 ended with status 1: a is quantised. Its log is"),
         (2, "", 3, "worker-0 ended with status 2. Its log is"),
         (-signal.SIGSEGV, "", 3, "worker-0 ended by SIGSEGV. Its log is"),
-        (-signal.SIGKILL, "", 4, f"worker-0 was killed by the system because memory ran out. {TAKES}"),
-        (-signal.SIGKILL, "", 3, f"worker-0 was killed (SIGKILL), as by `kill -9` or by a system whose memory ran out. {TAKES}"),
-        (1, TRACEBACK + "MemoryError\n", 3, f"worker-0 ended because memory ran out: MemoryError. {TAKES}"),
+        (-signal.SIGKILL, "", 4, f"worker-0 was killed by the system because memory ran out. {NEEDS}"),
+        (
+            -signal.SIGKILL,
+            "",
+            3,
+            f"worker-0 was killed (SIGKILL), as by `kill -9` or by a system whose memory ran out. {NEEDS}",
+        ),
+        (1, TRACEBACK + "MemoryError\n", 3, f"worker-0 ended because memory ran out: MemoryError. {NEEDS}"),
         (
             1,
             record("error", "cannot serve: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
             3,
             "worker-0 ended because memory ran out: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. "
-            + TAKES,
+            + NEEDS,
         ),
         (-signal.SIGABRT, "terminate called\n  what():  std::bad_alloc\n", 3, "worker-0 ended because memory ran out: what():"),
     ],

@@ -1,4 +1,4 @@
-"""The first question of `make run`: the form by the kind of model, the API key, and the second try after a failure."""
+"""Tests of the first question of `make run`: its form by the kind of model, the API key, and a failed server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from rootstock_llm.services.local.demo import PROMPT, QUESTION, BrokenOff, Endpoint, Kind, NoAnswer, ask, curl
 
-ENDS = b"data: [DONE]\n\n"
+END_OF_STREAM = b"data: [DONE]\n\n"
 CHOICES = {
     "/v1/chat/completions": {"delta": {"content": "42"}},
     "/v1/completions": {"text": "Paris"},
@@ -24,11 +24,11 @@ class Api(ThreadingHTTPServer):
     """Records requests. Streams one piece of text, or returns one embedding.
 
     Attributes:
-        end: Last bytes of a stream.
-        status: Of every response.
+        end: last bytes of a stream.
+        status: status of every response.
     """
 
-    end, status = ENDS, 200
+    end, status = END_OF_STREAM, 200
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -70,20 +70,20 @@ def api() -> Iterator[Api]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "asked", "answer"),
+    ("kind", "path", "fields", "answer"),
     [
         ("chat", "/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}, "42"),
         ("completion", "/v1/completions", {"prompt": PROMPT}, "Paris"),
         ("embedding", "/v1/embeddings", {"input": QUESTION}, "an embedding of 3 numbers"),
     ],
 )
-def test_first_question_has_the_form_that_the_model_takes(kind: Kind, path: str, asked: dict[str, Any], answer: str) -> None:
+def test_first_question_has_the_form_of_the_kind_of_model(kind: Kind, path: str, fields: dict[str, Any], answer: str) -> None:
     written: list[str] = []
     with api() as server:
         assert ask(server.endpoint(), kind, "m", "the-key", written.append) == answer
     ((asked_path, body, authorization),) = server.asked
     assert (asked_path, authorization) == (path, "Bearer the-key") and "".join(written) == answer
-    assert asked.items() <= body.items() and body["model"] == "m"
+    assert fields.items() <= body.items() and body["model"] == "m"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_ask_raises_broken_off_when_the_stream_is_cut(end: bytes) -> None:
 
 
 @pytest.mark.parametrize(("status", "error"), [(503, BrokenOff), (500, BrokenOff), (401, NoAnswer), (400, NoAnswer)])
-def test_ask_tells_a_failed_server_from_a_refusal(status: int, error: type[Exception]) -> None:
+def test_ask_raises_broken_off_for_5xx_and_no_answer_for_4xx(status: int, error: type[Exception]) -> None:
     with api() as server:
         server.status = status
         with pytest.raises(error, match=f"the gateway answered {status}: so it is"):

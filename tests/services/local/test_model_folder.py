@@ -1,4 +1,4 @@
-"""Each model that cannot be served is refused before the start, in one sentence with the fault and the remedy."""
+"""Tests that a model that cannot be served is refused before the start, in a sentence with the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import pytest
 from rootstock_llm.services.local.model_folder import NoModel, model_folder, weight_bytes
 from tests.e2e.system import DEMO, ROOT
 
-NOBODY = 65534
+UNPRIVILEGED_UID = 65534
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n"
 Change = Callable[[Path], object]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the demo model."""
+    """Returns a copy of the demo model that a test may change."""
     return Path(shutil.copytree(DEMO, tmp_path / "model"))
 
 
@@ -38,12 +38,12 @@ def without(*names: str) -> Change:
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
-def holding(name: str, text: str) -> Change:
+def with_file(name: str, text: str) -> Change:
     return lambda folder: (folder / name).write_text(text)
 
 
-def emptied(*names: str) -> Change:
-    """All files but these are gone; these are empty."""
+def only_empty_files(*names: str) -> Change:
+    """Returns a change that deletes all files of a folder and makes empty files with these names."""
 
     def change(folder: Path) -> None:
         for path in folder.iterdir():
@@ -71,21 +71,21 @@ def pickled(folder: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Change, str, str]] = {  # change, fault, remedy
-    "empty folder": (emptied(), "is empty", "Give a folder in Hugging Face layout"),
+    "empty folder": (only_empty_files(), "is empty", "Give a folder in Hugging Face layout"),
     "no config": (without("config.json"), "holds no config.json", "Give a folder in Hugging Face layout"),
-    "gguf inside": (emptied("a.Q4_K_M.gguf"), "a.Q4_K_M.gguf is a GGUF file", "folder of safetensors files"),
-    "folder above": (emptied("sub/config.json"), "but a folder in it does", "Give that one: "),
-    "hub cache": (emptied("snapshots/0a/config.json"), "but a folder in it does", "snapshots/0a"),
-    "adapter": (emptied("adapter_config.json"), "holds an adapter, not a model", "Merge it into its base model"),
-    "publisher's layout": (emptied("params.json"), "its publisher's own layout", "Give a folder in Hugging Face layout"),
-    "cut config": (holding("config.json", '{"a": 1,'), "config.json is not valid JSON", "download it again"),
-    "empty config": (holding("config.json", ""), "config.json is empty", "Download it again"),
+    "gguf inside": (only_empty_files("a.Q4_K_M.gguf"), "a.Q4_K_M.gguf is a GGUF file", "folder of safetensors files"),
+    "folder above": (only_empty_files("sub/config.json"), "but a folder in it does", "Give that one: "),
+    "hub cache": (only_empty_files("snapshots/0a/config.json"), "but a folder in it does", "snapshots/0a"),
+    "adapter": (only_empty_files("adapter_config.json"), "holds an adapter, not a model", "Merge it into its base model"),
+    "other layout": (only_empty_files("params.json"), "its publisher's own layout", "Give a folder in Hugging Face layout"),
+    "cut config": (with_file("config.json", '{"a": 1,'), "config.json is not valid JSON", "download it again"),
+    "empty config": (with_file("config.json", ""), "config.json is empty", "Download it again"),
     "binary config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not valid JSON", "download it again"),
-    "list as config": (holding("config.json", "[]"), "does not hold a JSON object", "Download it again"),
-    "config of no model": (holding("config.json", "{}"), "has no model_type", "config.json of the model's publisher"),
-    "pointer as config": (holding("config.json", LFS), "is a pointer of Git LFS", "git lfs pull"),
+    "list as config": (with_file("config.json", "[]"), "does not hold a JSON object", "Download it again"),
+    "config without model_type": (with_file("config.json", "{}"), "has no model_type", "config.json of the model's publisher"),
+    "pointer as config": (with_file("config.json", LFS), "is a pointer of Git LFS", "git lfs pull"),
     "quantised": (lambda f: config_with(f, quantization_config={"quant_method": "fp8"}), "is quantised", "Give the model that"),
-    "quantised by a tool": (holding("hf_quant_config.json", "{}"), "is quantised", "Give the model that"),
+    "quantised by a tool": (with_file("hf_quant_config.json", "{}"), "is quantised", "Give the model that"),
     "no tokenizer": (without("tokenizer.json"), "holds no tokenizer (tokenizer.json)", "Copy the tokenizer's"),
     "no weights": (without("model.safetensors"), "holds no weights", "Download the model's *.safetensors"),
     "pickled weights": (pickled, "has weights in pytorch_model.bin alone", "save_pretrained"),
@@ -96,20 +96,20 @@ FAULTS: dict[str, tuple[Change, str, str]] = {  # change, fault, remedy
         "Download it again",
     ),
     "cut weights": (cut_off, "model.safetensors is cut off: it has ", "Download it again"),
-    "short weights": (holding("model.safetensors", "abc"), "is no whole safetensors file: it has 3 bytes", "Download it again"),
+    "short weights": (with_file("model.safetensors", "abc"), "is no whole safetensors file: it has 3 bytes", "Download it again"),
     "page as weights": (
-        holding("model.safetensors", "\x02\0\0\0\0\0\0\0no page of this name"),
+        with_file("model.safetensors", "\x02\0\0\0\0\0\0\0no page of this name"),
         "is no safetensors file: its header cannot be read",
         "Download it again",
     ),
-    "pointer as weights": (holding("model.safetensors", LFS), "is a pointer of Git LFS", "git lfs pull"),
+    "pointer as weights": (with_file("model.safetensors", LFS), "is a pointer of Git LFS", "git lfs pull"),
 }
 
 
 def refusal(model: str | Path) -> str:
     with pytest.raises(NoModel) as caught:
         model_folder(str(model))
-    assert caught.value.__suppress_context__ or caught.value.__context__ is None, "no second error is shown"
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None, "the traceback has no second error"
     return str(caught.value)
 
 
@@ -117,11 +117,11 @@ def refusal(model: str | Path) -> str:
 def test_model_folder_refuses_a_damaged_folder(name: str, folder: Path) -> None:
     change, fault, remedy = FAULTS[name]
     change(folder)
-    said = refusal(folder)
-    assert str(folder) in said and fault in said and remedy in said, said
+    message = refusal(folder)
+    assert str(folder) in message and fault in message and remedy in message, message
 
 
-def test_model_folder_takes_a_whole_folder(folder: Path) -> None:
+def test_model_folder_accepts_a_complete_folder(folder: Path) -> None:
     assert model_folder(str(folder)) == folder
     assert weight_bytes(folder) == (folder / "model.safetensors").stat().st_size
     (folder / "model.safetensors").unlink()
@@ -139,25 +139,25 @@ def test_model_folder_takes_a_whole_folder(folder: Path) -> None:
 )
 def test_model_folder_refuses_a_file(name: str, fault: str, remedy: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"GGUF")
-    said = refusal(tmp_path / name)
-    assert str(tmp_path / name) in said and fault in said and remedy in said, said
+    message = refusal(tmp_path / name)
+    assert str(tmp_path / name) in message and fault in message and remedy in message, message
 
 
 def test_model_folder_names_a_near_folder_when_a_path_is_misspelt(folder: Path) -> None:
-    said = refusal(folder.with_name("modle"))
-    assert f"{folder.with_name('modle')}: there is no such folder. Did you mean {folder}?" in said
-    assert "or a hub id such as Qwen/Qwen3-0.6B." in said
+    message = refusal(folder.with_name("modle"))
+    assert f"{folder.with_name('modle')}: there is no such folder. Did you mean {folder}?" in message
+    assert "or a hub id such as Qwen/Qwen3-0.6B." in message
 
 
 @pytest.mark.parametrize("locked", ["model", "model/config.json", "model/model.safetensors"])
 def test_model_folder_names_the_path_when_a_permission_is_missing(locked: str, folder: Path, tmp_path: Path) -> None:
-    """Root may read everything, so a test of root becomes another user first."""
+    """Root may read everything, so a test that runs as root changes its user first."""
     for path in (tmp_path, *tmp_path.parents):
         if path.stat().st_uid == os.geteuid() and os.geteuid() == 0 and path != Path("/"):
             path.chmod(path.stat().st_mode | 0o055)
     (tmp_path / locked).chmod(0)
     code = "import os\nfrom rootstock_llm.services.local.model_folder import *\n"
-    code += f"if os.geteuid() == 0: os.setgroups([]); os.setegid({NOBODY}); os.seteuid({NOBODY})\n"
+    code += f"if os.geteuid() == 0: os.setgroups([]); os.setegid({UNPRIVILEGED_UID}); os.seteuid({UNPRIVILEGED_UID})\n"
     code += f"try: model_folder({str(folder)!r})\nexcept NoModel as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert f"{tmp_path / locked} cannot be read: permission denied. Give the user " in done.stdout, done
@@ -196,7 +196,7 @@ def hub() -> Iterator[HubServer]:
 
 
 def refusal_of_the_hub(url: str, cache: Path, model: str = "somebody/some-model", setup: str = "") -> str:
-    """Runs in a new process, because the library reads the environment at import."""
+    """Returns the refusal, in a new process because the library reads the environment at import."""
     code = f"from rootstock_llm.services.local.model_folder import *\n{setup}\n"
     code += f"try: model_folder({model!r})\nexcept NoModel as error: print(error)"
     env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
@@ -205,10 +205,10 @@ def refusal_of_the_hub(url: str, cache: Path, model: str = "somebody/some-model"
     return done.stdout
 
 
-def test_model_folder_says_that_the_hub_is_not_reached(tmp_path: Path) -> None:
-    said = refusal_of_the_hub("http://127.0.0.1:9", tmp_path)
-    assert "somebody/some-model: there is no such folder here, and the hub is not reached." in said
-    assert "Check the network and HF_ENDPOINT, or copy the model from another machine and give its folder." in said
+def test_model_folder_names_an_unreachable_hub(tmp_path: Path) -> None:
+    message = refusal_of_the_hub("http://127.0.0.1:9", tmp_path)
+    assert "somebody/some-model: there is no such folder here, and the hub is not reached." in message
+    assert "Check the network and HF_ENDPOINT, or copy the model from another machine and give its folder." in message
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_model_folder_gives_the_hubs_reason(
     status: int, code: str, fault: str, remedy: str, hub: HubServer, tmp_path: Path
 ) -> None:
     hub.status, hub.headers = status, {"x-error-code": code}
-    said = refusal_of_the_hub(f"http://127.0.0.1:{hub.server_port}", tmp_path)
-    assert fault in said and remedy in said, said
+    message = refusal_of_the_hub(f"http://127.0.0.1:{hub.server_port}", tmp_path)
+    assert fault in message and remedy in message, message
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,6 @@ def test_model_folder_names_the_cache_when_a_download_cannot_be_written(error: s
     )
 
 
-def test_model_folder_does_not_ask_the_hub_for_a_path(tmp_path: Path) -> None:
+def test_model_folder_sends_no_request_to_the_hub_for_a_path(tmp_path: Path) -> None:
     for model in ("./a", "~/a", "/a/b", "a/b/c", "a", "a/b.gguf", "a/"):
         assert ": there is no such folder." in refusal(model)

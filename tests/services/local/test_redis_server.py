@@ -1,4 +1,4 @@
-"""The bundled server runs unless a setting names another program."""
+"""Tests that `make run` starts the bundled Redis unless a setting names another program."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rootstock_llm.services.local.plan import num_ports, parts
 from rootstock_llm.services.local.settings import LocalSettings
 
 
-def started(**settings: str) -> str:
-    """Returns the program of the planned Redis."""
+def planned_program(**settings: str) -> str:
+    """Returns the program of the Redis in the plan."""
     local = LocalSettings(_cli_parse_args=False, **settings)  # type: ignore[call-arg]
     (part,) = [each for each in parts(local, "models/demo", list(range(num_ports(local)))) if each.command.name == "redis"]
     return part.command.argv[0]
 
 
 @pytest.fixture
-def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A redis-server that is first on PATH."""
+def redis_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Returns the path of a redis-server that is first on PATH."""
     program = tmp_path / "redis-server"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -29,17 +29,17 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(program)
 
 
-def test_plan_runs_the_bundled_redis_by_default(other: str) -> None:
-    said = subprocess.run([started(), "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+def test_plan_runs_the_bundled_redis_by_default(redis_on_path: str) -> None:
+    said = subprocess.run([planned_program(), "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.startswith("Valkey server v=9.")
 
 
-def test_plan_runs_the_redis_of_the_setting(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started(redis_server="redis-server") == started(redis_server=other) == other
-    monkeypatch.setenv("ROOTSTOCK_LOCAL_REDIS_SERVER", other)
-    assert started() == other
+def test_plan_runs_the_redis_of_the_setting(redis_on_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned_program(redis_server="redis-server") == planned_program(redis_server=redis_on_path) == redis_on_path
+    monkeypatch.setenv("ROOTSTOCK_LOCAL_REDIS_SERVER", redis_on_path)
+    assert planned_program() == redis_on_path
 
 
-def test_plan_refuses_a_missing_redis(other: str) -> None:
+def test_plan_refuses_a_missing_redis(redis_on_path: str) -> None:
     with pytest.raises(ValueError, match="redis_server: no-such-server is not a program here"):
-        started(redis_server="no-such-server")
+        planned_program(redis_server="no-such-server")

@@ -1,4 +1,4 @@
-"""The view of a start: one changing line on a terminal, a line for each step elsewhere."""
+"""Tests of the view of a start: one changing line on a terminal, and a line per step in other outputs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_log_reader_returns_steps_bars_and_warnings_once(tmp_path: Path) -> None
     assert reader.news() == [] and reader.last_step == bar == HALF.bar()
 
 
-def test_view_keeps_one_line_on_a_terminal_and_prints_each_step_elsewhere(tmp_path: Path) -> None:
+def test_view_rewrites_one_line_on_a_terminal_and_prints_a_line_per_step_otherwise(tmp_path: Path) -> None:
     times = [0.0]
     path, screen, file = tmp_path / "worker", Screen(), io.StringIO()
     path.write_text(record("loading", step=True))

@@ -1,4 +1,4 @@
-"""The supervisor starts, restarts and stops processes; the plan gives them flags."""
+"""Tests of the supervisor, which starts, restarts and stops processes, and of the plan with their flags."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rootstock_llm.services.local.supervisor import Child, Command, ProcessFaile
 from rootstock_llm.services.shared.settings import load
 from tests.e2e.system import processes_with, wait_until
 
-NEST = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+WITH_GRANDCHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
 
-@pytest.mark.parametrize("code", [NEST, STUBBORN], ids=["grandchild", "ignores-sigterm"])
+@pytest.mark.parametrize("code", [WITH_GRANDCHILD, STUBBORN], ids=["grandchild", "ignores-sigterm"])
 def test_stop_ends_the_whole_process_tree(tmp_path: Path, code: str) -> None:
     marker = f"ROOTSTOCK_TEST_MARKER={uuid.uuid4().hex}"
     supervisor = Supervisor(tmp_path)
     supervisor.start(Command("child", [sys.executable, "-c", code], dict([marker.split("=")])))
-    wait_until(lambda: len(processes_with(marker)) == (2 if code == NEST else 1), 60, "the child to be up")
+    wait_until(lambda: len(processes_with(marker)) == (2 if code == WITH_GRANDCHILD else 1), 60, "the running processes")
     if code == STUBBORN:
-        wait_until(lambda: "up" in supervisor.children[0].log.read_text(), 60, "its handler to be set")
+        wait_until(lambda: "up" in supervisor.children[0].log.read_text(), 60, "the signal handler")
     asyncio.run(supervisor.stop())
-    wait_until(lambda: not processes_with(marker), 60, "all to be gone")
+    wait_until(lambda: not processes_with(marker), 60, "the end of all processes")
     assert supervisor.children[0].exit_code is not None
 
 
@@ -53,7 +53,7 @@ def test_supervisor_restarts_an_ended_process(tmp_path: Path) -> None:
 
 
 def ended(tmp_path: Path, code: str, *, ready: bool = False, is_started: bool = False) -> tuple[str, list[str]]:
-    """Runs a child that ends by itself until the supervisor gives up, or has started it three times.
+    """Runs a child that ends by itself, until the supervisor gives up or has started it three times.
 
     Returns:
         The error, "" for none, and the lines that the user saw.
@@ -103,7 +103,7 @@ def test_output_of_a_child_begins_at_the_last_start(tmp_path: Path) -> None:
     ended(tmp_path, "import os; print('one'); raise SystemExit(1)", is_started=True)
     child = Child(Command("child", [sys.executable, "-c", "print('two')"]), tmp_path)
     child.start()
-    wait_until(lambda: child.exit_code is not None, 60, "it to end")
+    wait_until(lambda: child.exit_code is not None, 60, "the end of the process")
     assert "one" in child.log.read_text() and child.output() == "two\n"
 
 
@@ -163,8 +163,8 @@ def test_plan_replaces_workers_when_roles_are_set(monkeypatch: pytest.MonkeyPatc
     }
     assert said["gateway"]["--workers"] == ",".join(f"127.0.0.1:{said[name]['--port']}" for name in workers)
     flags = ("--port", "--metrics-port", "--control-port", "--health-port")
-    given = [each[flag] for each in said.values() for flag in flags if flag in each]
-    assert len(set(given)) == len(given), "no port twice"
+    ports = [each[flag] for each in said.values() for flag in flags if flag in each]
+    assert len(set(ports)) == len(ports), "all ports are different"
 
 
 def test_plan_gives_no_role_flag_to_workers_without_a_role() -> None:
@@ -173,12 +173,12 @@ def test_plan_gives_no_role_flag_to_workers_without_a_role() -> None:
     assert not [part for part in plan if "--disaggregation-mode" in part.command.argv]
 
 
-@pytest.mark.parametrize("served", [True, False], ids=["default", "disabled"])
-def test_every_gateway_serves_the_playground(served: bool) -> None:
-    flags = [] if served else ["--no-playground"]
+@pytest.mark.parametrize("enabled", [True, False], ids=["default", "disabled"])
+def test_every_gateway_serves_the_playground(enabled: bool) -> None:
+    flags = [] if enabled else ["--no-playground"]
     settings = load(LocalSettings, "rootstock-local", ["--gateways", "2", *flags])
     plan = parts(settings, "models/demo", list(range(9000, 9000 + num_ports(settings))))
-    assert ["--playground" in part.command.argv for part in plan if part.url] == [served] * 2
+    assert ["--playground" in part.command.argv for part in plan if part.url] == [enabled] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Download sources on loopback: the parts of the hub's, S3's and Google's APIs that services/shared/fetch uses.
 
-Tests can make a source interrupt or hold back a file.
+Tests can make a source interrupt or pause a file.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Answer:
 class Server:
     """The state of an HTTP server."""
 
-    answer: Callable[[Asked], Answer]
+    answer: Callable[[Asked], Answer]  # makes the response to a request
     asked: list[Asked] = field(default_factory=list)  # received requests
     cut: dict[str, int] = field(default_factory=dict)  # path → bytes after which the connection ends, once
-    held: set[str] = field(default_factory=set)  # paths whose second half is sent only after `go` is set
-    go: threading.Event = field(default_factory=threading.Event)
+    paused: set[str] = field(default_factory=set)  # paths whose second half is sent only after `resume` is set
+    resume: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
     def got(self, path: str) -> list[Asked]:
@@ -59,7 +59,7 @@ class Server:
     def wait_for(self, path: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not self.got(path):
-            assert time.monotonic() < deadline, f"nobody asked for {path}"
+            assert time.monotonic() < deadline, f"no request for {path}"
             time.sleep(0.01)
 
 
@@ -94,11 +94,11 @@ def serve(answer: Callable[[Asked], Answer], context: ssl.SSLContext | None = No
                 self.wfile.write(body[:cut])
                 self.close_connection = True
                 return
-            half = len(body) // 2 if asked.path in served.held else len(body)
+            half = len(body) // 2 if asked.path in served.paused else len(body)
             self.wfile.write(body[:half])
             self.wfile.flush()
             if half < len(body):
-                served.go.wait(20)
+                served.resume.wait(20)
                 self.wfile.write(body[half:])
 
         def handle_one_request(self) -> None:
@@ -120,7 +120,7 @@ def serve(answer: Callable[[Asked], Answer], context: ssl.SSLContext | None = No
     try:
         yield served
     finally:
-        served.go.set()
+        served.resume.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -131,7 +131,7 @@ class Hub:
     """The API of the hub."""
 
     commits: dict[str, tuple[str, dict[str, bytes]]]  # revision → commit and files
-    token: str = ""
+    token: str = ""  # token that requests must have; empty if the models are public
     elsewhere: str = ""  # URL of another server to which large files are redirected, like a CDN
 
     def __call__(self, asked: Asked) -> Answer:
@@ -163,7 +163,7 @@ class Bucket:
     parts: frozenset[str] = frozenset()  # keys of objects that were uploaded in parts
     access: str = ""  # access key that may read
     first: int = PART  # size of the first part
-    knows_parts: bool = True
+    knows_parts: bool = True  # whether a response has the length of a part and the number of parts
 
     def tag(self, key: str) -> str:
         data = self.objects[key]
@@ -208,8 +208,8 @@ class Bucket:
 class GoogleBucket:
     """The API of Google Cloud Storage for one bucket."""
 
-    objects: dict[str, bytes]
-    token: str
+    objects: dict[str, bytes]  # by name
+    token: str  # bearer token that may read
 
     def __call__(self, asked: Asked) -> Answer:
         if asked.headers.get("authorization") != f"Bearer {self.token}":

@@ -1,4 +1,4 @@
-"""Settings in the file of --config: precedence, values, refusals, and each service as a process."""
+"""Tests of the settings file of --config: precedence, values, refusals, and each service as a process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_settings_file_names_settings_by_hyphens_and_underscores(file: Path) -> 
     assert (values["max_body_bytes"], values["max_concurrent_requests"]) == (7, 9)
 
 
-def test_settings_file_yields_to_environment_and_environment_to_flags(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_overrides_the_settings_file_and_flags_override_both(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOTSTOCK_ADMIN_PORT", "2")
     monkeypatch.setenv("ROOTSTOCK_PEER_PORT", "2")
     values = by_file(GatewaySettings, file, "metrics-port: 1\nadmin-port: 1\npeer-port: 1", "--peer-port", "3")
@@ -145,7 +145,7 @@ def test_settings_file_sets_the_settings_of_a_worker(file: Path) -> None:
     ],
     ids=lambda value: None,
 )
-def test_settings_refuse_a_wrong_file_in_one_sentence(
+def test_settings_refuse_an_invalid_file_in_one_sentence(
     content: str | bytes, sentence: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(file, content if isinstance(content, bytes) else content.encode(), capsys) == sentence
@@ -159,7 +159,7 @@ def test_settings_refuse_a_folder_as_file(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_load_accepts_each_setting_as_a_key(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The value "x" is wrong for many settings. load() must then refuse the value and not the key."""
+    """The value "x" is invalid for many settings. load() must then refuse the value and not the key."""
     for field in set(SERVICES[name].model_fields) - {"config"}:
         file.write_text(f"{field.replace('_', '-')}: x")
         try:
@@ -195,7 +195,7 @@ def test_gateway_does_not_log_the_control_token_of_the_file(file: Path) -> None:
     assert process.returncode == 0 and str(file) in output and SECRET not in output
 
 
-def test_local_system_is_refused_when_the_settings_file_is_wrong(file: Path) -> None:
+def test_local_system_does_not_start_when_the_settings_file_is_invalid(file: Path) -> None:
     file.write_text("workers: 0")
     argv = [sys.executable, "-m", "rootstock_llm.services.local", "--config", str(file)]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

@@ -29,7 +29,7 @@ from rootstock_llm.services.shared.observe.progress import read
 from tests.services.shared.stores import Answer, Asked, Bucket, GoogleBucket, Hub, serve
 from tests.services.tokenizer.model_folders import sentencepiece_model
 
-LARGE = bytes(range(256)) * 4096  # a megabyte
+LARGE = bytes(range(256)) * 4096  # 1 MiB
 FILES = {
     "config.json": b"{}",
     "tokenizer.json": b'{"a": 1}',
@@ -37,9 +37,11 @@ FILES = {
     "weights.bin": b"a pickle",
     "consolidated.safetensors": b"again",
 }
+# The files that a worker or tokenizer reads. The other files are duplicates in other formats, which are not downloaded.
 LOADED = {"config.json", "tokenizer.json", "model.safetensors"}
 COMMAND = [sys.executable, "-m", "rootstock_llm.services.shared.fetch"]
-CLEAN = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+# The environment without proxies
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
 
 
 def fetch(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,22 +51,24 @@ def fetch(*arguments: str | Path, **environment: str) -> subprocess.CompletedPro
         text=True,
         timeout=60,
         check=False,
-        env={**CLEAN, "FETCH_PATIENCE_S": "2", **environment},
+        env={**ENVIRONMENT, "FETCH_PATIENCE_S": "2", **environment},
     )
 
 
-def held(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Returns the contents of all files in the folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def left_beside(folder: Path) -> set[str]:
+def other_files(folder: Path) -> set[str]:
+    """Returns the names in the parent folder, without the folder and its lock file."""
     return {path.name for path in folder.parent.iterdir()} - {folder.name, f".{folder.name}.lock"}
 
 
 class TestHub:
     def test_fetch_downloads_once_and_sends_the_token_to_one_host(self, tmp_path: Path) -> None:
-        with serve(lambda asked: Answer(body=LARGE)) as elsewhere:
-            hub = Hub({"main": ("c1", FILES), "v2": ("c2", {"config.json": b"2"})}, "secret", elsewhere.url)
+        with serve(lambda asked: Answer(body=LARGE)) as cdn:
+            hub = Hub({"main": ("c1", FILES), "v2": ("c2", {"config.json": b"2"})}, "secret", cdn.url)
             with serve(hub) as server:
                 arguments = (tmp_path / "a", "org/a", tmp_path / "b", "org/a@v2")
                 first = fetch(*arguments, HF_ENDPOINT=server.url, HF_TOKEN="secret")
@@ -72,15 +76,15 @@ class TestHub:
                 asked = len(server.asked)
                 again = fetch(*arguments, HF_ENDPOINT=server.url, HF_TOKEN="secret")
                 assert again.returncode == 0 and len(server.asked) == asked and "has org/a" in again.stdout
-        assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"org/a"}
-        assert held(tmp_path / "b") == {"config.json": b"2", ".source": b"org/a@v2"}
-        assert [each.headers.get("authorization") for each in elsewhere.asked] == [None]
-        assert left_beside(tmp_path / "a") == {"b", ".b.lock"}
+        assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"org/a"}
+        assert files_of(tmp_path / "b") == {"config.json": b"2", ".source": b"org/a@v2"}
+        assert [each.headers.get("authorization") for each in cdn.asked] == [None]
+        assert other_files(tmp_path / "a") == {"b", ".b.lock"}
 
-    def test_fetch_leaves_out_weights_when_only_the_tokenizer_is_wanted(self, tmp_path: Path) -> None:
+    def test_fetch_omits_weights_when_model_files_is_tokenizer(self, tmp_path: Path) -> None:
         with serve(Hub({"main": ("c1", FILES)})) as server:
             assert fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, MODEL_FILES="tokenizer").returncode == 0
-        assert set(held(tmp_path / "a")) == {"config.json", "tokenizer.json", ".source"}
+        assert set(files_of(tmp_path / "a")) == {"config.json", "tokenizer.json", ".source"}
         assert not server.got("/org/a/resolve/c1/model.safetensors")
 
     def test_fetch_resumes_an_interrupted_file(self, tmp_path: Path) -> None:
@@ -89,13 +93,13 @@ class TestHub:
             server.cut[path] = 300_000
             assert fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url).returncode == 0
         assert [each.headers.get("range") for each in server.got(path)] == [None, "bytes=300000-"]
-        assert held(tmp_path / "a")["model.safetensors"] == LARGE
+        assert files_of(tmp_path / "a")["model.safetensors"] == LARGE
 
     def test_fetch_resumes_after_a_kill(self, tmp_path: Path) -> None:
         path, folder = "/org/a/resolve/c1/model.safetensors", tmp_path / "a"
         with serve(Hub({"main": ("c1", FILES)})) as server:
-            server.held.add(path)
-            process = subprocess.Popen([*COMMAND, str(folder), "org/a"], env={**CLEAN, "HF_ENDPOINT": server.url})
+            server.paused.add(path)
+            process = subprocess.Popen([*COMMAND, str(folder), "org/a"], env={**ENVIRONMENT, "HF_ENDPOINT": server.url})
             try:
                 half = len(LARGE) // 2
                 deadline = time.monotonic() + 60
@@ -105,14 +109,14 @@ class TestHub:
             finally:
                 process.kill()
                 process.wait()
-            server.held.clear()
+            server.paused.clear()
             assert not folder.exists()
             (tmp_path / ".a.0123456789ab.partial").mkdir()  # left by a fetch of an earlier model version,
             (tmp_path / ".a.5.0123456789ab.partial").mkdir()  # and by a fetch into the folder a.5
             done = fetch(folder, "org/a", HF_ENDPOINT=server.url)
             assert done.returncode == 0, done.stderr
         assert server.got(path)[-1].headers["range"] == f"bytes={half}-"
-        assert held(folder)["model.safetensors"] == LARGE and left_beside(folder) == {".a.5.0123456789ab.partial"}
+        assert files_of(folder)["model.safetensors"] == LARGE and other_files(folder) == {".a.5.0123456789ab.partial"}
 
     def test_fetch_keeps_the_old_revision_until_the_new_is_complete(self, tmp_path: Path) -> None:
         folder = tmp_path / "a"
@@ -120,66 +124,66 @@ class TestHub:
         with serve(Hub({"v1": ("c1", old), "v2": ("c2", FILES)})) as server:
             assert fetch(folder, "org/a@v1", HF_ENDPOINT=server.url).returncode == 0
             path = "/org/a/resolve/c2/model.safetensors"
-            server.held.add(path)
-            environment = {**CLEAN, "HF_ENDPOINT": server.url, "FETCH_REPORT_S": "0.05"}
+            server.paused.add(path)
+            environment = {**ENVIRONMENT, "HF_ENDPOINT": server.url, "FETCH_REPORT_S": "0.05"}
             process = subprocess.Popen([*COMMAND, str(folder), "org/a@v2"], env=environment, stdout=subprocess.PIPE, text=True)
             try:
                 assert process.stdout is not None
-                told = next(line for line in process.stdout if " %, " in line)
-                assert held(folder) == {**old, ".source": b"org/a@v1"}
-                while "50 %, 0.00 of 0.00 GB" not in told:
-                    come = read(told)
-                    assert come is not None and int(told.split()[1]) <= 50, told
-                    told = next(process.stdout)
-                server.go.set()
+                progress = next(line for line in process.stdout if " %, " in line)
+                assert files_of(folder) == {**old, ".source": b"org/a@v1"}
+                while "50 %, 0.00 of 0.00 GB" not in progress:
+                    parsed = read(progress)
+                    assert parsed is not None and int(progress.split()[1]) <= 50, progress
+                    progress = next(process.stdout)
+                server.resume.set()
                 process.stdout.read()
                 assert process.wait(60) == 0
             finally:
                 process.kill()
                 process.wait()
-        assert set(held(folder)) == {*LOADED, ".source"} and left_beside(folder) == set()
+        assert set(files_of(folder)) == {*LOADED, ".source"} and other_files(folder) == set()
 
     def test_fetch_prints_a_bar_on_a_terminal(self, tmp_path: Path) -> None:
-        near, far = pty.openpty()
+        terminal, program_end = pty.openpty()
         with serve(Hub({"main": ("c1", FILES)})) as server:
-            server.held.add("/org/a/resolve/c1/model.safetensors")
-            environment = {**CLEAN, "HF_ENDPOINT": server.url, "COLUMNS": "100"}
-            process = subprocess.Popen([*COMMAND, str(tmp_path / "a"), "org/a"], env=environment, stdout=far, text=True)
-            os.close(far)
-            told = b""
+            server.paused.add("/org/a/resolve/c1/model.safetensors")
+            environment = {**ENVIRONMENT, "HF_ENDPOINT": server.url, "COLUMNS": "100"}
+            process = subprocess.Popen([*COMMAND, str(tmp_path / "a"), "org/a"], env=environment, stdout=program_end, text=True)
+            os.close(program_end)
+            progress = b""
             try:
-                while b"\rfetch [##########          ]  50 %  0.00 of 0.00 GB" not in told:
-                    told += os.read(near, 4096)
-                server.go.set()
-                while b"is complete" not in told:
-                    told += os.read(near, 4096)
-                assert process.wait(60) == 0 and b"\r\x1b[K" in told and b"fetch: " not in told
+                while b"\rfetch [##########          ]  50 %  0.00 of 0.00 GB" not in progress:
+                    progress += os.read(terminal, 4096)
+                server.resume.set()
+                while b"is complete" not in progress:
+                    progress += os.read(terminal, 4096)
+                assert process.wait(60) == 0 and b"\r\x1b[K" in progress and b"fetch: " not in progress
             finally:
                 process.kill()
                 process.wait()
-                os.close(near)
+                os.close(terminal)
 
-    def test_fetch_never_publishes_a_file_with_a_wrong_checksum(self, tmp_path: Path) -> None:
+    def test_fetch_refuses_a_file_with_a_wrong_checksum(self, tmp_path: Path) -> None:
         hub = Hub({"main": ("c1", FILES)})
-        spoilt = lambda asked: Answer(body=b"x" * len(LARGE)) if asked.path.endswith(".safetensors") else hub(asked)  # noqa: E731
-        with serve(spoilt) as server:
-            said = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
-            assert said.returncode == 1 and "model.safetensors differs from its source: its sha256 is" in said.stderr
-            assert not (tmp_path / "a").exists() and "Traceback" not in said.stderr
+        corrupt = lambda asked: Answer(body=b"x" * len(LARGE)) if asked.path.endswith(".safetensors") else hub(asked)  # noqa: E731
+        with serve(corrupt) as server:
+            result = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
+            assert result.returncode == 1 and "model.safetensors differs from its source: its sha256 is" in result.stderr
+            assert not (tmp_path / "a").exists() and "Traceback" not in result.stderr
             server.answer = hub
             assert fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url).returncode == 0
-        assert held(tmp_path / "a")["model.safetensors"] == LARGE
+        assert files_of(tmp_path / "a")["model.safetensors"] == LARGE
 
     def test_fetch_prints_the_refusal_of_the_hub(self, tmp_path: Path) -> None:
         with serve(Hub({"main": ("c1", FILES)}, token="other")) as server:
-            said = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
-            assert (said.returncode, len(server.asked)) == (1, 1)
-        assert "HTTP Error 401" in said.stderr and "gated: ask for access" in said.stderr and "Traceback" not in said.stderr
+            result = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
+            assert (result.returncode, len(server.asked)) == (1, 1)
+        assert "HTTP Error 401" in result.stderr and "gated: ask for access" in result.stderr and "Traceback" not in result.stderr
 
     def test_fetch_refuses_a_file_outside_the_folder(self, tmp_path: Path) -> None:
         with serve(Hub({"main": ("c1", {"../../evil.json": b"{}"})})) as server:
-            said = fetch(tmp_path / "models" / "a", "org/a", HF_ENDPOINT=server.url)
-        assert said.returncode == 1 and "leads out of the model's folder" in said.stderr
+            result = fetch(tmp_path / "models" / "a", "org/a", HF_ENDPOINT=server.url)
+        assert result.returncode == 1 and "leads out of the model's folder" in result.stderr
         assert not list(tmp_path.rglob("evil.json"))
 
     @pytest.mark.needs("openssl")
@@ -192,8 +196,8 @@ class TestHub:
         with serve(Hub({"main": ("c1", FILES)}), context) as server:
             refused = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
             assert refused.returncode == 1 and "CERTIFICATE_VERIFY_FAILED" in refused.stderr
-            taken = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, CA_FILE=str(tmp_path / "ca.pem"))
-        assert taken.returncode == 0, taken.stderr
+            accepted = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, CA_FILE=str(tmp_path / "ca.pem"))
+        assert accepted.returncode == 0, accepted.stderr
 
     def test_fetch_uses_a_proxy_for_hosts_outside_no_proxy(self, tmp_path: Path) -> None:
         hub = Hub({"main": ("c1", FILES)})
@@ -207,18 +211,18 @@ class TestHub:
         assert {each.headers["host"] for each in proxy.asked} == {"hub.example.com"}
 
 
-OBJECTS = {f"models/a/{name}": data for name, data in FILES.items()} | {"models/ab/config.json": b"another's"}
+OBJECTS = {f"models/a/{name}": data for name, data in FILES.items()} | {"models/ab/config.json": b"of another model"}
 
 
 FP8 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "quantization_config": {"quant_method": "fp8"}}
-MADE_OF_TWO = {"model_type": "clip", "architectures": ["CLIPModel"]}
+TWO_MODELS = {"model_type": "clip", "architectures": ["CLIPModel"]}
 
 
 class TestUnservedModels:
     """Models that no worker serves are refused after config.json is downloaded."""
 
-    @pytest.mark.parametrize("config", [FP8, MADE_OF_TWO], ids=["quantised", "several models"])
-    @pytest.mark.parametrize("store", ["hub", "S3", "Google's", "folder"])
+    @pytest.mark.parametrize("config", [FP8, TWO_MODELS], ids=["quantised", "several models"])
+    @pytest.mark.parametrize("store", ["hub", "S3", "Google", "folder"])
     def test_fetch_refuses_an_unserved_model_with_the_sentence_of_the_worker(
         self, tmp_path: Path, store: str, config: dict[str, object]
     ) -> None:
@@ -227,7 +231,7 @@ class TestUnservedModels:
         answers = {
             "hub": Hub({"main": ("c1", files)}),
             "S3": Bucket(objects, frozenset(), "me"),
-            "Google's": GoogleBucket(objects, "t"),
+            "Google": GoogleBucket(objects, "t"),
         }
         (tmp_path / "there").mkdir()
         for name, body in files.items():
@@ -235,7 +239,7 @@ class TestUnservedModels:
         sources = {
             "hub": "org/a-FP8",
             "S3": "s3://store/models/a",
-            "Google's": "gs://store/models/a",
+            "Google": "gs://store/models/a",
             "folder": str(tmp_path / "there"),
         }
         with (
@@ -244,7 +248,7 @@ class TestUnservedModels:
         ):
             urls = dict.fromkeys(("HF_ENDPOINT", "AWS_ENDPOINT_URL", "GCS_ENDPOINT"), server.url)
             host = node.url.removeprefix("http://")
-            said = fetch(
+            result = fetch(
                 tmp_path / "models" / "a",
                 sources[store],
                 GCE_METADATA_HOST=host,
@@ -253,14 +257,14 @@ class TestUnservedModels:
                 **urls,
             )
         subject = f"{sources[store]} is quantised" if config is FP8 else "CLIPModel is made of several models"
-        assert said.returncode == 1 and said.stderr.startswith(subject), said.stderr
-        assert said.stderr.count("\n") == 1, "one sentence"
+        assert result.returncode == 1 and result.stderr.startswith(subject), result.stderr
+        assert result.stderr.count("\n") == 1, "the error is one line"
         assert not [each.path for each in server.asked if each.path.endswith(".safetensors")]
-        assert {path.name for path in (tmp_path / "models").iterdir()} == {".a.lock"}, "nothing is left"
+        assert {path.name for path in (tmp_path / "models").iterdir()} == {".a.lock"}, "only the lock file is left"
 
 
 class TestConversion:
-    def test_fetch_makes_tokenizer_json_of_a_model_that_has_tokenizer_model_only(self, tmp_path: Path) -> None:
+    def test_fetch_converts_a_tokenizer_when_the_model_has_only_tokenizer_model(self, tmp_path: Path) -> None:
         made = sentencepiece_model(tmp_path / "tokenizer.model").joinpath("tokenizer.model").read_bytes()
         with serve(Hub({"main": ("c1", {"config.json": b'{"model_type": "llama"}', "tokenizer.model": made})})) as server:
             done = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, MODEL_FILES="tokenizer")
@@ -270,11 +274,12 @@ class TestConversion:
 
     def test_fetch_refuses_the_model_before_the_download_when_the_image_has_no_transformers(self, tmp_path: Path) -> None:
         files = {"config.json": b"{}", "qwen.tiktoken": b"", "model.safetensors": LARGE}
-        module = "rootstock_llm.services.shared.fetch.__main__"
-        without = f"import sys; sys.modules['transformers'] = None; import {module} as fetch"
+        script = (
+            "import sys; sys.modules['transformers'] = None; from rootstock_llm.services.shared.fetch.__main__ import main; main(sys.argv[1:])"
+        )
         with serve(Hub({"main": ("c1", files)})) as server:
-            command = [sys.executable, "-c", f"{without}; fetch.main(sys.argv[1:])", str(tmp_path / "a"), "org/a"]
-            environment = {**CLEAN, "HF_ENDPOINT": server.url}
+            command = [sys.executable, "-c", f"{script}; fetch.main(sys.argv[1:])", str(tmp_path / "a"), "org/a"]
+            environment = {**ENVIRONMENT, "HF_ENDPOINT": server.url}
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
             assert not [each for each in server.asked if "/resolve/" in each.path]
         assert done.returncode == 1 and done.stderr.startswith("org/a: it has qwen.tiktoken and no tokenizer.json, and ")
@@ -288,29 +293,29 @@ class TestConversion:
 
 
 class TestS3:
-    def test_signature_equals_the_example_of_amazon(self) -> None:
+    def test_signature_equals_the_published_example(self) -> None:
         """https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html, GET Bucket Lifecycle."""
         now = datetime.datetime(2013, 5, 24, tzinfo=datetime.UTC)
         access, secret = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
         headers = signed("GET", "https://examplebucket.s3.amazonaws.com/?lifecycle=", "us-east-1", access, secret, now=now)
         assert headers["Authorization"].endswith("=fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543")
 
-    def test_s3_prefix_is_listed_in_pages_and_checked_by_parts(self, tmp_path: Path) -> None:
+    def test_s3_download_lists_all_pages_and_checks_each_part(self, tmp_path: Path) -> None:
         bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"}), "me")
         key = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
         with serve(bucket) as server:
             path = "/store/models/a/model.safetensors"
             server.cut[path] = 70_000
-            said = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=server.url, **key)
-            assert said.returncode == 0, said.stderr
+            result = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=server.url, **key)
+            assert result.returncode == 0, result.stderr
             assert [each.headers.get("range") for each in server.got(path)] == [None, "bytes=70000-"]
-            stranger = fetch(
+            wrong_key = fetch(
                 tmp_path / "b", "s3://store/models/a", AWS_ENDPOINT_URL=server.url, **{**key, "AWS_ACCESS_KEY_ID": "x"}
             )
-            assert stranger.returncode == 1 and "InvalidAccessKeyId" in stranger.stderr
-            anybody = fetch(tmp_path / "c", "s3://store/models/a", AWS_ENDPOINT_URL=server.url)
-            assert anybody.returncode == 0, "a bucket that anybody may read"
-        assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"s3://store/models/a"}
+            assert wrong_key.returncode == 1 and "InvalidAccessKeyId" in wrong_key.stderr
+            without_key = fetch(tmp_path / "c", "s3://store/models/a", AWS_ENDPOINT_URL=server.url)
+            assert without_key.returncode == 0, "the bucket is public"
+        assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"s3://store/models/a"}
 
     @pytest.mark.parametrize(("first", "knows_parts", "compared"), [(1000, True, True), (1 << 16, False, False)])
     def test_s3_checks_parts_of_different_lengths_if_the_store_lists_parts(
@@ -318,36 +323,38 @@ class TestS3:
     ) -> None:
         bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"}), first=first, knows_parts=knows_parts)
         with serve(bucket) as server:
-            said = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=server.url)
-        assert said.returncode == 0, said.stderr
-        assert ("the store has no checksum" in said.stdout) != compared
-        assert held(tmp_path / "a")["model.safetensors"] == LARGE
+            result = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=server.url)
+        assert result.returncode == 0, result.stderr
+        assert ("the store has no checksum" in result.stdout) != compared
+        assert files_of(tmp_path / "a")["model.safetensors"] == LARGE
 
     @pytest.mark.parametrize("put_in_parts", [False, True])
     def test_s3_refuses_an_object_with_a_wrong_etag(self, tmp_path: Path, put_in_parts: bool) -> None:
         bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"} if put_in_parts else ()))
 
-        def spoilt(asked: Asked) -> Answer:
+        def corrupt(asked: Asked) -> Answer:
             answer = bucket(asked)
             if asked.path.endswith(".safetensors") and asked.method == "GET":
                 answer.body = answer.body[:-1] + b"!"
             return answer
 
-        with serve(spoilt) as server:
-            said = fetch(tmp_path / "a", "s3://store/models/a/", AWS_ENDPOINT_URL=server.url)
-        assert said.returncode == 1 and "model.safetensors differs from its source: its MD5 is" in said.stderr
+        with serve(corrupt) as server:
+            result = fetch(tmp_path / "a", "s3://store/models/a/", AWS_ENDPOINT_URL=server.url)
+        assert result.returncode == 1 and "model.safetensors differs from its source: its MD5 is" in result.stderr
         assert not (tmp_path / "a").exists()
 
     def test_s3_assumes_the_role_of_the_pod(self, tmp_path: Path) -> None:
         (tmp_path / "token").write_text("of the pod\n")
-        lent = "<AccessKeyId>lent</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>"
+        credentials = "<AccessKeyId>lent</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>"
         until = f"<Expiration>{datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}</Expiration>"
-        body = f'<A xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><Credentials>{lent}{until}</Credentials></A>'.encode()
+        body = (
+            f'<A xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><Credentials>{credentials}{until}</Credentials></A>'.encode()
+        )
         with serve(lambda _: Answer(body=body)) as sts, serve(Bucket(OBJECTS, access="lent")) as server:
             role = {"AWS_ROLE_ARN": "arn:aws:iam::1:role/r", "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token")}
             where = {"AWS_ENDPOINT_URL": server.url, "AWS_ENDPOINT_URL_STS": sts.url}
-            said = fetch(tmp_path / "a", "s3://store/models/a", **role, **where)
-        assert said.returncode == 0, said.stderr
+            result = fetch(tmp_path / "a", "s3://store/models/a", **role, **where)
+        assert result.returncode == 0, result.stderr
         assert len(sts.asked) == 1 and sts.asked[0].body.endswith(b"&WebIdentityToken=of%20the%20pod")
         assert {each.headers["x-amz-security-token"] for each in server.asked} == {"t"}
 
@@ -370,10 +377,10 @@ class TestS3:
             parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
             client.complete_multipart_upload(**about, MultipartUpload={"Parts": parts})
             key = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
-            said = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=url, **key)
-            assert said.returncode == 0, said.stderr
-        assert set(held(tmp_path / "a")) == {*LOADED, "large 1+1.safetensors", ".source"}
-        assert held(tmp_path / "a")["large 1+1.safetensors"] == part + b"the end"
+            result = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=url, **key)
+            assert result.returncode == 0, result.stderr
+        assert set(files_of(tmp_path / "a")) == {*LOADED, "large 1+1.safetensors", ".source"}
+        assert files_of(tmp_path / "a")["large 1+1.safetensors"] == part + b"the end"
 
 
 def moto() -> AbstractContextManager[str]:
@@ -412,9 +419,9 @@ class TestGoogle:
             serve(GoogleBucket(OBJECTS, "t")) as server,
         ):
             key = {"client_email": "me@example.com", "private_key": (tmp_path / "key.pem").read_text(), "token_uri": tokens.url}
-            said = fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=server.url, GCS_KEY=json.dumps(key))
-        assert said.returncode == 0, said.stderr
-        assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"gs://store/models/a"}
+            result = fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=server.url, GCS_KEY=json.dumps(key))
+        assert result.returncode == 0, result.stderr
+        assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"gs://store/models/a"}
         (asked,) = tokens.asked
         text, _, signature = asked.body.decode().rpartition("assertion=")[2].partition("&")[0].rpartition(".")
         (tmp_path / "text").write_text(text)
@@ -441,14 +448,14 @@ class TestGoogle:
             serve(lambda _: Answer(body=b'{"access_token": "t", "expires_in": 60}')) as node,
         ):
             for name, data in OBJECTS.items():
-                place = urllib.parse.urlencode({"uploadType": "media", "name": name})
-                request = urllib.request.Request(f"{url}/upload/storage/v1/b/store/o?{place}", data, method="POST")
+                query = urllib.parse.urlencode({"uploadType": "media", "name": name})
+                request = urllib.request.Request(f"{url}/upload/storage/v1/b/store/o?{query}", data, method="POST")
                 request.add_header("Content-Type", "application/octet-stream")
                 urllib.request.urlopen(request, timeout=60).close()
             host = node.url.removeprefix("http://")
-            said = fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=url, GCE_METADATA_HOST=host)
-        assert said.returncode == 0, said.stderr
-        assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"gs://store/models/a"}
+            result = fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=url, GCE_METADATA_HOST=host)
+        assert result.returncode == 0, result.stderr
+        assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"gs://store/models/a"}
 
 
 class TestFolder:
@@ -459,12 +466,12 @@ class TestFolder:
         (source / "model.safetensors").write_text("one")
         (source / "other.json").write_text("{}")
         assert "is complete" in fetch(target, source).stdout
-        assert set(held(target)) == {"model.safetensors", "other.json", ".copied"}
+        assert set(files_of(target)) == {"model.safetensors", "other.json", ".copied"}
         assert f"has {source}" in fetch(target, source).stdout
         (source / "model.safetensors").write_text("three")
         (source / "other.json").unlink()
         assert "is complete" in fetch(target, source).stdout
-        assert set(held(target)) == {"model.safetensors", ".copied"} and held(target)["model.safetensors"] == b"three"
+        assert set(files_of(target)) == {"model.safetensors", ".copied"} and files_of(target)["model.safetensors"] == b"three"
 
     def test_folder_that_changes_during_a_copy_is_copied_again(self, tmp_path: Path) -> None:
         source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"
@@ -481,14 +488,14 @@ class TestFolder:
             download(target, str(source), Replaced(str(source)))
         assert not target.exists()
         download(target, str(source), Folder(str(source)))
-        assert set(held(target)) == {"model.safetensors", "config.json", ".copied"} and left_beside(target) == set()
+        assert set(files_of(target)) == {"model.safetensors", "config.json", ".copied"} and other_files(target) == set()
 
     def test_pods_of_one_node_copy_a_folder_once(self, tmp_path: Path) -> None:
         source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"
         source.mkdir(parents=True)
         (source / "model.safetensors").write_bytes(LARGE * 32)
         processes = [subprocess.Popen([*COMMAND, target, source], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-        told = [process.communicate(timeout=60)[0] for process in processes]
+        progress = [process.communicate(timeout=60)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0]
-        assert sorted("is complete" in each for each in told) == [False, False, True]
-        assert held(target)["model.safetensors"] == LARGE * 32
+        assert sorted("is complete" in each for each in progress) == [False, False, True]
+        assert files_of(target)["model.safetensors"] == LARGE * 32

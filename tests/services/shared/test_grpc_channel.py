@@ -1,4 +1,4 @@
-"""gRPC connections to servers that answer slowly."""
+"""Tests of gRPC connections to slow servers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # variables in which gRPC
 
 
 @asynccontextmanager
-async def late(port: int, by_s: float) -> AsyncIterator[int]:
+async def delaying_relay(port: int, by_s: float) -> AsyncIterator[int]:
     """Runs a TCP relay that delays the first bytes in each direction. Yields its port."""
 
-    async def hand_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(by_s)
         while data := await reader.read(1 << 16):
             writer.write(data)
         writer.close()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs = await asyncio.open_connection(HOST, port)
-        await asyncio.gather(hand_on(reader, theirs[1]), hand_on(theirs[0], writer))
+        server_side = await asyncio.open_connection(HOST, port)
+        await asyncio.gather(forward(reader, server_side[1]), forward(server_side[0], writer))
 
     async with await asyncio.start_server(connected, HOST, 0) as server:
         yield server.sockets[0].getsockname()[1]
@@ -49,7 +49,7 @@ def test_call_waits_for_a_slow_http2_greeting(by_s: float, monkeypatch: pytest.M
         health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
         port = server.add_insecure_port(f"{HOST}:0")
         await server.start()
-        async with late(port, by_s) as slow, grpc_server.channel(f"{HOST}:{slow}") as channel:
+        async with delaying_relay(port, by_s) as slow, grpc_server.channel(f"{HOST}:{slow}") as channel:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         await server.stop(None)
         return int(answer.status)

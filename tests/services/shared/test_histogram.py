@@ -1,4 +1,4 @@
-"""Prometheus histograms for single values and arrays."""
+"""Tests of Prometheus histograms for single values and arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas at the size limits and above them, in the gateway and in the worker."""
+"""Tests of JSON schemas at and above the size limits, in the gateway and in the worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parts(count: int) -> dict[str, Any]:
     return {"examples": [0] * (count - 2)}
 
 
-AT_LIMIT = [
+LIMITS = [
     pytest.param(properties, (limits.MAX_SCHEMA_PROPERTIES,) * 2, (limits.MAX_SCHEMA_PROPERTIES + 1,) * 2, id="properties"),
     pytest.param(properties, (1500, 1500 - limits.MAX_OPTIONAL_PROPERTIES), (1500, 475), id="optional properties"),
     pytest.param(values, (limits.MAX_SCHEMA_VALUES,), (limits.MAX_SCHEMA_VALUES + 1,), id="values"),
@@ -41,11 +41,13 @@ AT_LIMIT = [
 ]
 
 
-@pytest.mark.parametrize(("make", "most", "beyond"), AT_LIMIT)
-def test_gateway_and_worker_refuse_schemas_above_the_limits(make: Any, most: tuple[int, ...], beyond: tuple[int, ...]) -> None:
-    assert too_large(make(*most)) == ""
-    json_schema(make(*most), "schema")
-    schema = make(*beyond)
+@pytest.mark.parametrize(("make", "at_limit", "above_limit"), LIMITS)
+def test_gateway_and_worker_refuse_schemas_above_the_limits(
+    make: Any, at_limit: tuple[int, ...], above_limit: tuple[int, ...]
+) -> None:
+    assert too_large(make(*at_limit)) == ""
+    json_schema(make(*at_limit), "schema")
+    schema = make(*above_limit)
     why = too_large(schema)
     with pytest.raises(ApiError, match=why) as refused:
         json_schema(json.dumps(schema), "schema")

@@ -1,4 +1,4 @@
-"""The detection of output formats in templates, and of reasoning that a prompt has opened."""
+"""Tests of the detection of output formats in templates, and of reasoning that a prompt has opened."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rootstock_llm.services.tokenizer.settings import ReasoningParser, ToolParse
 # Case → the relevant part of a template, its tool format and its reasoning format.
 TEMPLATES = {
     "none": ("{{ messages[0].content }}", "", ""),
-    "another family between the same marks": ("<tool_call>{{ name }}<arg_key>", "", ""),
-    "a thought that the prompt opens": (
+    "unknown format with a known mark": ("<tool_call>{{ name }}<arg_key>", "", ""),
+    "reasoning that the prompt opens": (
         "{{ content.split('</think>')[-1] }}{% if add_generation_prompt %}<think>\n{% endif %}",
         "",
         "think_open",
     ),
-    "a thought that the prompt opens or closes": (
+    "reasoning that the prompt opens or closes": (
         "{% if add_generation_prompt %}{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}",
         "",
         "think",

@@ -75,7 +75,7 @@ def test_probe_fails_when_no_server_listens(scheme: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])
-def test_probe_gives_up_a_silent_server(scheme: str) -> None:
+def test_probe_fails_when_the_server_is_silent(scheme: str) -> None:
     with socket.create_server((HOST, 0)) as silent:
         assert probe.main([f"{scheme}{HOST}:{silent.getsockname()[1]}", "--timeout-s", "0.3"]) == 1
 
@@ -94,6 +94,6 @@ def test_probe_ignores_proxies_in_the_environment(http_port: int, health_port: i
     assert probe.main([f"{HOST}:{health_port}"]) == 0
 
 
-def test_probe_exits_with_2_for_a_wrong_command_line() -> None:
+def test_probe_exits_with_2_when_the_command_line_is_invalid() -> None:
     command = [sys.executable, "-m", "rootstock_llm.services.shared.rpc.probe"]
     assert subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 2

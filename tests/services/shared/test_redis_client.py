@@ -1,4 +1,4 @@
-"""A Redis client whose server stops being the primary."""
+"""Tests of a Redis client whose server stops being the primary."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ async def in_pipeline(client: TimedRedis, transaction: bool) -> Any:
 
 
 CALLS: dict[str, Callable[[TimedRedis], Awaitable[Any]]] = {
-    "a command": lambda client: client.set("a", "b"),
-    "a script": lambda client: client.eval("return redis.call('SET', 'a', 'b')", 0),  # type: ignore[arg-type, return-value]
-    "a pipeline": lambda client: in_pipeline(client, False),
-    "a transaction": lambda client: in_pipeline(client, True),
+    "command": lambda client: client.set("a", "b"),
+    "script": lambda client: client.eval("return redis.call('SET', 'a', 'b')", 0),  # type: ignore[arg-type, return-value]
+    "pipeline": lambda client: in_pipeline(client, False),
+    "transaction": lambda client: in_pipeline(client, True),
 }
 
 

@@ -1,4 +1,4 @@
-"""Makes tokenizers of each kind that boundaries.py treats differently."""
+"""Makes a tokenizer of each kind that PieceEncoder cuts in a different way."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from tests.services.tokenizer.model_folders import CORPUS, KINDS
 
-LONGEST_BLANKS = 128
+LONGEST_BLANKS = 128  # blanks in the longest token of doubling()
 CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LOOKS_BEHIND = r"(?<=a)b|\s+|\S+"
+# Training texts, with runs of line ends and blanks
 LINES = [*CORPUS, *("\n" * n + " " * n for n in range(1, 40))]
 
 
@@ -29,6 +30,7 @@ def split_by(pattern: str) -> Tokenizer:
 
 
 def with_greedy_tokens() -> Tokenizer:
+    """Makes a tokenizer with added tokens that absorb blanks around them, or that must be whole words."""
     tokenizer = split_by(CL100K)
     tokenizer.add_tokens([AddedToken("<r>", rstrip=True), AddedToken("<l>", lstrip=True), AddedToken("the", single_word=True)])
     return tokenizer

@@ -1,4 +1,4 @@
-"""Chat templates by the property that matters, each a few lines of Jinja, and a renderer for them."""
+"""Short chat templates, each with one property of a published template, and a renderer for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rootstock_llm.services.tokenizer.render_child import Renderer
 HEADER = {"add_generation_prompt": True, "continue_final_message": False}
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate.') }}{% endif %}"
-# As Mistral's: calls and results are not counted.
+# As in Mistral's templates, messages with calls and results do not count.
 ALTERNATE_BUT_CALLS = (
     "{% set ns = namespace(n=0) %}{% for m in rest %}{% if m.role in ['user', 'assistant'] and not m.tool_calls %}"
     "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('Roles must alternate.') }}{% endif %}"
@@ -30,11 +30,11 @@ def each(body: str, before: str = "") -> str:
 
 
 def turns(shown: str) -> str:
-    """Returns a template that shows every role in this way."""
+    """Returns a template that writes `shown` for the message of every role."""
     return each("<{{ m.role }}>" + shown)
 
 
-SHAPES: Mapping[str, str] = {
+SHAPES: Mapping[str, str] = {  # by property
     "prints content": turns("{{ m.content }}" + CALLS),
     "concatenates content": turns("{{ m.content + '|' }}" + CALLS),
     "trims content": turns("{{ m['content'] | trim }}" + CALLS),
@@ -153,7 +153,7 @@ SHAPES: Mapping[str, str] = {
         "<{{ m.role }}>{{ m.content }}" + CALLS
     ),
 }
-# Templates in which calls do not appear at all.
+# Templates that omit calls.
 WITHOUT_CALLS = ("strict alternation", "strict alternation without system messages")
 
 

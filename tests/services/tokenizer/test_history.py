@@ -1,4 +1,4 @@
-"""Tests that each chat which the API allows is rendered by each form of template, with the text of every message."""
+"""Tests that each shape of template renders every chat that the API allows, with the text of every message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
 
 
-def say(role: str, text: Any = "", **fields: Any) -> Message:
+def turn(role: str, text: Any = "", **fields: Any) -> Message:
     return {"role": role, "content": text or f"{role}'s.", **fields}
 
 
@@ -25,20 +25,21 @@ def call(arguments: Any = '{"a": "given"}', name: str = "call_1") -> Message:
     return {"id": name, "type": "function", "function": {"name": "find", "arguments": arguments}}
 
 
-def calls(*given: Message, **fields: Any) -> Message:
-    return {"role": "assistant", "tool_calls": list(given or [call()]), **fields}
+def calls(*tool_calls: Message, **fields: Any) -> Message:
+    return {"role": "assistant", "tool_calls": list(tool_calls or [call()]), **fields}
 
 
 def result(number: int = 1, text: str = "found") -> Message:
     return {"role": "tool", "tool_call_id": f"call_{number}", "content": f"{text}{number}"}
 
 
-def in_parts(message: Message) -> Message:
+def with_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": f"{message['content']}{number}"} for number in (1, 2)]}
 
 
-USER, ANSWER, SYSTEM, DEVELOPER = (say(role) for role in ("user", "assistant", "system", "developer"))
+USER, ANSWER, SYSTEM, DEVELOPER = (turn(role) for role in ("user", "assistant", "system", "developer"))
 TWO_CALLS = calls(call(), call('{"a": "more"}', "call_2"))
+# Arguments of a call that are no JSON object
 NO_OBJECTS = ('{"a": 1', "not json", "[1]", '"s"', "7", "null", 7, [1], None, "")
 CHATS: dict[str, list[Message]] = {
     "content null beside a call": [USER, calls(content=None), result()],
@@ -50,24 +51,28 @@ CHATS: dict[str, list[Message]] = {
     "content null alone": [USER, {"role": "assistant", "content": None}, USER],
     "empty tool_calls": [USER, {**ANSWER, "tool_calls": []}, USER],
     "empty fields": [USER, {**ANSWER, "tool_calls": [], "annotations": [], "audio": {}, "reasoning_content": ""}, USER],
-    "parts in every role": [in_parts(SYSTEM), in_parts(USER), in_parts(ANSWER), in_parts(USER)],
-    "parts in a result": [USER, calls(), in_parts(result())],
+    "parts in every role": [with_parts(SYSTEM), with_parts(USER), with_parts(ANSWER), with_parts(USER)],
+    "parts in a result": [USER, calls(), with_parts(result())],
     "text beside a call": [USER, calls(content="Let me look."), result()],
     "text and reasoning beside a call": [USER, calls(content="Let me look.", reasoning_content="Hm."), result()],
     "two calls": [USER, TWO_CALLS, result(1), result(2)],
     "two calls, results in another order": [USER, TWO_CALLS, result(2), result(1)],
     "two calls, then a user": [USER, TWO_CALLS, result(1), result(2), USER],
-    "two calls without ids": [USER, calls(*({"function": each["function"]} for each in TWO_CALLS["tool_calls"])), say("tool")],
-    "a later system message": [SYSTEM, USER, ANSWER, say("system", "later"), USER],
+    "two calls without ids": [
+        USER,
+        calls(*({"function": each["function"]} for each in TWO_CALLS["tool_calls"])),
+        turn("tool"),
+    ],
+    "a later system message": [SYSTEM, USER, ANSWER, turn("system", "later"), USER],
     "a system message last": [USER, SYSTEM],
-    "two leading system messages": [SYSTEM, say("system", "second"), USER],
+    "two leading system messages": [SYSTEM, turn("system", "second"), USER],
     "a system message alone": [SYSTEM],
     "a leading developer message": [DEVELOPER, USER],
     "a developer message behind a system message": [SYSTEM, DEVELOPER, USER],
     "a later developer message": [SYSTEM, USER, ANSWER, DEVELOPER, USER],
     "a system message before an answer": [USER, SYSTEM, ANSWER, USER],
-    "two user turns": [USER, say("user", "again")],
-    "two assistant turns": [USER, ANSWER, say("assistant", "again"), USER],
+    "two user turns": [USER, turn("user", "again")],
+    "two assistant turns": [USER, ANSWER, turn("assistant", "again"), USER],
     "an assistant turn first": [ANSWER, USER],
     "an assistant turn behind a system message": [SYSTEM, ANSWER, USER],
     "an assistant turn alone": [ANSWER],
@@ -88,35 +93,35 @@ CHATS: dict[str, list[Message]] = {
     "a function's older form": [
         USER,
         {"role": "assistant", "content": None, "function_call": call()["function"]},
-        say("function"),
+        turn("function"),
     ],
-    **{f"arguments {given!r}": [USER, calls(call(given), content=None), result()] for given in NO_OBJECTS},
+    **{f"arguments {tool_calls!r}": [USER, calls(call(tool_calls), content=None), result()] for tool_calls in NO_OBJECTS},
     "arguments with half of a surrogate pair": [USER, calls(call('{"a": "\\ud83d given"}')), result()],
     "no arguments": [USER, calls({"id": "call_1", "type": "function", "function": {"name": "find"}}), result()],
 }
 
 
-def wanted(chat: list[Message], shows_calls: bool) -> Iterator[str]:
+def expected_texts(chat: list[Message], shows_calls: bool) -> Iterator[str]:
     """Yields the texts that a rendered chat has to contain. A template may leave out the text of a turn with calls."""
     for message in chat:
-        given, content = message.get("tool_calls"), message.get("content")
-        if not given and "function_call" in message:
-            given = [{"function": message["function_call"]}]
-        if given and shows_calls:
-            yield from (each["function"]["name"] for each in given)
-            yield from (word for word in ("given", "more", "not json") if word in json.dumps(given))
-        elif not given:
+        tool_calls, content = message.get("tool_calls"), message.get("content")
+        if not tool_calls and "function_call" in message:
+            tool_calls = [{"function": message["function_call"]}]
+        if tool_calls and shows_calls:
+            yield from (each["function"]["name"] for each in tool_calls)
+            yield from (word for word in ("given", "more", "not json") if word in json.dumps(tool_calls))
+        elif not tool_calls:
             yield from [content] if isinstance(content, str) else [part["text"] for part in content or ()]
 
 
 def check(name: str, chat: list[Message], text: str) -> None:
-    for word in wanted(chat, name not in WITHOUT_CALLS):
+    for word in expected_texts(chat, name not in WITHOUT_CALLS):
         assert word in text, (word, text)
     assert "{'" not in text and "'text'" not in text and "None" not in text, text
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_chat_is_shown_by_template(name: str) -> None:
+def test_template_shows_every_chat(name: str) -> None:
     for title, chat in CHATS.items():
         for tools in (None, TOOLS):
             try:
@@ -127,8 +132,8 @@ def test_every_chat_is_shown_by_template(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_random_chats_are_shown_by_template(name: str) -> None:
-    """Renders all chats with the same renderer, so that remembered forms are used for other chats."""
+def test_template_shows_random_chats_with_one_renderer(name: str) -> None:
+    """Renders all chats with the same renderer, which remembers the form of messages that a template accepts."""
     drawn = random.Random(name)
     child = renderer(SHAPES[name])
     for _ in range(25):
@@ -147,7 +152,7 @@ def test_arguments_without_an_object_are_shown_as_text() -> None:
         return rendered(template, [USER, calls(call(arguments)), result()]).partition("find")[2].partition("<tool>")[0]
 
     items = SHAPES["iterates over arguments"]
-    for given, text in (
+    for tool_calls, text in (
         ("not json", "not json"),
         ('{"a": 1', '{"a": 1'),
         ("[1]", "[1]"),
@@ -155,28 +160,28 @@ def test_arguments_without_an_object_are_shown_as_text() -> None:
         ('"s"', '"s"'),
         ("null", "null"),
     ):
-        assert shown(items, given) == f"<arguments>{text}</arguments>"
-        assert shown(SHAPES["arguments as text"], given) == text
-        assert shown(SHAPES["prints content"], given) == f" {json.dumps(text)}</call>"
-    for given in (None, ""):
-        assert shown(items, given) == "" and shown(SHAPES["prints content"], given) == " {}</call>"
-        assert shown(SHAPES["arguments as text"], given) == "{}"
+        assert shown(items, tool_calls) == f"<arguments>{text}</arguments>"
+        assert shown(SHAPES["arguments as text"], tool_calls) == text
+        assert shown(SHAPES["prints content"], tool_calls) == f" {json.dumps(text)}</call>"
+    for tool_calls in (None, ""):
+        assert shown(items, tool_calls) == "" and shown(SHAPES["prints content"], tool_calls) == " {}</call>"
+        assert shown(SHAPES["arguments as text"], tool_calls) == "{}"
     assert shown(items, '{"a": "\\ud83d"}') == "<a>\ufffd</a>"
 
 
 def test_calls_are_split_over_turns_when_the_template_allows_one() -> None:
-    chat = [USER, {**TWO_CALLS, "content": "Both.", "reasoning_content": "Hm."}, result(2), result(1), say("user", "On.")]
+    chat = [USER, {**TWO_CALLS, "content": "Both.", "reasoning_content": "Hm."}, result(2), result(1), turn("user", "On.")]
     turns_of_calls = (
         '<assistant><call>find {"a": "given"}</call><tool>found1|<assistant><call>find {"a": "more"}</call><tool>found2|'
     )
     assert rendered(SHAPES["one call a turn"], chat) == f"<user>user's.|{turns_of_calls}<user>On.|<assistant>"
-    unknown = [USER, TWO_CALLS, say("tool", "first", tool_call_id="x"), say("tool", "second", tool_call_id="y")]
+    unknown = [USER, TWO_CALLS, turn("tool", "first", tool_call_id="x"), turn("tool", "second", tool_call_id="y")]
     text = rendered(SHAPES["one call a turn"], unknown)
     assert text.index("given") < text.index("first") < text.index("more") < text.index("second")
 
 
 def test_system_messages_are_joined_when_the_template_refuses_them() -> None:
-    first, later = SHAPES["one system message, first"], say("system", "Later.")
+    first, later = SHAPES["one system message, first"], turn("system", "Later.")
     assert rendered(first, [SYSTEM, later, USER]) == "<system>system's.\n\nLater.<user>user's.<assistant>"
     chat = [SYSTEM, USER, ANSWER, later, USER]
     assert rendered(first, chat) == "<system>system's.<user>user's.<assistant>assistant's.<user>Later.\n\nuser's.<assistant>"
@@ -194,9 +199,9 @@ def test_system_messages_are_joined_when_the_template_refuses_them() -> None:
     )
 
 
-def test_turns_are_joined_or_filled_in_when_the_template_wants_alternation() -> None:
+def test_turns_are_joined_or_inserted_when_the_template_demands_alternation() -> None:
     strict, beside_calls = SHAPES["strict alternation"], SHAPES["alternation beside calls"]
-    assert rendered(strict, [USER, say("user", "On.")]) == "<user>user's.\n\nOn.|<assistant>"
+    assert rendered(strict, [USER, turn("user", "On.")]) == "<user>user's.\n\nOn.|<assistant>"
     assert rendered(strict, [ANSWER, USER]) == "<user>|<assistant>assistant's.|<user>user's.|<assistant>"
     assert rendered(strict, [USER, ANSWER, result()]) == "<user>user's.|<assistant>assistant's.|<user>found1|<assistant>"
     assert rendered(beside_calls, [USER, calls(), result(), USER]) == (
@@ -212,13 +217,15 @@ def test_calls_follow_the_text_when_the_template_shows_text_only() -> None:
 def test_content_is_a_part_when_the_template_shows_only_parts() -> None:
     shown = SHAPES["parts alone"]
     assert rendered(shown, [SYSTEM, USER]) == "<system>system's.<user>user's.<assistant>"
-    assert rendered(SHAPES["first part alone"], [in_parts(USER)]) == "<user>user's.1 user's.2|<assistant>"
+    assert rendered(SHAPES["first part alone"], [with_parts(USER)]) == "<user>user's.1 user's.2|<assistant>"
 
 
 def test_refusal_names_the_message_when_no_form_renders() -> None:
     bad = "{% if m.content == 'bad' %}{{ raise_exception('Not this.') }}{% endif %}{{ m.content }}"
     for at in range(4):
-        chat = [say(role, "bad" if at == index else "good") for index, role in enumerate(("system", "user", "assistant", "user"))]
+        chat = [
+            turn(role, "bad" if at == index else "good") for index, role in enumerate(("system", "user", "assistant", "user"))
+        ]
         with pytest.raises(InvalidField, match=rf"^messages\[{at}\]: Not this\.$"):
             rendered(each(bad), chat)
     with pytest.raises(InvalidField, match=r"^messages: Never\.$"):
@@ -227,10 +234,10 @@ def test_refusal_names_the_message_when_no_form_renders() -> None:
         rendered(each("{% if m.role == 'assistant' %}{{ 1 / 0 }}{% endif %}"), [USER, ANSWER, USER])
 
 
-def test_a_chat_is_rendered_when_small_chats_fail() -> None:
-    """The template needs a variable that small chats do not have."""
+def test_chat_is_rendered_when_the_probe_chats_fail() -> None:
+    """The template needs a variable that the renderer's probe chats do not have."""
     shown = "{{ raise_exception('No day.') if day is not defined }}" + turns("{{ m.content + '|' }}" + CALLS)
-    chat = [in_parts(USER), calls(content=None), result()]
+    chat = [with_parts(USER), calls(content=None), result()]
     assert (
         rendered(shown, chat, day=1)
         == '<user>user\'s.1 user\'s.2|<assistant>|<call>find {"a": "given"}</call><tool>found1|<assistant>'
@@ -238,7 +245,7 @@ def test_a_chat_is_rendered_when_small_chats_fail() -> None:
 
 
 def test_final_message_is_continued_when_turns_are_joined() -> None:
-    chat = [SYSTEM, say("system", "Second."), USER, say("assistant", "Well")]
+    chat = [SYSTEM, turn("system", "Second."), USER, turn("assistant", "Well")]
     header = {"add_generation_prompt": False, "continue_final_message": True}
     child = renderer(SHAPES["one system message, first"])
     text = child.render(header, json.dumps(chat).encode(), b"", b"")

@@ -1,4 +1,4 @@
-"""Prompts far beyond the context: token limits, budgets and memory. The prompts have a few megabytes by day."""
+"""Tests of prompts far beyond the context: token limits, budgets and memory. Nightly tests use larger prompts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.night import NIGHTLY
 from tests.services.tokenizer.model_folders import byte_level
 from tests.services.tokenizer.serving import serving
 
-CALLS, CHARS, PEAK_MIB = (6, 15_000_000, 350) if NIGHTLY else (4, 3_000_000, 150)  # by night the messages need 270 MiB
-LASTING_MIB = 50
+CALLS, CHARS, PEAK_MIB = (6, 15_000_000, 350) if NIGHTLY else (4, 3_000_000, 150)  # the nightly messages need 270 MiB
+LASTING_MIB = 50  # memory that may stay allocated after the requests
 CONTEXT = 131_072
 WORDS = "the quick brown fox jumps over the lazy dog "
 LONG = WORDS * 20_000

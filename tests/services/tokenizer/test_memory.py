@@ -1,4 +1,4 @@
-"""The byte budget: shares in order of arrival, each given back exactly once."""
+"""Tests of ByteBudget: requests get their bytes in the order of arrival, and release them exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rootstock_llm.services.tokenizer.refusal import Refusal
 
 
 class Holder:
-    """A task that holds a share until `leave` is set."""
+    """A task that has reserved bytes until `leave` is set."""
 
     def __init__(self, budget: ByteBudget, size: int, order: list[int]) -> None:
         self.leave = asyncio.Event()
@@ -46,7 +46,7 @@ def test_budget_serves_requests_in_order_of_arrival() -> None:
     asyncio.run(run())
 
 
-def test_budget_serves_a_larger_request_separately() -> None:
+def test_budget_admits_a_request_above_the_budget_alone() -> None:
     async def run() -> None:
         budget, order = ByteBudget(10, 60.0), list[int]()
         small, huge, other = (Holder(budget, size, order) for size in (1, 1000, 3))
@@ -82,7 +82,7 @@ def test_budget_refuses_a_request_after_the_wait() -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3])
-def test_budget_takes_back_the_share_of_a_cancelled_request(ticks: int) -> None:
+def test_budget_releases_the_bytes_of_a_cancelled_request(ticks: int) -> None:
     async def run() -> None:
         budget, order = ByteBudget(10, 60.0), list[int]()
         first, gone, last = (Holder(budget, size, order) for size in (10, 8, 9))

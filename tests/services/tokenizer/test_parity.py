@@ -32,7 +32,7 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def pairs(folders: dict[str, Path]) -> dict[str, tuple[HfTokenizer, Any]]:
-    """Our tokenizer and transformers' by kind."""
+    """Returns our tokenizer and that of transformers, by kind."""
     return {kind: (load_tokenizer(f), transformers.AutoTokenizer.from_pretrained(f)) for kind, f in folders.items()}
 
 
@@ -48,8 +48,8 @@ def test_encode_call_equals_transformers(
             if not add_special_tokens:
                 request.add_special_tokens = False
             answer = await service.stub.Encode(request)
-            theirs = pairs[kind][1](TEXTS, add_special_tokens=add_special_tokens).input_ids
-            assert [list(prompt.ids) for prompt in answer.prompts] == theirs
+            reference = pairs[kind][1](TEXTS, add_special_tokens=add_special_tokens).input_ids
+            assert [list(prompt.ids) for prompt in answer.prompts] == reference
 
     asyncio.run(run())
 
@@ -62,25 +62,25 @@ ALPHABET = st.sampled_from([*"helo wrd,.!?'\n\t 你好é😀", "<|im_end|>", "<s
 @settings(deadline=None)
 @given(text=st.lists(ALPHABET, max_size=30).map("".join))
 def test_tokenizer_equals_transformers_for_any_text(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, text: str) -> None:
-    ours, theirs = pairs[kind]
+    ours, reference = pairs[kind]
     ids = ours.encode_batch([text], True)[0]
-    assert ids == theirs(text).input_ids
-    assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
+    assert ids == reference(text).input_ids
+    assert ours.decode(ids, True) == reference.decode(ids, skip_special_tokens=True)
     assert ours.decode([i for i in ids if i not in ours.special_ids], False) == ours.decode(ids, True)
 
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_equal_transformers(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str) -> None:
-    ours, theirs = pairs[kind]
-    assert ours.special_tokens == theirs.special_tokens_map
-    assert sorted(ours.special_ids) == sorted(i for i, token in theirs.added_tokens_decoder.items() if token.special)
+    ours, reference = pairs[kind]
+    assert ours.special_tokens == reference.special_tokens_map
+    assert sorted(ours.special_ids) == sorted(i for i, token in reference.added_tokens_decoder.items() if token.special)
     assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (
-        theirs.bos_token_id,
-        theirs.eos_token_id,
-        theirs.pad_token_id,
+        reference.bos_token_id,
+        reference.eos_token_id,
+        reference.pad_token_id,
     )
-    assert ours.vocab_size == len(theirs)
+    assert ours.vocab_size == len(reference)
 
 
 TOOL = {"type": "function", "function": {"name": "<add>", "parameters": {"type": "object", "b": 1, "a": "é"}}}
@@ -115,7 +115,7 @@ def test_chat_call_equals_transformers(
 ) -> None:
     messages, options = CHATS[name]
     theirs_options = {"add_generation_prompt": not options.get("continue_final_message", False), **options}
-    theirs = pairs[kind][1].apply_chat_template(messages, tokenize=True, **theirs_options).input_ids
+    reference = pairs[kind][1].apply_chat_template(messages, tokenize=True, **theirs_options).input_ids
     tools = options.get("tools")
     flags = {key: value for key, value in options.items() if key != "tools"}
     request = pb.EncodeChatRequest(
@@ -124,7 +124,7 @@ def test_chat_call_equals_transformers(
 
     async def run() -> None:
         async with serving(folders[kind]) as service:
-            assert list((await service.stub.EncodeChat(request)).prompts[0].ids) == theirs
+            assert list((await service.stub.EncodeChat(request)).prompts[0].ids) == reference
 
     asyncio.run(run())
 
@@ -146,12 +146,12 @@ def test_tokens_outside_tokenizer_json_equal_transformers(tmp_path: Path) -> Non
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
         if not config:
             (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<map>", **token}}))
-        ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+        ours, reference = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
         ids = ours.encode_batch([text], True)[0]
-        assert ids == theirs(text).input_ids, name
-        assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True), name
+        assert ids == reference(text).input_ids, name
+        assert ours.decode(ids, True) == reference.decode(ids, skip_special_tokens=True), name
         assert ours.decode([i for i in ids if i not in ours.special_ids], False) == ours.decode(ids, True), name
-        assert ours.special_tokens == theirs.special_tokens_map, name
+        assert ours.special_tokens == reference.special_tokens_map, name
 
 
 def test_tool_template_is_used_for_chats_with_tools(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_tool_template_is_used_for_chats_with_tools(tmp_path: Path) -> None:
     path = folder / "tokenizer_config.json"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "x"}]
 
     async def run() -> None:
@@ -168,7 +168,7 @@ def test_tool_template_is_used_for_chats_with_tools(tmp_path: Path) -> None:
                 request = pb.EncodeChatRequest(
                     messages_json=json.dumps(messages).encode(), tools_json=json.dumps(tools).encode() if tools else b""
                 )
-                want = theirs.apply_chat_template(messages, tools=tools, tokenize=True).input_ids
+                want = reference.apply_chat_template(messages, tools=tools, tokenize=True).input_ids
                 assert list((await service.stub.EncodeChat(request)).prompts[0].ids) == want
 
     asyncio.run(run())

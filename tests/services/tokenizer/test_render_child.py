@@ -1,4 +1,4 @@
-"""Chat templates in the sandbox, checked messages, and the renderer's errors."""
+"""Tests of chat templates in the sandbox, checked messages, and the renderer's errors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_prepare_messages_copies_reasoning_to_every_name() -> None:
         ("messages[0].tool_calls[0]:", [{"role": "assistant", "tool_calls": ["secret"]}]),
     ],
 )
-def test_prepare_messages_names_the_wrong_field_without_the_value(field: str, messages: list[Any]) -> None:
+def test_prepare_messages_names_the_invalid_field_without_its_value(field: str, messages: list[Any]) -> None:
     with pytest.raises(InvalidField) as raised:
         prepare_messages(messages)
     assert str(raised.value).startswith(field) and "secret" not in str(raised.value)
@@ -161,10 +161,10 @@ def test_renderer_refuses_reserved_template_kwargs(name: str) -> None:
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":  1}'}}
-ASKED = {"role": "user", "content": "?"}
+QUESTION = {"role": "user", "content": "?"}
 CALLS = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
 DONE = "{% endfor %}{% endif %}{% endfor %}"
-# Templates by their form of a call, each with its text for CALL.
+# By the way in which a template writes a call: the template, and its text for CALL.
 CALL_TEMPLATES = {
     "prints the object": (CALLS + "{{ c.function.arguments | tojson }}" + DONE, '{"x": 1}'),
     "prints each argument": (
@@ -191,19 +191,19 @@ def test_renderer_writes_a_call_in_the_form_of_the_template() -> None:
     for name, (template, want) in CALL_TEMPLATES.items():
         child = renderer(template)
         for said in ({}, {"content": None}, {"content": ""}):
-            chat = json.dumps([ASKED, {"role": "assistant", "tool_calls": [CALL], **said}]).encode()
+            chat = json.dumps([QUESTION, {"role": "assistant", "tool_calls": [CALL], **said}]).encode()
             assert child.render(HEADER, chat, b"", b"") == want, (name, said)
 
 
 def test_renderer_shortens_call_ids_when_the_template_demands_nine_characters() -> None:
-    """Mistral's templates demand it. A call and its result get the same short id, and a short id stays as it is."""
+    """Mistral's templates demand nine characters. A call and its result get the same short id, and a short id stays as it is."""
     rule = "{% if c.id|length != 9 %}{{ raise_exception('length 9!') }}{% endif %}"
     shown = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}" + rule + "{{ c.id }}={{ c.function.arguments | tojson }};"
         "{% endfor %}{% if m.tool_call_id %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
     )
     for given in ("call_302e1f11239a79bed40712c3", "toolu_0123456789abcdef01234567", "\ud83d", "abcdef123"):
-        chat = [ASKED, {"role": "assistant", "tool_calls": [CALL | {"id": given}]}, {"role": "tool", "tool_call_id": given}]
+        chat = [QUESTION, {"role": "assistant", "tool_calls": [CALL | {"id": given}]}, {"role": "tool", "tool_call_id": given}]
         found = [renderer(each).render(HEADER, json.dumps(chat).encode(), b"", b"") for each in (shown, shown.replace(rule, ""))]
         called, answered = found[0].split('={"x": 1};')
         assert called == answered and len(called) == 9 and called.isalnum() and (called == given) == (given == "abcdef123")

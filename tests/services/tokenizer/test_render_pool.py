@@ -1,4 +1,4 @@
-"""The pool of rendering processes: cancelled requests, and processes that do not start."""
+"""Tests of the pool of rendering processes: cancelled requests, and processes that do not start."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
 from rootstock_llm.services.tokenizer.refusal import Refusal
 from rootstock_llm.services.tokenizer.render_pool import LARGE_BYTES, RenderPool, RenderSetup
 
+# A template that renders for longer than the test needs to cancel requests
 SLOW = "{% for i in range(60) %}{% for j in range(4000) %}{% set x = i * j %}{% endfor %}{% endfor %}"
-ORDINARY = asyncio.create_subprocess_exec
+CREATE_PROCESS = asyncio.create_subprocess_exec
 
 
 def request(text: str = "hi") -> pb.EncodeChatRequest:
@@ -37,17 +38,17 @@ async def pool(before: str = "", registry: CollectorRegistry | None = None) -> A
         await made.stop()
 
 
-async def killed(*args: Any, **options: Any) -> asyncio.subprocess.Process:
-    process = await ORDINARY(*args, **options)
+async def start_killed(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+    process = await CREATE_PROCESS(*args, **options)
     process.kill()
     return process
 
 
-async def none(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+async def fail_to_start(*args: Any, **options: Any) -> asyncio.subprocess.Process:
     raise BlockingIOError(11, "Resource temporarily unavailable")
 
 
-async def refused(asked: Coroutine[Any, Any, str]) -> grpc.StatusCode:
+async def refusal_code(asked: Coroutine[Any, Any, str]) -> grpc.StatusCode:
     with pytest.raises(Refusal) as refusal:
         await asked
     return refusal.value.code
@@ -63,12 +64,12 @@ def test_pool_does_not_render_requests_cancelled_in_the_queue() -> None:
 
             first = asyncio.create_task(ask("first"))
             await asyncio.sleep(0)
-            leaving = [asyncio.create_task(ask("left")) for _ in range(20)]
+            cancelled = [asyncio.create_task(ask("left")) for _ in range(20)]
             await asyncio.sleep(0.01)
             last = asyncio.create_task(ask("last"))
-            for task in leaving:
+            for task in cancelled:
                 task.cancel()
-            await asyncio.gather(first, last, *leaving, return_exceptions=True)
+            await asyncio.gather(first, last, *cancelled, return_exceptions=True)
             assert order == ["first", "last"]
             rendered = registry.get_sample_value("rootstock_tokenizer_render_seconds_count")
             assert rendered == 2, "cancelled requests are not rendered"
@@ -76,13 +77,13 @@ def test_pool_does_not_render_requests_cancelled_in_the_queue() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("start", [killed, none])
+@pytest.mark.parametrize("start", [start_killed, fail_to_start])
 def test_pool_retries_after_a_failed_first_start(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     async def run() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
         async with pool() as renderers:
-            monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
-            assert await refused(renderers.render(request())) is grpc.StatusCode.FAILED_PRECONDITION, (
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", CREATE_PROCESS)
+            assert await refusal_code(renderers.render(request())) is grpc.StatusCode.FAILED_PRECONDITION, (
                 "the template may take too long to compile"
             )
             later = asyncio.get_running_loop().time() + render_pool.RETRY_S
@@ -98,7 +99,7 @@ def test_pool_starts_one_process_when_many_requests_retry(monkeypatch: pytest.Mo
 
         async def counted(*args: Any, **options: Any) -> asyncio.subprocess.Process:
             started.append(1)
-            return await killed(*args, **options)
+            return await start_killed(*args, **options)
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", counted)
         async with pool() as renderers:
@@ -110,7 +111,7 @@ def test_pool_starts_one_process_when_many_requests_retry(monkeypatch: pytest.Mo
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("start", [killed, none])
+@pytest.mark.parametrize("start", [start_killed, fail_to_start])
 def test_pool_is_busy_when_a_later_process_does_not_start(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     async def run() -> None:
         async with pool() as renderers:
@@ -119,8 +120,8 @@ def test_pool_is_busy_when_a_later_process_does_not_start(monkeypatch: pytest.Mo
             assert await renderers.render(request(text)) == text, (
                 "a rendered text is returned although no process replaces the ended one"
             )
-            assert await refused(renderers.render(request())) is grpc.StatusCode.ABORTED
-            monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
+            assert await refusal_code(renderers.render(request())) is grpc.StatusCode.ABORTED
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", CREATE_PROCESS)
             assert await renderers.render(request()) == "hi"
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The Tokenizer service over gRPC on loopback: refusals, hostile templates, batches and output formats."""
+"""Tests of the Tokenizer service over gRPC on loopback: refusals, hostile templates, batches and output formats."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_hostile_template_does_not_stop_other_requests(tmp_path: Path, name: str
         ("{{ x(" * 50_000, "this model's chat template is broken: "),
         ("{{ 10 ** (10 ** 9) }}", "this model's chat template is broken: "),
     ],
-    ids=["none", "no Jinja", "nested too deeply", "endless to compile"],
+    ids=["none", "not Jinja", "nested too deeply", "endless compilation"],
 )
 def test_encode_works_when_the_template_is_not_usable(tmp_path: Path, template: str | None, details: str) -> None:
     async def run() -> None:

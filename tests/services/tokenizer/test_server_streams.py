@@ -1,4 +1,4 @@
-"""The EncodeMany stream over gRPC on loopback: each short request gets its own row."""
+"""Tests of the EncodeMany stream over gRPC on loopback: each short request gets its own row."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def streaming(service: Serving) -> AsyncIterator[Any]:
     call.cancel()
 
 
-def held(service: Serving) -> contextlib.AbstractAsyncContextManager[None]:
-    """Takes the whole budget of short requests, so that they wait."""
+def full_budget(service: Serving) -> contextlib.AbstractAsyncContextManager[None]:
+    """Reserves the whole budget of short requests, so that requests wait."""
     return service.servicer._short_budget.hold(service.servicer._settings.max_encoding_bytes)
 
 
@@ -82,7 +82,7 @@ def test_stream_cancels_closed_requests_only(folders: dict[str, Path], monkeypat
 
     async def run() -> None:
         async with serving(folders["byte_level"]) as service, streaming(service) as call:
-            async with held(service):
+            async with full_budget(service):
                 await call.write(pb.EncodeBatch(opens=[texts(handle) for handle in (1, 2, 3, 4)]))
                 [refused] = await rows(call, 1)
                 assert (refused.handle, refused.code) == (4, grpc.StatusCode.ABORTED.value[0])
@@ -119,7 +119,7 @@ def test_stream_ends_when_a_message_breaks_the_contract(folders: dict[str, Path]
 def test_stream_answers_received_requests_when_the_service_stops(folders: dict[str, Path]) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"]) as service, streaming(service) as call:
-            async with held(service):
+            async with full_budget(service):
                 await call.write(pb.EncodeBatch(opens=[texts(1), texts(2)]))
                 await working(service, 2)
                 await service.servicer.drain()
@@ -134,7 +134,7 @@ def test_stream_answers_received_requests_when_the_service_stops(folders: dict[s
 
 def test_stream_cancels_all_requests_when_the_gateway_disconnects(folders: dict[str, Path]) -> None:
     async def run() -> None:
-        async with serving(folders["byte_level"]) as service, held(service):
+        async with serving(folders["byte_level"]) as service, full_budget(service):
             async with streaming(service) as call:
                 await call.write(pb.EncodeBatch(opens=[texts(handle) for handle in range(5)]))
                 await working(service, 5)

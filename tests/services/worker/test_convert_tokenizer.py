@@ -21,8 +21,8 @@ TEXTS = ["", "Hello, world! 你好", "<|im_start|>user\n  two  spaces<|im_end|>"
 
 def unconverted(folder: Path, **config: Any) -> Path:
     """Makes a folder with vocab.json, merges.txt and the model's other files."""
-    whole = byte_level(folder.with_name(f"{folder.name}-whole"))
-    described = json.loads((whole / "tokenizer.json").read_text())
+    complete = byte_level(folder.with_name(f"{folder.name}-whole"))
+    described = json.loads((complete / "tokenizer.json").read_text())
     folder.mkdir()
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in described["model"]["merges"]]
     (folder / "vocab.json").write_text(json.dumps(described["model"]["vocab"]))
@@ -65,7 +65,7 @@ def test_convert_reads_a_tiktoken_file(tmp_path: Path, name: str, model_type: st
 
 @pytest.mark.parametrize(
     ("libraries", "remedy"),
-    [(LIBRARIES, "Correct the files"), (("not_there", "nor_there"), "Install not_there and nor_there with pip")],
+    [(LIBRARIES, "Correct the files"), (("missing_one", "missing_two"), "Install missing_one and missing_two with pip")],
     ids=["present", "absent"],
 )
 def test_convert_names_missing_libraries(
@@ -81,17 +81,17 @@ def test_convert_names_missing_libraries(
 def test_with_tokenizer_completes_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = unconverted(tmp_path / "model", tokenizer_class="Qwen2Tokenizer")
     before = {path.name for path in folder.iterdir()}
-    whole = with_tokenizer(folder, tmp_path / "built")
-    assert {path.name for path in whole.iterdir()} == before | {"tokenizer.json"}
-    assert (whole / "model.safetensors").resolve() == folder / "model.safetensors"
-    assert {path.name for path in folder.iterdir()} == before and load_tokenizer(whole).vocab_size
+    complete = with_tokenizer(folder, tmp_path / "built")
+    assert {path.name for path in complete.iterdir()} == before | {"tokenizer.json"}
+    assert (complete / "model.safetensors").resolve() == folder / "model.safetensors"
+    assert {path.name for path in folder.iterdir()} == before and load_tokenizer(complete).vocab_size
     monkeypatch.setattr(tokenizer_folder, "CONVERTER", "is.not.run.again")
-    assert with_tokenizer(folder, tmp_path / "built") == whole
-    assert with_tokenizer(whole, tmp_path / "built") == whole, "a folder with a tokenizer.json stays"
-    assert len(list((tmp_path / "built").iterdir())) == 1, "nothing else is left there"
+    assert with_tokenizer(folder, tmp_path / "built") == complete
+    assert with_tokenizer(complete, tmp_path / "built") == complete, "a folder with tokenizer.json is used as it is"
+    assert len(list((tmp_path / "built").iterdir())) == 1, "only the converted folder is left"
 
 
-def test_with_tokenizer_passes_the_reason_on_when_transformers_cannot_convert(tmp_path: Path) -> None:
+def test_with_tokenizer_raises_the_reason_when_transformers_cannot_convert(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(b"no tokenizer")

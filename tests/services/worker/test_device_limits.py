@@ -64,7 +64,7 @@ def test_most_step_tokens_is_one_chunk_or_one_prefill() -> None:
     [(32, 64, 6, True), (8, 64, 40, False), (8, 64, 40, True), (0, 48, 12, False), (64, 24, 12, True)],
 )
 def test_no_step_exceeds_most_step_tokens(chunk: int, prefill: int, rows: int, mixed: bool) -> None:
-    """Many prompts, each shorter than max_prefill_tokens, run beside decode rows."""
+    """Many prompts, each shorter than max_prefill_tokens, run with decode rows."""
     settings = WorkerSettings(
         max_running_requests=rows, chunked_prefill_size=chunk, max_prefill_tokens=prefill, page_size=4, enable_mixed_chunk=mixed
     )
@@ -88,7 +88,7 @@ def test_no_step_exceeds_most_step_tokens(chunk: int, prefill: int, rows: int, m
         core.commit(_result(plan), 0.0)
         core.take_output()
     assert core.idle and largest <= most_step_tokens(settings)
-    assert largest >= min(chunk or prefill, prefill) // 2, "steps are as large as they may be"
+    assert largest >= min(chunk or prefill, prefill) // 2, "the steps use at least half of the limit"
 
 
 def _result(plan: BatchPlan) -> StepResult:

@@ -19,15 +19,15 @@ MODEL = Path(__file__).resolve().parents[3] / "models/demo"
 
 def letters(texts: Sequence[str], special: bool) -> list[list[int]]:
     """Encodes each character as one token."""
-    assert not special, "nothing is put around texts"
+    assert not special, "texts get no special tokens"
     return [[ord(char) for char in text] for text in texts]
 
 
-def corpus_of(path: Path, most: int = 1000, algorithm: str = "ngram") -> str | None:
+def corpus_of(path: Path, max_tokens: int = 1000, algorithm: str = "ngram") -> str | None:
     settings = WorkerSettings(
         speculative_algorithm=algorithm,
         speculative_ngram_external_corpus_path=str(path),
-        speculative_ngram_external_corpus_max_tokens=most,
+        speculative_ngram_external_corpus_max_tokens=max_tokens,
     )
     read = draft_corpus(settings, lambda: letters)
     return None if read is None else "".join("|" if token < 0 else chr(token) for token in read.tolist())
@@ -86,7 +86,7 @@ def test_corpus_has_the_ids_of_the_model_tokenizer(write: Callable[[str, bytes],
         ("a.jsonl", b'\n""\n', "has no text"),
         ("a.txt", b"x" * 1001, "more than 1000 tokens"),
     ],
-    ids=["bytes", "record", "line", "nothing", "tokens"],
+    ids=["not UTF-8", "record without a text", "not JSON", "no text", "too many tokens"],
 )
 def test_invalid_corpus_is_refused_with_a_reason(
     write: Callable[[str, bytes], Path], name: str, content: bytes, reason: str

@@ -20,7 +20,7 @@ def test_draft_folder_is_the_set_path_or_a_sibling_of_the_model_folder(tmp_path:
     assert found("eagle3") == found("draft") == found("mtp") == ""
     beside.mkdir()
     assert found("eagle3") == found("eagle3", f"{tmp_path}/demo/") == str(beside)
-    assert found("eagle3", path="elsewhere") == found("none", path="elsewhere") == "elsewhere", "which the executor refuses"
-    assert found("ngram") == found("none") == found("draft") == "", "a file is no folder"
+    assert found("eagle3", path="elsewhere") == found("none", path="elsewhere") == "elsewhere", "any path is accepted"
+    assert found("ngram") == found("none") == found("draft") == "", "without a draft model, or with a file instead of a folder"
     monkeypatch.chdir(tmp_path / "demo")
     assert found("eagle3", ".") == str(beside)

@@ -30,7 +30,7 @@ def other_than(value: object) -> object:
     return not value if isinstance(value, bool) else value + 1
 
 
-def differing(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
+def changed_fields(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
     return {field.name for field in fields(a) if getattr(a, field.name) != getattr(b, field.name)}
 
 
@@ -39,7 +39,7 @@ def differing(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
 def test_setting_reaches_the_field_of_the_same_name_only(name: str) -> None:
     changed = SETTINGS.model_copy(update={name: other_than(getattr(SETTINGS, name))})
     before, after = (scheduler_config(settings, INFO, -1) for settings in (SETTINGS, changed))
-    assert differing(before, after) == ({name} - set(OF_THE_MODEL))
+    assert changed_fields(before, after) == ({name} - set(OF_THE_MODEL))
 
 
 def test_model_and_tokenizer_values_reach_the_configuration() -> None:
@@ -82,6 +82,6 @@ class TestValuesWithoutAnEnvironment:
         settings = of_values(WorkerSettings, {"max_queued_requests": 7})
         assert (settings.page_size, settings.max_queued_requests) == (16, 7)
 
-    def test_every_wrong_field_is_named(self) -> None:
+    def test_error_names_every_invalid_field(self) -> None:
         with pytest.raises(ValueError, match=r"^page_size: .*; pages: "):
             of_values(WorkerSettings, {"page_size": 0, "pages": 3})

@@ -31,8 +31,8 @@ def test_engine_logs_model_and_scheduler_as_fields(caplog: pytest.LogCaptureFixt
     values = {"model": str(DEMO), "executor": "fake", "max_total_tokens": 4096}
     caplog.set_level("INFO")
     build_engine(of_values(WorkerSettings, values), Inbox(), lambda sentence: None).close()
-    told = {record.getMessage(): getattr(record, FIELDS, {}) for record in caplog.records}
-    assert told["model ready"]["eos_token_ids"] == (2, 0) and told["scheduler configured"]["num_pages"] == 256
+    fields = {record.getMessage(): getattr(record, FIELDS, {}) for record in caplog.records}
+    assert fields["model ready"]["eos_token_ids"] == (2, 0) and fields["scheduler configured"]["num_pages"] == 256
     for record in caplog.records:
         orjson.loads(JsonFormatter("worker").format(record))
         assert "Config(" not in record.getMessage() and "Info(" not in record.getMessage()

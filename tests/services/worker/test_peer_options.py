@@ -15,12 +15,12 @@ from tests.exec.remote_kv.certificates import Authority
 TLS = ("disaggregation_tls_cert_file", "disaggregation_tls_key_file", "disaggregation_tls_ca_file")
 
 
-def made(**changes: Any) -> object:
+def options_of(**changes: Any) -> object:
     return peer_options(WorkerSettings(model="fake", **changes), lambda room: None)
 
 
 def test_unified_worker_has_no_peer_options() -> None:
-    assert made() is None
+    assert options_of() is None
 
 
 @pytest.mark.by_day(one_in=2, seed=60)
@@ -29,42 +29,42 @@ def test_unified_worker_has_no_peer_options() -> None:
 def test_tls_needs_all_files(mode: str, missing: str) -> None:
     given = {name: "file.pem" for name in TLS if name != missing}
     with pytest.raises(ValueError, match=f"--{missing.replace('_', '-')} is missing"):
-        made(disaggregation_mode=mode, **given)
+        options_of(disaggregation_mode=mode, **given)
 
 
 def test_unusable_tls_file_is_named(tmp_path: Path) -> None:
     files = {name: str(tmp_path / name) for name in TLS}
     with pytest.raises(ValueError, match=r"--disaggregation-tls-cert-file.*No such file"):
-        made(disaggregation_mode="decode", **files)
+        options_of(disaggregation_mode="decode", **files)
     for path in files.values():
         Path(path).write_text("no certificate")
     with pytest.raises(ValueError, match=r"--disaggregation-tls-cert-file.*PEM"):
-        made(disaggregation_mode="decode", **files)
+        options_of(disaggregation_mode="decode", **files)
 
 
 def test_disaggregation_needs_the_radix_cache() -> None:
     with pytest.raises(ValueError, match="radix cache"):
-        made(disaggregation_mode="prefill", enable_radix_cache=False)
+        options_of(disaggregation_mode="prefill", enable_radix_cache=False)
 
 
 def test_nixl_is_refused_when_tls_is_set(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     files = dict(zip(TLS, map(str, authority.files("worker")), strict=True))
-    assert made(disaggregation_mode="decode", **files) is not None
+    assert options_of(disaggregation_mode="decode", **files) is not None
     with pytest.raises(ValueError, match="nixl goes past TLS"):
-        made(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", **files)
+        options_of(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", **files)
 
 
 @pytest.mark.by_day(one_in=2)
-@pytest.mark.parametrize(("mode", "manner", "why"), [("prefill", "broken", "libuct"), ("decode", "blind", "NIXL has no UCX")])
+@pytest.mark.parametrize(("mode", "library", "reason"), [("prefill", "broken", "libuct"), ("decode", "blind", "NIXL has no UCX")])
 def test_kv_uses_tcp_with_a_warning_when_nixl_is_unusable(
-    mode: str, manner: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: str, library: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    monkeypatch.setenv("NIXL_FAKE", manner)
+    monkeypatch.setenv("NIXL_FAKE", library)
     options = peer_options(WorkerSettings(model="fake", disaggregation_mode=mode, disaggregation_transfer_backend="nixl"), print)
     assert options is not None
     opened = options.open_reader(b"", 640) if options.open_reader else options.open_server(b"", 640, print)  # type: ignore
     opened.close()
     (said,) = (each for each in caplog.records if each.levelname == "WARNING")
-    assert "KV goes over TCP" in said.message and why in said.__dict__["fields"]["error"]
+    assert "KV goes over TCP" in said.message and reason in said.__dict__["fields"]["error"]

@@ -109,7 +109,7 @@ def test_secret_file_outlives_the_worker_and_is_private(tmp_path: Path) -> None:
     first = in_files(tmp_path)
     assert in_files(tmp_path).secret == first.secret
     assert (tmp_path / "w" / "secret").stat().st_mode & 0o777 == 0o600
-    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["secret"], "nothing half made is left"
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["secret"], "no partial file is left"
     other = options(
         enable_hierarchical_cache=True, hicache_storage_backend="file", hicache_storage_dir=str(tmp_path), worker_id="x"
     )
@@ -149,7 +149,7 @@ def test_worker_runs_without_file_tier_when_the_store_cannot_be_opened(tmp_path:
     assert found.open_storage(PAGE, IDENTITY) is None and "without its file tier" in caplog.text
 
 
-def test_two_workers_of_one_name_cannot_open_one_folder(tmp_path: Path) -> None:
+def test_second_worker_with_the_same_id_cannot_open_the_folder(tmp_path: Path) -> None:
     found = in_files(tmp_path)
     assert found.open_storage is not None
     store = found.open_storage(PAGE, IDENTITY)
@@ -159,18 +159,18 @@ def test_two_workers_of_one_name_cannot_open_one_folder(tmp_path: Path) -> None:
     store.close()
 
 
-class TestSizeOfTheHostTier:
+class TestHostTierSize:
     def sized(self, ratio: float = 2.0, size: int = 0, free: int = 1000 * PAGE) -> int:
         return host_pages(TierOptions(ratio, size, None, bytes(SECRET_BYTES)), 100, PAGE, free)
 
     def test_size_follows_the_ratio_or_the_set_size(self) -> None:
         assert self.sized() == 200 and self.sized(size=50 * PAGE) == 50
 
-    def test_ratio_takes_a_quarter_of_the_free_memory_at_most(self) -> None:
+    def test_ratio_uses_at_most_a_quarter_of_the_free_memory(self) -> None:
         assert self.sized(ratio=20.0) == 250
 
     @pytest.mark.parametrize(("share", "pool", "pages"), [(0.125, 100, 125), (0.25, 500, 250), (0.25, 900, 80)])
-    def test_ratio_takes_only_the_share_beside_a_pool_in_the_same_memory(self, share: float, pool: int, pages: int) -> None:
+    def test_ratio_uses_only_the_share_when_the_pool_is_in_the_same_memory(self, share: float, pool: int, pages: int) -> None:
         options = TierOptions(20.0, 0, None, bytes(SECRET_BYTES), host_share=share)
         assert host_pages(options, 100, PAGE, 1000 * PAGE, pool * PAGE) == pages
 
@@ -182,7 +182,7 @@ class TestSizeOfTheHostTier:
         slab = host_slab(64, 1 << 18)
         there = (ctypes.c_ubyte * (slab.nbytes // mmap.PAGESIZE))()
         assert ctypes.CDLL(None).mincore(ctypes.c_void_p(slab.data_ptr()), ctypes.c_size_t(slab.nbytes), there) == 0
-        assert all(each & 1 for each in there), "the system has given all of it"
+        assert all(each & 1 for each in there), "all pages of the slab are resident"
         assert slab.shape == (64, 1 << 18) and slab.dtype == torch.uint8 and not slab.any()
 
     def test_size_is_refused_when_no_page_fits(self) -> None:

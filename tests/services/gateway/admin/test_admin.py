@@ -1,4 +1,4 @@
-"""The admin API over real sockets, with fake control services."""
+"""Tests of the admin API over real sockets, with fake control services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin API with two real workers that a real gateway finds by discovery."""
+"""Tests of the admin API with two real workers that a real gateway finds by discovery."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ NESTED_VALUES: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
 
 
 def test_value_at_the_limit_of_levels_causes_no_internal_error() -> None:
-    """The gateway can also write the derived messages, which have a few more levels. A body with more levels is refused."""
+    """The gateway also serializes derived messages, which have a few more levels. It refuses a body above the limit."""
     with System(formats=("hermes", "think")) as system:
         for path, body_of in NESTED_VALUES:
             around = levels_of(body_of({})) - 1

@@ -61,7 +61,7 @@ def test_constraint_reaches_the_worker(shared: System, body: dict[str, Any], gra
 
 @pytest.mark.parametrize("form", ["json_schema", "structured tag"])
 def test_completions_accept_constraints(shared: System, form: str) -> None:
-    """Both bodies declare the same fields; see test_bad_input.py."""
+    """Chats and completions declare the same fields; test_bad_input.py checks this."""
     body, grammar = FORMS[form]
     answer = shared.post("/v1/completions", {"model": MODEL, "prompt": "Hi", **body})
     assert answer.status_code == 200, answer.text

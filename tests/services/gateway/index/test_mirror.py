@@ -104,7 +104,7 @@ def moved(add: Iterable[bytes], removed: Iterable[bytes] = ()) -> list[BlockMove
     return [*(BlockMove(name, None, device) for name in add), *(BlockMove(name, device, None) for name in removed)]
 
 
-# Workers and mirrors together
+# Tests with real publishers
 
 
 def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
@@ -226,7 +226,7 @@ def test_mirror_retires_an_owner_when_the_lease_ends(server: RedisServer) -> Non
     run(body)
 
 
-# Faults of Redis
+# Tests with faults of Redis
 
 
 @pytest.mark.by_day(one_in=2)
@@ -315,7 +315,7 @@ def test_mirror_recovers_when_redis_is_full(own_server: RedisServer) -> None:
     run(body)
 
 
-# Incomplete streams
+# Tests with incomplete event streams
 
 
 @asynccontextmanager
@@ -412,7 +412,7 @@ def test_mirror_ignores_late_events_of_an_old_generation(server: RedisServer) ->
     run(body)
 
 
-# Parts of the mirror
+# Tests of MirroredOwners and LeaseTable
 
 
 def test_mirrored_owners_classify_events() -> None:
@@ -430,7 +430,7 @@ def test_mirrored_owners_classify_events() -> None:
     assert again != number and index.blocks(again) == frozenset() and not index.match(blocks(2)).any()
 
 
-def test_lease_table_reports_leases_only_a_while_after_a_reconnection() -> None:
+def test_lease_table_reports_a_lost_lease_only_after_lease_ttl_s() -> None:
     table = LeaseTable()
     table.came_back(100.0)
     assert table.alive("w", 1, 200.0) is None, "a worker without a lease in the table"

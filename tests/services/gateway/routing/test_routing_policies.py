@@ -1,4 +1,4 @@
-"""Single decisions of the routing policies, with their reasons."""
+"""Tests of single decisions of the routing policies, with their reasons."""
 
 from __future__ import annotations
 

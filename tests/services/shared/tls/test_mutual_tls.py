@@ -1,4 +1,4 @@
-"""Mutual TLS over real connections: accepted certificates and tokens, and changes of their files."""
+"""Tests of mutual TLS over real connections: accepted certificates and tokens, and changes of their files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def logged(caplog: pytest.LogCaptureFixture, by: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def reread_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (certificate_files, token_file):
         monkeypatch.setattr(module, "LOOK_S", 0.0)
 
@@ -50,7 +50,9 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @dataclass
-class Made:
+class Pki:
+    """An authority, and the folder in which it writes files for services."""
+
     folder: Path
     authority: Authority
 
@@ -69,8 +71,8 @@ class Made:
 
 
 @pytest.fixture
-def made(tmp_path: Path, authority: Authority) -> Made:
-    return Made(tmp_path, authority)
+def pki(tmp_path: Path, authority: Authority) -> Pki:
+    return Pki(tmp_path, authority)
 
 
 @asynccontextmanager
@@ -98,7 +100,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-async def asked(dialer: Dialer, target: str, role: Role = WORKER) -> str:
+async def ask_through(dialer: Dialer, target: str, role: Role = WORKER) -> str:
     async with dialer.channel(target, role) as channel:
         return await ask(channel)
 
@@ -111,88 +113,88 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-def test_server_accepts_only_gateway_certificates(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stranger = made.mounted(GATEWAY, by=Authority(tmp_path / "strangers"))
-    late = made.mounted(GATEWAY, expired=True)
-    worker = made.tls(WORKER, token="letters-and-digits")
+def test_server_accepts_only_gateway_certificates(pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    foreign = pki.mounted(GATEWAY, by=Authority(tmp_path / "foreign"))
+    expired = pki.mounted(GATEWAY, expired=True)
+    worker = pki.tls(WORKER, token="letters-and-digits")
 
     async def work() -> None:
         async with served(worker) as target:
-            assert await asked(Dialer(made.tls(GATEWAY, token="letters-and-digits")), target) == "SERVING"
+            assert await ask_through(Dialer(pki.tls(GATEWAY, token="letters-and-digits")), target) == "SERVING"
             async with grpc_server.channel(target) as plain:
                 assert (await ask(plain)).startswith("UNAVAILABLE")
-            no_certificate = grpc.ssl_channel_credentials(made.authority.pem)
+            no_certificate = grpc.ssl_channel_credentials(pki.authority.pem)
             named = [("grpc.ssl_target_name_override", WORKER.value)]
-            async with grpc.aio.secure_channel(target, no_certificate, options=named) as nameless:
-                assert (await ask(nameless)).startswith("UNAVAILABLE")
-            for mounted in (stranger, late):  # neither certificate is accepted
+            async with grpc.aio.secure_channel(target, no_certificate, options=named) as anonymous:
+                assert (await ask(anonymous)).startswith("UNAVAILABLE")
+            for mounted in (foreign, expired):  # neither certificate is accepted
                 certificate, key, _ = (path.read_bytes() for path in mounted.paths)
-                refused = grpc.ssl_channel_credentials(made.authority.pem, key, certificate)
+                refused = grpc.ssl_channel_credentials(pki.authority.pem, key, certificate)
                 async with grpc.aio.secure_channel(target, refused, options=named) as channel:
                     assert (await ask(channel)).startswith("UNAVAILABLE")
             assert worker.refused == {"certificate": 0, "token": 0}
             for token in ("", "letters-and-digit", "another-token-of-letters"):
-                assert (await asked(Dialer(made.tls(GATEWAY, token=token)), target)).startswith("UNAUTHENTICATED")
+                assert (await ask_through(Dialer(pki.tls(GATEWAY, token=token)), target)).startswith("UNAUTHENTICATED")
             for _ in range(3):
-                said = await asked(Dialer(made.tls(WORKER, token="letters-and-digits")), target)
+                said = await ask_through(Dialer(pki.tls(WORKER, token="letters-and-digits")), target)
                 wanted = "the caller's certificate must name rootstock-gateway, but it names rootstock-worker"
                 assert said == f"PERMISSION_DENIED: {wanted}"
             assert worker.refused == {"certificate": 3, "token": 3}
 
     with caplog.at_level(logging.WARNING, grpc_server.__name__):
         run(work)
-    assert len(logged(caplog, grpc_server.__name__)) == 1, "one line for each address, and all of these come from one"
+    assert len(logged(caplog, grpc_server.__name__)) == 1, "refusals are logged once per address"
 
 
-def test_client_refuses_a_certificate_of_another_role(made: Made) -> None:
+def test_client_refuses_a_certificate_of_another_role(pki: Pki) -> None:
     """A client that connects to a worker refuses a tokenizer's certificate of the same authority."""
 
     async def work() -> None:
-        async with served(made.tls(Role.TOKENIZER)) as target:
-            gateway = Dialer(made.tls(GATEWAY))
-            assert (await asked(gateway, target, WORKER)).startswith("UNAVAILABLE")
-            assert await asked(gateway, target, Role.TOKENIZER) == "SERVING"
+        async with served(pki.tls(Role.TOKENIZER)) as target:
+            gateway = Dialer(pki.tls(GATEWAY))
+            assert (await ask_through(gateway, target, WORKER)).startswith("UNAVAILABLE")
+            assert await ask_through(gateway, target, Role.TOKENIZER) == "SERVING"
 
     run(work)
 
 
-def test_new_connections_use_new_files_on_both_sides(made: Made, tmp_path: Path) -> None:
+def test_new_connections_use_new_files_on_both_sides(pki: Pki, tmp_path: Path) -> None:
     """Replaces the authority step by step. An open call continues, and new connections use the current files."""
     following = Authority(tmp_path / "following")
-    ours, theirs = made.mounted(GATEWAY), made.mounted(WORKER)
+    own_files, theirs = pki.mounted(GATEWAY), pki.mounted(WORKER)
 
     async def work() -> None:
-        dialer = Dialer(made.tls(GATEWAY, ours))
-        async with served(made.tls(WORKER, theirs)) as target:
+        dialer = Dialer(pki.tls(GATEWAY, own_files))
+        async with served(pki.tls(WORKER, theirs)) as target:
             kept = dialer.kept(target, WORKER)
             watched = health_pb2_grpc.HealthStub(kept.now()).Watch(Check())
             assert await watched.read()
             first = kept.now()
-            for mounted, role in ((ours, GATEWAY), (theirs, WORKER)):
-                mounted.put(made.authority.signed(role), made.authority, following)
+            for mounted, role in ((own_files, GATEWAY), (theirs, WORKER)):
+                mounted.put(pki.authority.signed(role), pki.authority, following)
             assert await ask(kept.now()) == "SERVING" and kept.now() is not first
-            for mounted, role in ((theirs, WORKER), (ours, GATEWAY)):
-                mounted.put(following.signed(role), made.authority, following)
+            for mounted, role in ((theirs, WORKER), (own_files, GATEWAY)):
+                mounted.put(following.signed(role), pki.authority, following)
                 assert await ask(kept.now()) == "SERVING"
-            for mounted, role in ((ours, GATEWAY), (theirs, WORKER)):
+            for mounted, role in ((own_files, GATEWAY), (theirs, WORKER)):
                 mounted.put(following.signed(role), following)
             assert await ask(kept.now()) == "SERVING"
-            old = made.mounted(GATEWAY)
+            old = pki.mounted(GATEWAY)
             certificate, key, _ = (path.read_bytes() for path in old.paths)
             credentials = grpc.ssl_channel_credentials(following.pem, key, certificate)
             named = [("grpc.ssl_target_name_override", WORKER.value)]
             async with grpc.aio.secure_channel(target, credentials, options=named) as channel:
-                assert (await ask(channel)).startswith("UNAVAILABLE"), "the old authority is none any more"
-            assert not watched.done(), "a stream goes on over the connection that it has"
+                assert (await ask(channel)).startswith("UNAVAILABLE"), "the old authority is not trusted any more"
+            assert not watched.done(), "the open stream continues"
             watched.cancel()
             await kept.close()
 
     run(work)
 
 
-def test_waiting_stream_connects_with_new_files(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A stream that waits with refused files is logged and counted once. It connects when the files become right."""
-    ours = made.mounted(GATEWAY, expired=True)
+def test_waiting_stream_connects_with_new_files(pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that waits with refused files is logged and counted once. It connects when the files become valid."""
+    own_files = pki.mounted(GATEWAY, expired=True)
     failed: list[str] = []
     connected = asyncio.Event()
 
@@ -201,21 +203,21 @@ def test_waiting_stream_connects_with_new_files(made: Made, tmp_path: Path, capl
         call = stub.Decode(wait_for_ready=True)
         try:
             async with kept.opening():
-                await call.write(detokenizer_pb2.DecodeBatch())  # where a detokenizer's link waits; a worker's does in a read
+                await call.write(detokenizer_pb2.DecodeBatch())  # a stream to a worker waits in read()
             connected.set()
             await asyncio.Event().wait()
         finally:
             call.cancel()
 
     async def work() -> None:
-        async with served(made.tls(WORKER)) as target:
-            kept = Dialer(made.tls(GATEWAY, ours), failed.append).kept(target, WORKER)
+        async with served(pki.tls(WORKER)) as target:
+            kept = Dialer(pki.tls(GATEWAY, own_files), failed.append).kept(target, WORKER)
             keeping = asyncio.create_task(keep_connected("worker", target, lambda: session(kept)))
             while not failed:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)
             assert not connected.is_set()
-            ours.put(made.authority.signed(GATEWAY), made.authority)
+            own_files.put(pki.authority.signed(GATEWAY), pki.authority)
             await connected.wait()
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -229,19 +231,19 @@ def test_waiting_stream_connects_with_new_files(made: Made, tmp_path: Path, capl
 
 
 DIALER = "rootstock_llm.services.shared.rpc.dialer"
-SAID = {
-    "of a foreign authority": "the server's certificate is refused: unable to get local issuer certificate",
-    "of another service": "the server's certificate is refused: Hostname mismatch",
+REASONS = {
+    "foreign authority": "the server's certificate is refused: unable to get local issuer certificate",
+    "another service": "the server's certificate is refused: Hostname mismatch",
     "expired": "the server's certificate is refused: certificate has expired",
 }
 
 
-@pytest.mark.parametrize("kind", SAID)
-def test_dialer_logs_why_the_handshake_fails(kind: str, made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    role, signer = (Role.TOKENIZER if kind == "of another service" else WORKER), made.authority
-    if kind == "of a foreign authority":
+@pytest.mark.parametrize("kind", REASONS)
+def test_dialer_logs_why_the_handshake_fails(kind: str, pki: Pki, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    role, signer = (Role.TOKENIZER if kind == "another service" else WORKER), pki.authority
+    if kind == "foreign authority":
         signer = Authority(tmp_path / "foreign")
-    theirs = made.tls(role, made.mounted(role, by=signer, expired=kind == "expired"))
+    theirs = pki.tls(role, pki.mounted(role, by=signer, expired=kind == "expired"))
 
     async def follow(kept: KeptChannel) -> None:
         while True:
@@ -249,7 +251,7 @@ def test_dialer_logs_why_the_handshake_fails(kind: str, made: Made, tmp_path: Pa
 
     async def work() -> None:
         async with served(theirs) as target:
-            kept = Dialer(made.tls(GATEWAY)).kept(target, WORKER)
+            kept = Dialer(pki.tls(GATEWAY)).kept(target, WORKER)
             following = asyncio.create_task(follow(kept))
             while not logged(caplog, DIALER):
                 await asyncio.sleep(0.02)
@@ -260,44 +262,44 @@ def test_dialer_logs_why_the_handshake_fails(kind: str, made: Made, tmp_path: Pa
     caplog.clear()
     with caplog.at_level(logging.ERROR, DIALER):
         run(work)
-    assert SAID[kind] in logged(caplog, DIALER)[0]
+    assert REASONS[kind] in logged(caplog, DIALER)[0]
 
 
-def test_tokens_are_replaced_without_a_refused_call(made: Made) -> None:
-    """Writes the new token second, then first, then as the only one. Services that read their file later are accepted too."""
+def test_tokens_are_replaced_without_a_refused_call(pki: Pki) -> None:
+    """Writes the new token second, then first, then alone. A service that still has the previous file is accepted."""
     old, new = "the-token-of-before", "the-token-of-today"
-    worker, gateway = made.tls(WORKER, token=old), made.tls(GATEWAY, token=old)
-    paths = [path for path in made.folder.iterdir() if path.name.startswith("token")]
+    worker, gateway = pki.tls(WORKER, token=old), pki.tls(GATEWAY, token=old)
+    paths = [path for path in pki.folder.iterdir() if path.name.startswith("token")]
 
     async def work() -> None:
         async with served(worker) as target:
             for text in (f"{old}\n{new}\n", f"{new}\n{old}\n", f"{new}\n"):
                 for path in paths:
                     path.write_text(text)
-                    assert await asked(Dialer(gateway), target) == "SERVING"
+                    assert await ask_through(Dialer(gateway), target) == "SERVING"
             paths[0].write_text("\n")
-            assert await asked(Dialer(gateway), target) == "SERVING", "an empty file is no token"
+            assert await ask_through(Dialer(gateway), target) == "SERVING", "a file without a token is ignored"
 
     run(work)
     assert worker.refused["token"] == 0
 
 
-WRONG = {
-    "a key alone": ({"mtls_key_file": "k"}, "go together"),
-    "a token alone": ({"mtls_token_file": "t"}, "mtls_token_file needs them"),
+INCOMPLETE = {
+    "only a key": ({"mtls_key_file": "k"}, "go together"),
+    "only a token": ({"mtls_token_file": "t"}, "mtls_token_file needs them"),
     "no authority": ({"mtls_cert_file": "c", "mtls_key_file": "k"}, "missing mtls_ca_file"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", INCOMPLETE)
 def test_settings_refuse_incomplete_tls_files(case: str) -> None:
-    values, said = WRONG[case]
+    values, said = INCOMPLETE[case]
     with pytest.raises(ValueError, match=said):
         of_values(TokenizerSettings, {"model": Path("m"), **values})
 
 
-def test_wrong_tls_files_are_refused_at_start_and_ignored_later(made: Made, tmp_path: Path) -> None:
-    """At the start, a message names the fault. Later, the earlier files stay in use until the files become right."""
+def test_invalid_tls_files_are_refused_at_the_start_and_ignored_later(pki: Pki, tmp_path: Path) -> None:
+    """At the start, a message names the fault. Later, the earlier files stay in use until the files become valid."""
     names = ("mtls_cert_file", "mtls_key_file", "mtls_ca_file")
     foreign = Authority(tmp_path / "foreign")
 
@@ -306,17 +308,17 @@ def test_wrong_tls_files_are_refused_at_start_and_ignored_later(made: Made, tmp_
         return mutual_tls(of_values(TokenizerSettings, {"model": Path("m"), **values}), Role.TOKENIZER)
 
     with pytest.raises(BadTls, match="Hostname mismatch"):
-        started(made.mounted(WORKER))
+        started(pki.mounted(WORKER))
     with pytest.raises(BadTls, match="local issuer"):
-        started(Mounted(tmp_path / "unsigned", made.authority.signed(Role.TOKENIZER), foreign))
-    one, another = made.authority.signed(Role.TOKENIZER), made.authority.signed(Role.TOKENIZER)
+        started(Mounted(tmp_path / "unsigned", pki.authority.signed(Role.TOKENIZER), foreign))
+    one, another = pki.authority.signed(Role.TOKENIZER), pki.authority.signed(Role.TOKENIZER)
     mixed = type(one)(one.certificate, another.key)
     with pytest.raises(BadTls, match="MISMATCH"):
-        started(Mounted(tmp_path / "mixed", mixed, made.authority))
-    mounted = made.mounted(Role.TOKENIZER)
+        started(Mounted(tmp_path / "mixed", mixed, pki.authority))
+    mounted = pki.mounted(Role.TOKENIZER)
     tls = started(mounted)
     assert tls is not None and tls.number == 0 and tls.files.valid
-    mounted.put(mixed, made.authority)
+    mounted.put(mixed, pki.authority)
     assert tls.number == 0 and not tls.files.valid
-    mounted.put(one, made.authority)
+    mounted.put(one, pki.authority)
     assert tls.number == 1 and tls.files.valid and tls.files.now().certificate == one.certificate

@@ -72,7 +72,7 @@ def test_command_line_prints_one_line_when_the_worker_is_unreachable() -> None:
         (["--timeout-s", "0", "FlushCache"], "timeout_s"),
     ],
 )
-def test_command_line_exits_with_2_when_arguments_are_wrong(words: list[str], complaint: str) -> None:
+def test_command_line_exits_with_2_when_arguments_are_invalid(words: list[str], complaint: str) -> None:
     code, out, err = asyncio.run(shell(*words))
     assert (code, out) == (2, "") and complaint in err and "Traceback" not in err
 
@@ -107,7 +107,7 @@ def test_parser_turns_arguments_into_a_request(operation: str, words: list[str],
     assert PARSERS[operation](words) == request_
 
 
-def test_parser_takes_json_other_than_numbers_and_flags_as_text() -> None:
+def test_parser_reads_json_other_than_numbers_and_booleans_as_text() -> None:
     said = PARSERS["SetInternalState"](["a=[1]", "b=null"])
     assert said == pb.SetInternalStateRequest(tunables={"a": pb.Value(text="[1]"), "b": pb.Value(text="null")})
 
@@ -127,7 +127,7 @@ def test_parser_takes_json_other_than_numbers_and_flags_as_text() -> None:
         ("ReleaseMemory", ["kv"]),
     ],
 )
-def test_parser_refuses_wrong_arguments(operation: str, words: list[str]) -> None:
+def test_parser_refuses_invalid_arguments(operation: str, words: list[str]) -> None:
     with pytest.raises(WrongWords):
         PARSERS[operation](words)
 

@@ -134,7 +134,7 @@ def test_resume_loads_the_weights_again_from_the_folder(build: Callable[[int], D
     assert answer(executor) != before
 
 
-def test_step_fails_alone_when_memory_is_released(build: Callable[[int], DeviceExecutor]) -> None:
+def test_step_fails_when_memory_is_released(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8)
     before = answer(executor)
     for kv, weights in ((True, False), (False, True)):

@@ -148,7 +148,7 @@ def test_paused_worker_computes_nothing_and_continues_with_the_same_tokens(mode:
             await at.front.ended(*range(6))
             for handle, prompt in prompts.items():
                 assert at.front.tokens[handle] == expected(prompt, 60)
-            assert at.front.tokens[5] == expected([77] * 9, 10), "what came during the pause ran after it"
+            assert at.front.tokens[5] == expected([77] * 9, 10), "a request that arrived during the pause runs after it"
 
     run(check)
 
@@ -173,7 +173,7 @@ def test_pause_with_abort_ends_present_requests_and_queues_later_requests() -> N
     run(check)
 
 
-def test_slowed_worker_waits_between_steps_and_takes_messages() -> None:
+def test_slowed_worker_waits_between_steps_and_reads_messages() -> None:
     async def check() -> None:
         async with operated() as at:
             await at.control.SlowDown(pb.SlowDownRequest(step_delay_s=0.1))
@@ -190,7 +190,7 @@ def test_slowed_worker_waits_between_steps_and_takes_messages() -> None:
             await at.control.SlowDown(pb.SlowDownRequest())
             await at.front.ended(3)
             assert at.front.tokens[3] == expected([1, 2, 3], 20)
-            assert time.monotonic() - began < 9, "messages are taken during the wait"
+            assert time.monotonic() - began < 9, "the loop reads messages during the wait"
 
     run(check)
 

@@ -106,7 +106,7 @@ class FakeExecutor:
     refusal: str = ""  # message of the refusals; empty if operations succeed
     deleted: Deleted | Exception | None = field(
         default_factory=lambda: Deleted(7)
-    )  # outcome of a storage deletion; never given if None
+    )  # result of a storage deletion; if None, the deletion does not end
 
     def apply(self, operation: Operation) -> None:
         if self.refusal:
@@ -469,7 +469,7 @@ def test_tunables_change_together_without_a_change_of_type() -> None:
         ("policy", "worst", "policy: must be one of fcfs, lpm"),
     ],
 )
-def test_wrong_tunable_is_named_and_changes_nothing(name: str, value: Any, message: str) -> None:
+def test_invalid_tunable_is_named_and_changes_nothing(name: str, value: Any, message: str) -> None:
     async def run() -> tuple[tuple[grpc.StatusCode, str], dict[str, Any]]:
         loop = FakeLoop()
         async with control(loop) as stub:
@@ -500,7 +500,7 @@ def test_wrong_tunable_is_named_and_changes_nothing(name: str, value: Any, messa
         ("SetLogLevel", pb.SetLogLevelRequest(level="loud"), "level"),
     ],
 )
-def test_wrong_argument_is_named_and_changes_nothing(name: str, request_: Any, field_name: str) -> None:
+def test_invalid_argument_is_named_and_changes_nothing(name: str, request_: Any, field_name: str) -> None:
     async def run() -> tuple[tuple[grpc.StatusCode, str], FakeLoop]:
         loop = FakeLoop()
         async with control(loop) as stub:

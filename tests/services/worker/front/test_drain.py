@@ -1,4 +1,4 @@
-"""Tests of a drain: running requests may end, the rest are returned with all their tokens, and new ones are refused."""
+"""Tests of a drain: running requests may end, the others are returned with all their tokens, and new requests are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def draining(worker: Serving, grace_s: float) -> asyncio.Task[None]:
     return task
 
 
-async def to_the_end(front: FrontEnd) -> None:
+async def read_to_end(front: FrontEnd) -> None:
     async with asyncio.timeout(GUARD_S):
         while await front.next():
             pass
@@ -55,7 +55,7 @@ def test_drain_finishes_running_requests_and_refuses_new_requests() -> None:
             await front.send(submit(2))
             refused = await worker.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"))
             assert not refused.opened and "stopping" in refused.message
-            await to_the_end(front)
+            await read_to_end(front)
             await task
             assert (front.finishes[2].error, front.tokens.get(2)) == (UNAVAILABLE, None)
             assert front.finishes[1].reason == LENGTH
@@ -97,11 +97,11 @@ def test_drain_returns_remaining_requests_with_every_sampled_token(stream: bool,
             await front.send(submit(1, stream=stream, max_new_tokens=250))
             await front.until(lambda: len(front.tokens[1]) > 5)
             await (await draining(worker, 0.1))
-            await to_the_end(front)
+            await read_to_end(front)
             finish, tokens = front.finishes[1], front.tokens[1]
             assert finish.error == UNAVAILABLE
             assert tokens == expected([1, 2, 3], len(tokens)) and 5 < len(tokens) < 250
-            assert finish.completion_tokens == len(tokens) == worker.counts.steps, "the step in flight counts"
+            assert finish.completion_tokens == len(tokens) == worker.counts.steps, "the tokens of the step in flight are included"
 
     run(check)
 
@@ -115,7 +115,7 @@ def test_drained_request_continues_on_another_worker() -> None:
             await front.send(submit(1, max_new_tokens=200))
             await front.until(lambda: len(front.tokens[1]) > 3)
             await (await draining(first, 0.1))
-            await to_the_end(front)
+            await read_to_end(front)
             given = front.tokens[1]
             again = submit(1, max_new_tokens=200)
             again.output_ids.extend(given)
@@ -135,7 +135,7 @@ def test_drain_of_an_idle_worker_ends_streams_at_once() -> None:
             await front.hello()
             async with asyncio.timeout(GUARD_S / 2):
                 await (await draining(worker, GUARD_S))
-            await to_the_end(front)
+            await read_to_end(front)
             assert worker.scheduler.ended and front.loads[-1].draining
 
     run(check)
@@ -151,7 +151,7 @@ def test_second_signal_ends_the_drain() -> None:
             task = await draining(worker, 10 * GUARD_S)
             await front.until(lambda: any(load.draining for load in front.loads))
             os.kill(os.getpid(), signal.SIGTERM)
-            await to_the_end(front)
+            await read_to_end(front)
             await task
             assert front.finishes[1].error == UNAVAILABLE and len(front.tokens[1]) < 250
 
@@ -183,7 +183,7 @@ def test_process_returns_requests_and_exits_after_sigterm() -> None:
             await front.send(submit(1, max_new_tokens=2000))
             await front.until(lambda: len(front.tokens[1]) > 3)
             worker.send_signal(signal.SIGTERM)
-            await to_the_end(front)
+            await read_to_end(front)
             assert (front.finishes[1].error, front.finishes[1].completion_tokens) == (UNAVAILABLE, len(front.tokens[1]))
             errors = (await asyncio.wait_for(worker.communicate(), GUARD_S))[1].decode()
             assert worker.returncode == 0 and "Traceback" not in errors, errors
@@ -197,7 +197,7 @@ def test_process_returns_requests_and_exits_when_a_step_hangs() -> None:
             await front.send(submit(1))
             await front.until(lambda: any(load.num_running == 1 for load in front.loads))
             worker.send_signal(signal.SIGTERM)
-            await to_the_end(front)
+            await read_to_end(front)
             assert front.finishes[1].error == UNAVAILABLE
             errors = (await asyncio.wait_for(worker.communicate(), GUARD_S))[1].decode()
             assert worker.returncode == 70 and "has not ended" in errors, errors

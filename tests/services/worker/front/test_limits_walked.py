@@ -14,14 +14,14 @@ from rootstock_llm.services.shared import limits
 from tests.services.worker.conftest import run, serving
 from tests.services.worker.front.test_server import FrontEnd
 
-Made = tuple[worker_pb2.Submit, str]  # a Submit and the name of the field at its limit
+Case = tuple[worker_pb2.Submit, str]  # a Submit and the name of the field at its limit
 
 
-def sampled(field: str, make: Callable[[int], dict[str, Any]]) -> Callable[[int], Made]:
+def sampled(field: str, make: Callable[[int], dict[str, Any]]) -> Callable[[int], Case]:
     return lambda value: (worker_pb2.Submit(sampling=pb.SamplingParams(max_new_tokens=1, **make(value))), field)
 
 
-def said(field: str, make: Callable[[int], dict[str, Any]]) -> Callable[[int], Made]:
+def submit_of(field: str, make: Callable[[int], dict[str, Any]]) -> Callable[[int], Case]:
     return lambda value: (worker_pb2.Submit(sampling=pb.SamplingParams(max_new_tokens=1), **make(value)), field)
 
 
@@ -29,7 +29,7 @@ def source(address: str) -> worker_pb2.KvSource:
     return worker_pb2.KvSource(address=address, room=worker_pb2.KvRoom(room=1, epoch=1, secret=bytes(16), pages=1))
 
 
-WALKED: dict[str, Callable[[int], Made]] = {
+WALKED: dict[str, Callable[[int], Case]] = {
     "MAX_STOP_STRINGS": sampled("stop", lambda value: {"stop": [str(at) for at in range(value)]}),
     "MAX_STOP_STRING_CHARS": sampled("stop", lambda value: {"stop": ["x" * value]}),
     "MAX_STOP_TOKEN_IDS": sampled("stop_token_ids", lambda value: {"stop_token_ids": range(value)}),
@@ -49,18 +49,20 @@ WALKED: dict[str, Callable[[int], Made]] = {
     "MAX_DRY_ALLOWED_LENGTH": sampled("dry_allowed_length", lambda value: {"dry": pb.Dry(multiplier=1, allowed_length=value)}),
     "MAX_DRY_WINDOW": sampled("dry_penalty_last_n", lambda value: {"dry": pb.Dry(multiplier=1, window=value)}),
     "MAX_GRAMMAR_BYTES": sampled("grammar", lambda value: {"grammar": pb.Grammar(ebnf="a" * value)}),
-    "MAX_SESSION_ID_CHARS": said("session.session_id", lambda value: {"session": worker_pb2.SessionTurn(session_id="s" * value)}),
-    "MAX_REQUEST_ID_CHARS": said("request_id", lambda value: {"request_id": "r" * value}),
-    "MAX_ROUTING_KEY_CHARS": said("routing_key", lambda value: {"routing_key": "k" * value}),
-    "MAX_CACHE_SALT_CHARS": said("cache_salt", lambda value: {"cache_salt": "s" * value}),
-    "MAX_REVISION_CHARS": said("revision", lambda value: {"revision": "r" * value}),
-    "MAX_ADDRESS_CHARS": said("source.address", lambda value: {"source": source("a" * value)}),
-    "MAX_PREDICTION_TOKENS": said("prediction_ids", lambda value: {"prediction_ids": [1] * value}),
-    "MAX_TENANT_BYTES": said("tenant", lambda value: {"tenant": b"t" * value}),
+    "MAX_SESSION_ID_CHARS": submit_of(
+        "session.session_id", lambda value: {"session": worker_pb2.SessionTurn(session_id="s" * value)}
+    ),
+    "MAX_REQUEST_ID_CHARS": submit_of("request_id", lambda value: {"request_id": "r" * value}),
+    "MAX_ROUTING_KEY_CHARS": submit_of("routing_key", lambda value: {"routing_key": "k" * value}),
+    "MAX_CACHE_SALT_CHARS": submit_of("cache_salt", lambda value: {"cache_salt": "s" * value}),
+    "MAX_REVISION_CHARS": submit_of("revision", lambda value: {"revision": "r" * value}),
+    "MAX_ADDRESS_CHARS": submit_of("source.address", lambda value: {"source": source("a" * value)}),
+    "MAX_PREDICTION_TOKENS": submit_of("prediction_ids", lambda value: {"prediction_ids": [1] * value}),
+    "MAX_TENANT_BYTES": submit_of("tenant", lambda value: {"tenant": b"t" * value}),
 }
 
 
-# # Part of the error message for a value at the limit, for features that this worker lacks: it has no tokenizer, no grammar
+# By limit: part of the error for a value at the limit if the worker lacks the feature. This worker has no tokenizer, no grammar
 # compiler, no open session and one model version.
 LACKS = {
     **dict.fromkeys((name for name in WALKED if name.startswith("MAX_DRY")), "no tokenizer"),
@@ -70,7 +72,7 @@ LACKS = {
 }
 
 
-def test_value_at_a_limit_passes_and_one_more_is_refused_by_field() -> None:
+def test_value_at_a_limit_passes_and_larger_value_is_refused_by_field() -> None:
     wrong: dict[str, tuple[str, str]] = {}
 
     async def body() -> None:

@@ -46,7 +46,7 @@ def test_load_counts_requests_of_one_stream_and_of_all_streams() -> None:
             await other.send(submit(7, [9] * 8, max_new_tokens=100))
             load = await until_load(mine, lambda load: (load.num_running, load.num_waiting) == (2, 2))
             assert (load.num_open, load.num_open_here) == (4, 3)
-            assert load.used_tokens >= 2 * 8 + 2 * 8, "what runs and what waits"
+            assert load.used_tokens >= 2 * 8 + 2 * 8, "the tokens of running and waiting requests"
             load = await until_load(other, lambda load: (load.num_running, load.num_waiting) == (2, 2))
             assert (load.num_open, load.num_open_here) == (4, 1)
             await mine.send(aborts=(0, 1, 2))
@@ -91,11 +91,11 @@ def test_load_reports_the_age_of_a_hung_step() -> None:
         async with serving(gap_s=0.02, beat_s=0.05) as worker:
             ends, wait = threading.Event(), worker.executor.wait
 
-            def wait_for_ever(run: Run) -> StepResult:
+            def hang(run: Run) -> StepResult:
                 ends.wait(60)
                 return wait(run)
 
-            worker.executor.wait = wait_for_ever  # type: ignore[method-assign]
+            worker.executor.wait = hang  # type: ignore[method-assign]
             front = FrontEnd(worker.stub)
             await front.hello()
             await front.send(submit(1, max_new_tokens=3))

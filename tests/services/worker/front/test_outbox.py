@@ -8,7 +8,7 @@ from rootstock_llm.protos import worker_pb2
 from rootstock_llm.services.worker.front.outbox import MERGED_BYTES, PeerStream
 
 
-def taken(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:
+def messages_of(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:
     """Returns the messages that these steps become if the stream is read only at the end."""
 
     async def take() -> list[worker_pb2.StepOutput]:
@@ -28,22 +28,20 @@ def test_steps_merge_in_order_into_messages_of_bounded_size() -> None:
         row = worker_pb2.LogprobRows(handle=number, values=[0.5] * values)
         return worker_pb2.StepOutput(handles=[number], counts=[1], token_ids=[number], prompt_logprobs=[row])
 
-    small = taken([step(number, 1) for number in range(200)])
+    small = messages_of([step(number, 1) for number in range(200)])
     assert len(small) == 1 and list(small[0].token_ids) == [*range(200)]
 
-    middling = taken([step(number, MERGED_BYTES // 64) for number in range(100)])
-    assert all(MERGED_BYTES // 2 < message.ByteSize() <= MERGED_BYTES for message in middling[:-1]) and len(middling) == 7
+    medium = messages_of([step(number, MERGED_BYTES // 64) for number in range(100)])
+    assert all(MERGED_BYTES // 2 < message.ByteSize() <= MERGED_BYTES for message in medium[:-1]) and len(medium) == 7
 
-    sizes = [MERGED_BYTES // 16, MERGED_BYTES // 2, 1, 1]  # numbers of values; the second is too large to be merged
-    large = taken([step(number, sizes[number % 4]) for number in range(80)])
+    sizes = [MERGED_BYTES // 16, MERGED_BYTES // 2, 1, 1]  # values per step, in turn; a step of the second size is not merged
+    large = messages_of([step(number, sizes[number % 4]) for number in range(80)])
     assert [token for message in large for token in message.token_ids] == [*range(80)]
     assert [row.handle for message in large for row in message.prompt_logprobs] == [*range(80)]
-    assert max(message.ByteSize() for message in large) < 2.5 * MERGED_BYTES, "one alone, or as many as fit"
-    alone = [message for message in large if message.ByteSize() > MERGED_BYTES]
-    assert [len(message.handles) for message in alone] == [1] * 20
-    assert len(large) == 41, (
-        "what stands between two large ones is one message, and so is what is before the first or behind the last"
-    )
+    assert max(message.ByteSize() for message in large) < 2.5 * MERGED_BYTES, "one large step, or as many small steps as fit"
+    unmerged = [message for message in large if message.ByteSize() > MERGED_BYTES]
+    assert [len(message.handles) for message in unmerged] == [1] * 20
+    assert len(large) == 41, "20 large steps, and one message for the small steps before, between and after them"
 
 
 def test_steps_after_a_take_form_a_new_message() -> None:

@@ -42,7 +42,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 class FrontEnd:
-    """A Generate stream, as a gateway opens it. Gathers outputs by handle."""
+    """A Generate stream, as a gateway opens it. Collects outputs by handle."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub) -> None:
         self.call = stub.Generate()
@@ -103,7 +103,7 @@ def test_requests_share_one_message_per_step(overlap: bool) -> None:
                 assert front.tokens[handle] == expected([handle + 1] * 5, 10)
                 finish = front.finishes[handle]
                 assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == (LENGTH, 5, 10)
-            assert front.messages <= 14, "one message per step, not one per token or request"
+            assert front.messages <= 14, "a message per step, not per token or request"
 
     run(check)
 
@@ -139,7 +139,7 @@ def test_abort_ends_the_request_once_and_frees_the_pages() -> None:
     run(check)
 
 
-def test_closed_gateway_stream_frees_only_the_requests_of_the_stream() -> None:
+def test_closed_gateway_stream_frees_only_its_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
             first, second = FrontEnd(worker.stub), FrontEnd(worker.stub)
@@ -150,7 +150,7 @@ def test_closed_gateway_stream_frees_only_the_requests_of_the_stream() -> None:
             await first.until(lambda: len(first.tokens) > 3)
             first.call.cancel()
             await second.ended(1)
-            assert second.tokens[1] == expected([1, 2, 3], 30), "the other front end's request went on"
+            assert second.tokens[1] == expected([1, 2, 3], 30), "the request of the other stream continues"
             stats = await worker.idle()
             assert (stats.pages_leased, stats.num_waiting, stats.num_running) == (0, 0, 0)
 
@@ -163,7 +163,7 @@ BAD = {
     "prompt over the context": {"prompt_ids": [1] * 256},
     "salt too long": {"cache_salt": "x" * 1000},
 }
-BAD_SAMPLING = {  # examples only; test_wire_submit checks all of them on submit_from_pb()
+BAD_SAMPLING = {  # examples; test_wire_submit.py checks all fields in submit_from_pb()
     "temperature": {"temperature": -1.0},
     "stop too many": {"stop": ["x"] * 17},
     "stop_token_ids": {"stop_token_ids": [1] * 257},
@@ -205,14 +205,14 @@ def test_refused_request_releases_the_kv_reservation_and_prefetch(monkeypatch: p
             await until(lambda: len(tiers.prefetches) == 1)
             refused = submit(1, top_p=2.0)
             refused.source.CopyFrom(source)
-            left: list[KvSource] = []
-            monkeypatch.setattr(worker.core.reservations, "done_with", left.append)
+            released: list[KvSource] = []
+            monkeypatch.setattr(worker.core.reservations, "done_with", released.append)
             await front.send(refused)
             await front.ended(1)
             assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
-            await until(lambda: len(tiers.prefetches) == 0 and len(left) == 1)
-            assert left == [KvSource(KvReservation(9, 5, bytes(16)), "127.0.0.1:1", 1)], (
-                "where it has been computed it need not be kept"
+            await until(lambda: len(tiers.prefetches) == 0 and len(released) == 1)
+            assert released == [KvSource(KvReservation(9, 5, bytes(16)), "127.0.0.1:1", 1)], (
+                "the worker releases the KV reservation of the refused request"
             )
 
     run(check)
@@ -304,7 +304,7 @@ def test_metrics_have_sglang_names_and_exact_counts() -> None:
     run(check)
 
 
-def test_reused_handle_ends_the_stream_and_all_of_the_requests() -> None:
+def test_reused_handle_ends_the_stream_and_all_of_its_requests() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
             front = FrontEnd(worker.stub)

@@ -1,4 +1,4 @@
-"""Tests of submits from the wire: every field arrives, every default is resolved, and every limit applies without a gateway."""
+"""Tests of submit_from_pb: every field is converted, every default is resolved, and every limit applies without a gateway."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_defaults_are_resolved() -> None:
     assert sampling() == SamplingParams(max_new_tokens=CONTEXT - len(PROMPT), seed=77)
 
 
-def test_plain_fields_arrive() -> None:
+def test_params_have_the_plain_fields() -> None:
     plain = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "frequency_penalty": 1.5, "presence_penalty": -1}
     more = {"repetition_penalty": 1.25, "min_new_tokens": 3, "ignore_eos": True, "seed": 5, "stream_interval": 4}
     params = sampling(max_new_tokens=9, skip_special_tokens=False, **plain, **more)
@@ -49,7 +49,7 @@ def test_plain_fields_arrive() -> None:
         assert getattr(params, field) == value, field
 
 
-def test_token_sets_and_strings_arrive() -> None:
+def test_params_have_token_sets_and_strings() -> None:
     params = sampling(
         **{"stop_token_ids": [5, 6], "stop": ["a", "b"], "stop_regex": ["a+", "[0-9]{3}"]},
         **{"allowed_token_ids": [1, 999], "banned_token_ids": [2], "logit_bias_ids": [4], "logit_bias_values": [2.5]},
@@ -93,10 +93,10 @@ class TestLogprobs:
 
 class TestGrammar:
     @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
-    def test_json_schema_and_structural_tag_arrive(self, kind: str) -> None:
+    def test_grammar_has_json_schema_or_structural_tag(self, kind: str) -> None:
         assert sampling(grammar=pb.Grammar(**{kind: "{}"})).grammar == GrammarSpec(GrammarKind(kind), "{}")
 
-    def test_json_object_arrives(self) -> None:
+    def test_grammar_of_json_object_is_any_object(self) -> None:
         assert sampling(grammar=pb.Grammar(json_object=True)).grammar == GrammarSpec(GrammarKind.JSON_OBJECT, "")
 
     def test_grammar_overrides_min_new_tokens(self) -> None:
@@ -161,11 +161,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "allowed outside": ({"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids: "),
     "logit_bias outside": ({"logit_bias_ids": [VOCAB], "logit_bias_values": [1]}, "logit_bias: "),
     "logit_bias lengths": ({"logit_bias_ids": [1]}, "logit_bias: "),
-    "pattern no RE2": ({"stop_regex": ["a", "("]}, "stop_regex[1]: cannot be used: missing )"),
-    "pattern that explodes": ({"stop_regex": ["((a{100}){100}){100}"]}, "stop_regex[0]: cannot be used"),
-    "pattern of nothing": ({"stop_regex": ["a*"]}, "stop_regex[0]: matches the empty string"),
-    "prompt_from behind": ({"logprobs": pb.Logprobs(prompt_from=len(PROMPT))}, "logprobs.prompt_from: "),
-    "grammar of no kind": ({"grammar": pb.Grammar()}, "grammar: "),
+    "pattern not RE2": ({"stop_regex": ["a", "("]}, "stop_regex[1]: cannot be used: missing )"),
+    "pattern with a large program": ({"stop_regex": ["((a{100}){100}){100}"]}, "stop_regex[0]: cannot be used"),
+    "pattern that matches the empty string": ({"stop_regex": ["a*"]}, "stop_regex[0]: matches the empty string"),
+    "prompt_from after the prompt": ({"logprobs": pb.Logprobs(prompt_from=len(PROMPT))}, "logprobs.prompt_from: "),
+    "grammar without a kind": ({"grammar": pb.Grammar()}, "grammar: "),
     "grammar empty": ({"grammar": pb.Grammar(regex="")}, "grammar: "),
     "grammar false": ({"grammar": pb.Grammar(json_object=False)}, "grammar: "),
     "grammar too large": ({"grammar": pb.Grammar(ebnf="é" * (limits.MAX_GRAMMAR_BYTES // 2 + 1))}, "grammar: "),
@@ -198,7 +198,7 @@ def message_of(row: SamplingParameter, value: Any) -> dict[str, Any]:
     return {parent: pb.Dry(**(others | {member: value}))} if parent else {member: value}
 
 
-def arrived(params: SamplingParams, row: SamplingParameter) -> Any:
+def value_in(params: SamplingParams, row: SamplingParameter) -> Any:
     parent, _, member = row.wire.rpartition(".")
     return getattr(params.dry if parent else params, member)
 
@@ -206,10 +206,10 @@ def arrived(params: SamplingParams, row: SamplingParameter) -> Any:
 ROWS = [pytest.param(row, id=row.wire) for row in NUMERIC if row in SCALARS or row.wire.startswith("dry.")]
 
 
-# The same line of code checks all scalars. One row of each combination of kind and limits is enough.
-# A line of its own checks each DRY field.
-LOOKED_AT = {(row.kind, row.low is None, row.high is None, row.excludes_low): row for row in NUMERIC if row in SCALARS}
-OUTSIDE = [case for case in ROWS if case.values[0] in LOOKED_AT.values() or case.id.startswith("dry.")]
+# One line of code checks all scalars, so one row of each combination of kind and limits is enough. Each DRY field is checked by
+# separate code.
+TESTED_ROWS = {(row.kind, row.low is None, row.high is None, row.excludes_low): row for row in NUMERIC if row in SCALARS}
+OUTSIDE = [case for case in ROWS if case.values[0] in TESTED_ROWS.values() or case.id.startswith("dry.")]
 
 
 @pytest.mark.by_day(one_in=2, seed=18)
@@ -223,15 +223,15 @@ def test_number_outside_the_range_is_refused_by_name(row: SamplingParameter) -> 
 
 @pytest.mark.by_day(one_in=2, seed=8)
 @pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # top_k has two neutral values
-def test_number_within_the_range_arrives(row: SamplingParameter) -> None:
+def test_params_have_numbers_within_the_range(row: SamplingParameter) -> None:
     room = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
     for value in (typical(row), row.high) if row.excludes_low else (typical(row), row.low, row.high):
         fields = message_of(row, value)
         if fields and value not in row.neutral:
-            assert arrived(sampling(room, **fields), row) == value
+            assert value_in(sampling(room, **fields), row) == value
     for value in row.neutral:
         if row in SCALARS:
-            assert arrived(sampling(room, **message_of(row, value)), row) == row.default
+            assert value_in(sampling(room, **message_of(row, value)), row) == row.default
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-45, 1e-39])
@@ -257,40 +257,40 @@ def test_model_refuses_unsupported_outputs() -> None:
 
 class TestSubmit:
     @staticmethod
-    def made(change: Callable[[worker_pb2.Submit], Any], model: ModelLimits = MODEL) -> Any:
+    def submit_of(change: Callable[[worker_pb2.Submit], Any], model: ModelLimits = MODEL) -> Any:
         message = worker_pb2.Submit(handle=3, request_id="r", prompt_ids=PROMPT)
         change(message)
         return submit_from_pb(message, 2, model, 0)
 
-    def test_every_field_arrives(self) -> None:
+    def test_submit_has_every_field(self) -> None:
         def fill(message: worker_pb2.Submit) -> None:
             message.stream, message.cache_salt, message.priority = True, "salt", -3
             message.timeout_ms, message.routing_key = 1500, "key"
 
-        submit = self.made(fill)
+        submit = self.submit_of(fill)
         assert (submit.peer, submit.handle, submit.request_id, submit.prompt_ids.tolist()) == (2, 3, "r", PROMPT)
         assert (submit.stream, submit.salt, submit.priority, submit.timeout_s) == (True, "salt", -3, 1.5)
         assert (submit.routing_key, submit.session, submit.lora) == ("key", None, "")
 
-    def test_prediction_arrives_when_the_worker_reads_predictions(self) -> None:
+    def test_submit_has_the_prediction_when_the_worker_reads_predictions(self) -> None:
         reading = replace(MODEL, reads_predictions=True)
         change = lambda message: message.prediction_ids.extend([5, VOCAB - 1])  # noqa: E731
-        assert self.made(change, reading).prediction.tolist() == [5, VOCAB - 1]
-        assert not len(self.made(change).prediction)
+        assert self.submit_of(change, reading).prediction.tolist() == [5, VOCAB - 1]
+        assert not len(self.submit_of(change).prediction)
         with pytest.raises(InvalidRequest, match=r"^prediction_ids: "):
-            self.made(lambda message: message.prediction_ids.append(VOCAB))
+            self.submit_of(lambda message: message.prediction_ids.append(VOCAB))
 
-    def test_session_turn_arrives(self) -> None:
+    def test_submit_has_the_session_turn(self) -> None:
         def turn(message: worker_pb2.Submit) -> None:
             message.session.CopyFrom(
                 worker_pb2.SessionTurn(session_id="s", parent_request_id="p", offset=5, replace=True, drop_previous_output=True)
             )
 
-        assert self.made(turn).session == SessionTurn("s", "p", 5, True, True)
-        assert self.made(lambda message: setattr(message.session, "session_id", "s")).session == SessionTurn("s")
+        assert self.submit_of(turn).session == SessionTurn("s", "p", 5, True, True)
+        assert self.submit_of(lambda message: setattr(message.session, "session_id", "s")).session == SessionTurn("s")
 
     def test_prompt_is_truncated_except_for_sessions_and_embeddings(self) -> None:
-        cutting = ModelLimits(CONTEXT, VOCAB, True)
+        truncating = ModelLimits(CONTEXT, VOCAB, True)
 
         def long(message: worker_pb2.Submit) -> None:
             message.prompt_ids.extend([1] * CONTEXT)
@@ -299,11 +299,11 @@ class TestSubmit:
             long(message)
             message.session.session_id = "s"
 
-        assert len(self.made(long, cutting).prompt_ids) == CONTEXT - 1
+        assert len(self.submit_of(long, truncating).prompt_ids) == CONTEXT - 1
         vectors = ModelLimits(CONTEXT, VOCAB, True, embedding_size=8)
-        whole = self.made(lambda message: (long(message), message.sampling.embedding.SetInParent()), vectors)
-        assert len(whole.prompt_ids) == CONTEXT, "what is only read may fill the context"
-        assert len(self.made(long_turn, cutting).prompt_ids) == CONTEXT + len(PROMPT)
+        whole = self.submit_of(lambda message: (long(message), message.sampling.embedding.SetInParent()), vectors)
+        assert len(whole.prompt_ids) == CONTEXT, "the prompt of an embedding may fill the context"
+        assert len(self.submit_of(long_turn, truncating).prompt_ids) == CONTEXT + len(PROMPT)
 
     @pytest.mark.parametrize(
         ("change", "field"),
@@ -316,7 +316,7 @@ class TestSubmit:
     )
     def test_bad_field_is_named(self, change: Callable[[worker_pb2.Submit], Any], field: str) -> None:
         with pytest.raises(InvalidRequest, match=f"^{field}"):
-            self.made(change)
+            self.submit_of(change)
 
 
 class TestResumedOutput:
@@ -335,11 +335,11 @@ class TestResumedOutput:
         with pytest.raises(InvalidRequest, match=r"^output_ids: .* 100 tokens"):
             self.submit([5] * (CONTEXT - len(PROMPT) + 1))
 
-    def test_output_ids_count_after_a_truncated_prompt(self) -> None:
-        cutting = ModelLimits(CONTEXT, VOCAB, True)
-        assert len(self.submit([5], [1] * 300, cutting).prompt_ids) == CONTEXT - 1
+    def test_output_ids_must_fit_after_a_truncated_prompt(self) -> None:
+        truncating = ModelLimits(CONTEXT, VOCAB, True)
+        assert len(self.submit([5], [1] * 300, truncating).prompt_ids) == CONTEXT - 1
         with pytest.raises(InvalidRequest, match=r"^output_ids: "):
-            self.submit([5, 6], [1] * 300, cutting)
+            self.submit([5, 6], [1] * 300, truncating)
 
     @pytest.mark.parametrize(
         ("output", "more"),
@@ -357,7 +357,7 @@ class TestResumedOutput:
             self.submit(output, **more)
 
 
-class TestApart:
+class TestDisaggregation:
     """Prefill and decode on different workers: KV reservations and KV sources."""
 
     @staticmethod
@@ -369,12 +369,12 @@ class TestApart:
     def submit(room: KvReservation | None = None, **fields: Any) -> Submit:
         return submit_from_pb(worker_pb2.Submit(handle=1, prompt_ids=PROMPT, **fields), 1, MODEL, 77, room)
 
-    def test_kv_source_arrives(self) -> None:
+    def test_submit_has_the_kv_source(self) -> None:
         found = self.submit(source=self.source()).source
         assert found == KvSource(KvReservation(9, 5, b"s" * RESERVATION_SECRET_BYTES), "10.0.0.1:7103", 3)
         assert self.submit().source is None
 
-    def test_prefetch_arrives(self) -> None:
+    def test_prefetch_has_every_field(self) -> None:
         message = worker_pb2.Prefetch(
             handle=4, prompt_ids=PROMPT, cache_salt="s", revision="r", source=self.source(), priority=-3
         )
@@ -417,17 +417,17 @@ class TestApart:
             ({"source": source(), "sampling": pb.SamplingParams(embedding=pb.Embedding())}, "source"),
             ({"source": source(), "sampling": pb.SamplingParams(score=pb.Score(label_token_ids=[1]))}, "source"),
         ],
-        ids=["nothing is kept here", "secret", "pages", "address", "session", "embedding", "score"],
+        ids=["worker without KV reservations", "secret", "pages", "address", "session", "embedding", "score"],
     )
     def test_wrong_handover_or_source_is_refused(self, fields: dict[str, Any], field: str) -> None:
         with pytest.raises(InvalidRequest) as refusal:
             self.submit(**fields)
         assert refusal.value.field == field
 
-    @pytest.mark.parametrize("what", ["session", "embedding"])
-    def test_handover_is_refused_for_session_turns_and_embeddings(self, what: str) -> None:
+    @pytest.mark.parametrize("kind", ["session", "embedding"])
+    def test_handover_is_refused_for_session_turns_and_embeddings(self, kind: str) -> None:
         fields: dict[str, Any] = {"session": worker_pb2.SessionTurn(session_id="s")}
-        if what == "embedding":
+        if kind == "embedding":
             fields = {"sampling": pb.SamplingParams(embedding=pb.Embedding())}
         with pytest.raises(InvalidRequest) as refusal:
             self.submit(KvReservation(1, 2, b"r" * RESERVATION_SECRET_BYTES), hand_over=True, **fields)

@@ -47,7 +47,7 @@ def written(tokens: tuple[int, ...]) -> bytes:
     return b"".join(model.vocabulary().tokens[token] for token in tokens)
 
 
-def test_jump_leaves_out_last_token_when_more_text_follows() -> None:
+def test_jump_omits_the_last_token_when_more_text_follows() -> None:
     matcher = model.matcher(regex("(yes|no) and so it shall be, 世界(!|[.])"), jump=True)
     assert matcher.forced() == ()
     feed(matcher, "y")
@@ -124,7 +124,7 @@ def test_cursor_forces_bytes_when_one_may_follow(pattern: str, before: str, forc
     cursor.advance(before.encode())
     expected = forced if isinstance(forced, bytes) else forced.encode()
     assert cursor.forced() == expected
-    assert cursor.forced() == expected, "it stays where it is"
+    assert cursor.forced() == expected, "forced() does not move the cursor"
     cursor.advance(expected)
 
 
@@ -145,7 +145,7 @@ def test_endless_forced_text_is_split_into_pieces(source: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     count, fault = run.stdout.strip().split("|")
-    assert 3 * MAX_FORCED_BYTES < int(count) < 4 * MAX_FORCED_BYTES, "the last token of each piece is left out"
+    assert 3 * MAX_FORCED_BYTES < int(count) < 4 * MAX_FORCED_BYTES, "each piece omits its last token"
     assert not fault
 
 

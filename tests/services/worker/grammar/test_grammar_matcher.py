@@ -109,19 +109,19 @@ def test_mask_is_cut_when_vocabulary_is_smaller_than_tokenizer() -> None:
 
 def test_matcher_gets_fault_when_cpu_time_exceeds_limit() -> None:
     setup = MatcherSetup.of(model.vocabulary(), None)
-    told: list[bool] = []
+    reported: list[bool] = []
 
-    def refuses() -> bool:
-        told.append(True)
+    def report_overrun() -> bool:
+        reported.append(True)
         return False
 
-    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=0), refuses)
+    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=0), report_overrun)
     assert not matcher.fault
     matcher.mask()
     assert matcher.fault == TOO_SLOW
     assert not matcher.accept(model.tokenizer().encode_batch(["1"], False)[0][0])
     matcher.charge(1.0)
-    assert told == [True], "the overrun is reported once"
+    assert reported == [True], "the overrun is reported once"
 
 
 def test_meter_is_reset_when_overrun_is_tolerated() -> None:

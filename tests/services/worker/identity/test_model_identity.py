@@ -52,7 +52,7 @@ def test_revision_changes_with_one_byte(tmp_path: Path, number: int, at: int) ->
     assert revision_of(folder) != before
     data[at] ^= 1
     file.write_bytes(data)
-    assert revision_of(folder) == before, "whatever the times say"
+    assert revision_of(folder) == before, "times of files do not matter"
 
 
 def test_revision_depends_on_the_order_of_pieces_but_not_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

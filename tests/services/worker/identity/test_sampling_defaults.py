@@ -80,10 +80,10 @@ def test_worker_applies_the_defaults_when_a_request_has_no_values() -> None:
     defaults = SamplingDefaults(0.5, 0.75, 20, 0.25, 1.25)
     model = ModelLimits(100, 1000, False, defaults=defaults, stream_interval=8)
 
-    def made(**values: Any) -> Any:
+    def params_of(**values: Any) -> Any:
         return sampling_from_pb(pb.SamplingParams(**values), 3, False, model, 1)
 
-    params = made()
+    params = params_of()
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty) == (
         0.5,
         0.75,
@@ -92,6 +92,6 @@ def test_worker_applies_the_defaults_when_a_request_has_no_values() -> None:
         1.25,
     )
     assert params.stream_interval == 8
-    own = made(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, stream_interval=1)
+    own = params_of(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, stream_interval=1)
     assert (own.temperature, own.top_p, own.top_k, own.min_p, own.repetition_penalty) == (0, 1, -1, 0, 1)
     assert own.stream_interval == 1

@@ -23,13 +23,13 @@ PROMPT = list(range(20))
 WEIGHTS = [pb.MEMORY_TAG_WEIGHTS]
 
 
-def for_weights(handle: int, revision: str, **fields: object) -> worker_pb2.Submit:
+def submit_for(handle: int, revision: str, **fields: object) -> worker_pb2.Submit:
     message = submit(handle, PROMPT)
     message.MergeFrom(worker_pb2.Submit(revision=revision, **fields))
     return message
 
 
-def train(folder: Path) -> str:
+def change_weights(folder: Path) -> str:
     """Changes a byte in the middle of a weight file without a change of its size. Returns the new revision."""
     file = folder / "model-00001-of-00002.safetensors"
     data = bytearray(file.read_bytes())
@@ -38,13 +38,13 @@ def train(folder: Path) -> str:
     return revision_of(folder)
 
 
-async def answered(at: Operated, message: worker_pb2.Submit) -> worker_pb2.Finish:
+async def finish_of(at: Operated, message: worker_pb2.Submit) -> worker_pb2.Finish:
     await at.front.send(message)
     await at.front.ended(message.handle)
     return at.front.finishes[message.handle]
 
 
-def served(folder: Path) -> ServedWeights:
+def served_weights(folder: Path) -> ServedWeights:
     return ServedWeights(folder, identity_of(folder), partial(sampling_defaults, folder, True, ""))
 
 
@@ -56,35 +56,35 @@ async def resume(at: Operated) -> None:
     await at.control.ResumeMemory(pb.ResumeMemoryRequest())
 
 
-def test_new_weights_are_announced_and_requests_for_the_old_weights_refused(tmp_path: Path) -> None:
+def test_new_weights_are_sent_in_a_hello_and_submits_for_old_weights_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = served(folder)
+    weights = served_weights(folder)
     old = weights.identity.revision
 
     async def check() -> None:
         async with operated(weights=weights) as at:
-            assert (await answered(at, for_weights(1, old))).cached_tokens == 0
-            assert (await answered(at, for_weights(2, old))).cached_tokens > 0
+            assert (await finish_of(at, submit_for(1, old))).cached_tokens == 0
+            assert (await finish_of(at, submit_for(2, old))).cached_tokens > 0
             await at.worker.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"))
             await release(at)
-            new = train(folder)
+            new = change_weights(folder)
             await resume(at)
-            refused = await answered(at, for_weights(3, old, output_ids=[5, 6]))
-            assert [hello.revision for hello in at.front.hellos] == [new] and new != old, "on the open stream, before all else"
+            refused = await finish_of(at, submit_for(3, old, output_ids=[5, 6]))
+            assert [hello.revision for hello in at.front.hellos] == [new] and new != old, "a hello on the open stream"
             assert refused.error == common_pb2.ERROR_CODE_OTHER_WEIGHTS and not at.front.tokens[3]
-            assert (await answered(at, for_weights(4, new))).cached_tokens == 0
+            assert (await finish_of(at, submit_for(4, new))).cached_tokens == 0
             assert at.front.tokens[4] == expected(PROMPT, 10)
-            assert (await answered(at, for_weights(5, ""))).cached_tokens > 0, "any weights"
-            turn = await answered(at, for_weights(6, new, session=worker_pb2.SessionTurn(session_id="s")))
+            assert (await finish_of(at, submit_for(5, ""))).cached_tokens > 0, "a submit without a revision runs on any weights"
+            turn = await finish_of(at, submit_for(6, new, session=worker_pb2.SessionTurn(session_id="s")))
             assert turn.error == common_pb2.ERROR_CODE_INVALID_ARGUMENT and "it was forgotten" in turn.message
             assert (await at.state())["revision"] == new
 
     run(check)
 
 
-def test_equal_weights_are_not_announced(tmp_path: Path) -> None:
+def test_no_hello_is_sent_when_the_weights_are_equal(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = served(folder)
+    weights = served_weights(folder)
     assert weights.reload_s is None
 
     async def check() -> None:
@@ -92,48 +92,48 @@ def test_equal_weights_are_not_announced(tmp_path: Path) -> None:
             await release(at)
             os.utime(folder / "model-00001-of-00002.safetensors", (1, 1))
             await resume(at)
-            assert not (await answered(at, for_weights(1, weights.identity.revision))).error
+            assert not (await finish_of(at, submit_for(1, weights.identity.revision))).error
             assert not at.front.hellos
             assert weights.reload_s is not None and weights.reload_s >= 0
 
     run(check)
 
 
-HOW: dict[str, tuple[str, Callable[[Path], object]]] = {
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "changed": ("model-00002-of-00002.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x")),
     "lost": ("model-00002-of-00002.safetensors", Path.unlink),
-    "with defaults that nobody can read": ("generation_config.json", lambda path: path.write_text("{")),
+    "invalid defaults": ("generation_config.json", lambda path: path.write_text("{")),
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_weights_that_change_during_a_resume_are_not_served(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("case", CHANGES)
+def test_weights_that_change_during_a_resume_are_not_served(tmp_path: Path, case: str) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = served(folder)
+    weights = served_weights(folder)
     applied: list[Operation] = []
-    name, change = HOW[how]
+    name, change = CHANGES[case]
     changed = folder / name
-    kept = changed.read_bytes() if changed.exists() else b"{}"
+    original = changed.read_bytes() if changed.exists() else b"{}"
 
     async def check() -> None:
         async with operated(weights=weights) as at:
             apply = at.worker.executor.apply
 
-            def copying(operation: Operation) -> None:
-                if isinstance(operation, ResumeMemory) and not any(isinstance(one, ResumeMemory) for one in applied):
+            def change_and_apply(operation: Operation) -> None:
+                if isinstance(operation, ResumeMemory) and not any(isinstance(each, ResumeMemory) for each in applied):
                     change(changed)
                 applied.append(operation)
                 apply(operation)
 
-            at.worker.executor.apply = copying  # type: ignore[method-assign]
+            at.worker.executor.apply = change_and_apply  # type: ignore[method-assign]
             await release(at)
             code, details = await at.refusal(at.control.ResumeMemory(pb.ResumeMemoryRequest()))
             assert code is grpc.StatusCode.FAILED_PRECONDITION and changed.name in details
-            assert applied[-1] == applied[0], "they are given back"
+            assert applied[-1] == applied[0], "the worker releases the weights again"
             assert (await at.state())["released"] == ["weights"]
-            changed.write_bytes(kept)
+            changed.write_bytes(original)
             await resume(at)
-            assert not (await answered(at, for_weights(1, weights.identity.revision))).error
+            assert not (await finish_of(at, submit_for(1, weights.identity.revision))).error
             assert not at.front.hellos
 
     run(check)

@@ -1,4 +1,4 @@
-"""Tests of the worker's part of the prefix index: Redis has the worker's blocks after any fault of either."""
+"""Tests of the worker's part of the prefix index: after a fault of the worker or of Redis, Redis has the worker's blocks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def stored(*numbers: int) -> CacheEvents:
 
 
 CLEARED = CacheEvents(True, (), ())
-BELOW = (BlockTier.HOST, BlockTier.STORAGE)
+LOWER_TIERS = (BlockTier.HOST, BlockTier.STORAGE)
 
 
 @pytest.fixture(params=EITHER_SERVER)
@@ -147,36 +147,36 @@ def run(test: Callable[[], Awaitable[None]], limit_s: float = 120) -> None:
     asyncio.run(limited())
 
 
-CHANGED = ["stored", "host", "storage", "removed", "clear", "take", "restart"]
-CHANGES = st.lists(st.tuples(st.sampled_from(CHANGED), st.integers(0, 6)), max_size=60)
+STEPS = ["stored", "host", "storage", "removed", "clear", "take", "restart"]
+CHANGES = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 6)), max_size=60)
 TIERS = {"stored": BlockTier.DEVICE, "host": BlockTier.HOST, "storage": BlockTier.STORAGE, "removed": None}
 
 
 @given(CHANGES)
-def test_taken_moves_bring_redis_to_the_held_blocks(changes: list[tuple[str, int]]) -> None:
+def test_taken_moves_make_redis_equal_to_the_held_blocks(changes: list[tuple[str, int]]) -> None:
     ledger, held, remote = HeldBlocks(), dict[bytes, BlockTier](), dict[bytes, BlockTier]()
 
     def take(limit: int) -> None:
         for move in ledger.take(limit):
-            assert remote.pop(move.block, None) is move.before is not move.after, "only what changes is told"
+            assert remote.pop(move.block, None) is move.before is not move.after, "a move changes the tier of a block"
             if move.after is not None:
                 remote[move.block] = move.after
 
-    for what, number in changes:
+    for step, number in changes:
         name = block(number)
-        if what in TIERS:
-            ledger.merge(CacheEvents(**{"cleared": False, "stored": (), "removed": (), what: (name,)}))
+        if step in TIERS:
+            ledger.merge(CacheEvents(**{"cleared": False, "stored": (), "removed": (), step: (name,)}))
             held.pop(name, None)
-            held |= {} if (tier := TIERS[what]) is None else {name: tier}
-        elif what == "take":
+            held |= {} if (tier := TIERS[step]) is None else {name: tier}
+        elif step == "take":
             take(number)
         else:
-            if what == "clear":
+            if step == "clear":
                 ledger.merge(CLEARED)
                 held.clear()
             ledger.restart()
             remote.clear()
-        assert ledger.num_pending <= len(held | remote), "bounded by what is held"
+        assert ledger.num_pending <= len(held | remote), "a block has at most one pending move"
         assert ledger.num_held == len(held)
         for tier in BlockTier:
             assert ledger.num_published(tier) == list(remote.values()).count(tier)
@@ -185,7 +185,7 @@ def test_taken_moves_bring_redis_to_the_held_blocks(changes: list[tuple[str, int
     assert {name: tier for tier in BlockTier for name in ledger.held(tier)} == held == remote and not ledger.num_pending
 
 
-def test_one_step_may_clear_store_and_remove() -> None:
+def test_merge_applies_clear_then_stored_then_removed() -> None:
     ledger = HeldBlocks()
     ledger.merge(stored(1, 2))
     ledger.take(10)
@@ -209,9 +209,9 @@ def test_handover_from_a_thread_keeps_all_events_in_order() -> None:
     run(body)
 
 
-def test_handover_takes_many_small_messages_or_few_large_messages_per_loop_iteration() -> None:
+def test_handover_delivers_many_small_or_few_large_messages_per_loop_iteration() -> None:
     async def body() -> None:
-        turns, taken, got = 0, list[int](), 0
+        iterations, taken, got = 0, list[int](), 0
 
         def deliver(_: CacheEvents) -> None:
             nonlocal got
@@ -219,14 +219,14 @@ def test_handover_takes_many_small_messages_or_few_large_messages_per_loop_itera
 
         handover = CacheEventHandover(asyncio.get_running_loop(), deliver)
         for messages in ([CacheEvents(False, blocks(number), ()) for number in range(1000)], [THOUSAND] * 12):
-            got, before = 0, turns
+            got, before = 0, iterations
             for each in messages:
                 handover.put(each)
-            while got < len(messages) and turns < before + 100:
+            while got < len(messages) and iterations < before + 100:
                 await asyncio.sleep(0)
-                turns += 1
-            taken.append(turns - before)
-        assert taken[0] <= 2 and 3 <= taken[1] <= 4, "a queue of small ones is empty after a turn, whatever a turn takes"
+                iterations += 1
+            taken.append(iterations - before)
+        assert taken[0] <= 2 and 3 <= taken[1] <= 4, "an iteration delivers 1000 small messages, or 3 to 4 large messages"
 
     run(body)
 
@@ -242,14 +242,14 @@ def test_random_changes_reach_redis(server: RedisServer) -> None:
                 await asyncio.sleep(0.01)
             await until(lambda: in_agreement(server, publisher))
             assert publisher.generation == 77 and publisher.lease_held and len(publisher.blocks.held()) > 500
-            assert all(len(publisher.blocks.held(tier)) > 300 for tier in BELOW)
-            assert all(0 < server.client.ttl(own_key(WORKER, 77, tier)) <= BELOW_TTL_S for tier in BELOW)
+            assert all(len(publisher.blocks.held(tier)) > 300 for tier in LOWER_TIERS)
+            assert all(0 < server.client.ttl(own_key(WORKER, 77, tier)) <= BELOW_TTL_S for tier in LOWER_TIERS)
             await until(lambda: publisher.seq == server.client.xlen(events_key(MODEL)))
             assert publisher.seq == server.client.xlen(events_key(MODEL)) == publisher.counts.events
             assert server.client.smembers(generations_key(WORKER)) == {b"77"}
             assert server.client.smembers(workers_key(MODEL)) == {WORKER.encode()}
             assert 0 < server.client.ttl(lease_key(WORKER)) <= 10
-        assert server.client.get(lease_key(WORKER)) is None, "given up at the end"
+        assert server.client.get(lease_key(WORKER)) is None, "the publisher deletes its lease when it ends"
 
     run(body)
 
@@ -273,7 +273,7 @@ def test_flush_starts_one_new_generation(server: RedisServer) -> None:
             publisher.cached(CacheEvents(True, blocks(9), ()))
             await until(lambda: publisher.counts.generations == 2 and in_agreement(server, publisher))
             assert publisher.blocks.held() == {block(9)}
-            assert server.client.smembers(own_key(WORKER, 1)) == set(blocks(1, 2, 3)), "left to the sweeper"
+            assert server.client.smembers(own_key(WORKER, 1)) == set(blocks(1, 2, 3)), "left for the sweeper"
 
     run(body)
 
@@ -372,7 +372,7 @@ def test_publisher_notices_loss_in_redis_when_idle(server: RedisServer, loss: st
             assert server.client.sismember(generations_key(WORKER), str(publisher.generation))
             assert server.client.sismember(workers_key(MODEL), WORKER)
             await asyncio.sleep(0.3)
-            assert publisher.counts.generations == 2, "once is enough"
+            assert publisher.counts.generations == 2, "the publisher starts one new generation"
 
     run(body)
 
@@ -392,7 +392,7 @@ def test_publisher_keeps_the_lease_when_redis_is_full(own_server: RedisServer) -
             await until(lambda: publisher.counts.failures >= 2)
             own_server.client.pexpire(lease_key(WORKER), 1500)
             await until(lambda: own_server.client.pttl(lease_key(WORKER)) > 5000)
-            assert publisher.lease_held and publisher.generation == 1, "the generation that Redis knows"
+            assert publisher.lease_held and publisher.generation == 1, "the generation is not changed"
             publisher.cached(CacheEvents(False, blocks(500), blocks(2)))
             own_server.client.config_set("maxmemory", "0")
             await until(lambda: in_agreement(own_server, publisher))
@@ -412,14 +412,14 @@ def test_hanging_redis_does_not_block_the_event_loop(own_server: RedisServer, mo
             publisher.cached(stored(1))
             await until(lambda: in_agreement(own_server, publisher))
             with own_server.stopped():
-                turns = 0
+                iterations = 0
                 while not publisher.counts.failures:
-                    publisher.cached(stored(10 + turns))
-                    turns += 1
+                    publisher.cached(stored(10 + iterations))
+                    iterations += 1
                     await asyncio.sleep(0.005)
-                assert turns > 10, "the event loop ran on"
+                assert iterations > 10, "the event loop is not blocked"
             await until(lambda: in_agreement(own_server, publisher))
-            assert len(publisher.blocks.held()) == 1 + turns
+            assert len(publisher.blocks.held()) == 1 + iterations
 
     run(body)
 
@@ -461,7 +461,7 @@ def test_sweeper_removes_dead_generations_and_keeps_live_generations(server: Red
 
         await sweeper.sweep()
         fields = {field for owners in server.block_keys().values() for field in owners}
-        assert fields == {b"worker-1:2", b"alive:4", b"dead:5"}, "a lease may be a moment late"
+        assert fields == {b"worker-1:2", b"alive:4", b"dead:5"}, "a generation without a lease stays until the next sweep"
         now += LATE_S - 1
         await sweeper.sweep()
         assert server.client.scard(own_key("dead", 5)) == 100
@@ -512,7 +512,7 @@ def test_sweeper_keeps_blocks_when_the_lease_returns(server: RedisServer) -> Non
         server.client.delete(lease_key("late"))
         now += 1
         await sweeper.sweep()
-        assert server.client.scard(own_key("late", 5)) == 10, "gone twice, but not in a row"
+        assert server.client.scard(own_key("late", 5)) == 10, "two sweeps in a row did not miss the lease"
         await client.aclose()
 
     run(body)
@@ -532,7 +532,7 @@ def test_worker_sweeps_after_start(server: RedisServer, monkeypatch: pytest.Monk
     run(body)
 
 
-def test_identity_changes_with_everything_on_which_kv_depends(tmp_path: Path) -> None:
+def test_identity_changes_with_each_input_of_kv(tmp_path: Path) -> None:
     for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "w" * 10_000)):
         (tmp_path / name).write_text(content)
     first = identity_of(tmp_path)
@@ -625,7 +625,7 @@ def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: 
     def is_stored() -> bool:
         return re.search(r"^sglang:backuped_tokens_total{.*} 192.0$", metrics(metrics_port), re.MULTILINE) is not None
 
-    async def life(asks: bool) -> tuple[worker_pb2.WorkerInfo, set[bytes]]:
+    async def run_worker(asks: bool) -> tuple[worker_pb2.WorkerInfo, set[bytes]]:
         """Starts a worker process, sends a prompt and kills the process. Returns its WorkerInfo and the prompt's blocks."""
         processes.append(started())
         often = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
@@ -641,15 +641,15 @@ def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: 
             await call.write(worker_pb2.GenerateRequest(submits=[submit]))
             await until(lambda: there(info.generation, BlockTier.DEVICE) == names, seconds=30)
             await until(lambda: not asks or is_stored(), seconds=30)
-            await until(lambda: not there(info.generation, BlockTier.STORAGE), seconds=30)  # the sets are written one by one
+            await until(lambda: not there(info.generation, BlockTier.STORAGE), seconds=30)  # sets are written one by one
             call.cancel()
         processes[-1].kill()
         await asyncio.to_thread(processes[-1].wait)
         return info, names
 
     async def body() -> None:
-        first, names = await life(asks=True)
-        second, again = await life(asks=False)
+        first, names = await run_worker(asks=True)
+        second, again = await run_worker(asks=False)
         assert names == again and len(names) == 3 and first.generation != second.generation
 
     try:

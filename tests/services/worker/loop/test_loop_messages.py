@@ -35,7 +35,7 @@ async def front_end(at: Serving) -> FrontEnd:
 
 
 async def answers(at: Serving) -> bool:
-    """Whether the loop opens and closes a session, that is, still takes messages."""
+    """Whether the loop opens and closes a session, which shows that it still reads messages."""
     opened = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="alive"))
     closed = await at.stub.CloseSession(worker_pb2.CloseSessionRequest(session_id="alive"))
     return bool(opened.opened and closed.closed)
@@ -51,7 +51,7 @@ def test_loop_ignores_cancelled_session_calls() -> None:
             at.inbox.put(OpenSession("s", 0, 0.0, refusal))
             at.inbox.put(CloseSession("s", closed))
             assert await answers(at)
-            assert at.core.stats().num_sessions == 0, "a session that nobody knows of was opened"
+            assert at.core.stats().num_sessions == 0, "a cancelled call opens no session"
 
     run(check)
 

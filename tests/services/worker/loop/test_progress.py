@@ -20,14 +20,14 @@ from rootstock_llm.services.worker.loop.progress import FLOOR_S, Pulse, StepLimi
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
 
-CAP_S = 300.0
+CAP_S = 300.0  # seconds; limit of the watchdog
 CONFIG = deployed_config(
     num_pages=600, page_size=16, context_len=8192, vocab_size=1000, chunked_prefill_size=512, max_running_requests=8
 )
-SPAN = 2000.0  # attended positions that cost as much as one token
+POSITIONS_PER_TOKEN = 2000.0  # attended positions that cost as much as one token
 
 
-class Timed:
+class TimedWorker:
     """The real core with a fake executor on a virtual clock."""
 
     def __init__(self, config: SchedulerConfig = CONFIG, base: float = 0.0, per_token: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class Timed:
             config.num_pages, config.page_size, config.max_running_requests, pages, config.vocab_size,
             time_model=self.model, clock=lambda: self.now, sleep=self._sleep,
         )  # fmt: skip
-        self.limit = StepLimit(lambda: self.config, SPAN, CAP_S)
+        self.limit = StepLimit(lambda: self.config, POSITIONS_PER_TOKEN, CAP_S)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -47,7 +47,7 @@ class Timed:
     def seconds(self, plan: BatchPlan) -> float:
         """Returns the modelled seconds: costs per step, per token and per attended position."""
         attended = float((plan.num_tokens * (plan.starts + plan.num_tokens / 2)).sum())
-        return self.model.base + self.per_token * (float(plan.num_tokens.sum()) + attended / SPAN)
+        return self.model.base + self.per_token * (float(plan.num_tokens.sum()) + attended / POSITIONS_PER_TOKEN)
 
     def first_steps(self) -> None:
         def took(plan: BatchPlan, _: float) -> None:
@@ -71,11 +71,11 @@ class Timed:
 
 
 def test_limit_is_the_watchdog_limit_before_the_first_step() -> None:
-    assert Timed().limit.seconds == CAP_S
+    assert TimedWorker().limit.seconds == CAP_S
 
 
 def test_limit_of_a_fast_model_is_the_lowest_limit() -> None:
-    timed = Timed(base=0.005, per_token=2e-5)
+    timed = TimedWorker(base=0.005, per_token=2e-5)
     timed.first_steps()
     assert timed.limit.seconds == FLOOR_S
 
@@ -83,7 +83,7 @@ def test_limit_of_a_fast_model_is_the_lowest_limit() -> None:
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("per_token", [5e-4, 3e-3, 2e-2])
 def test_slow_chunks_of_a_long_prompt_stay_within_the_limit(per_token: float) -> None:
-    timed = Timed(base=0.01, per_token=per_token)
+    timed = TimedWorker(base=0.01, per_token=per_token)
     timed.first_steps()
     steps = timed.serve(8000)
     assert sum(took for took, _ in steps) > 9000 * per_token
@@ -92,17 +92,17 @@ def test_slow_chunks_of_a_long_prompt_stay_within_the_limit(per_token: float) ->
 
 
 def test_limit_grows_with_settings_that_allow_larger_steps() -> None:
-    timed = Timed(per_token=2e-3)
+    timed = TimedWorker(per_token=2e-3)
     timed.first_steps()
     before = timed.limit.seconds
     timed.config = replace(CONFIG, chunked_prefill_size=2048)
     assert timed.limit.seconds == pytest.approx(4 * before)
     timed.config = replace(CONFIG, chunked_prefill_size=0)
-    assert timed.limit.seconds == CAP_S, "a prompt of 16,384 tokens in one step"
+    assert timed.limit.seconds == CAP_S, "without chunks, a step may have 16,384 tokens"
 
 
 def test_limit_recovers_after_one_stall() -> None:
-    timed = Timed(per_token=1e-3)
+    timed = TimedWorker(per_token=1e-3)
     timed.serve(2048)
     usual = timed.limit.seconds
     timed.per_token = 5e-2
@@ -115,7 +115,7 @@ def test_limit_recovers_after_one_stall() -> None:
 
 
 def test_limit_stays_at_the_watchdog_limit_when_the_first_steps_fail() -> None:
-    failing = Timed()
+    failing = TimedWorker()
     failing.executor.fail_steps |= {0, 1}
     failing.first_steps()
     assert failing.limit.seconds == CAP_S
@@ -123,63 +123,63 @@ def test_limit_stays_at_the_watchdog_limit_when_the_first_steps_fail() -> None:
 
 def test_watchdog_reports_a_hang_once_and_the_recovery() -> None:
     now = 0.0
-    told: list[str] = []
+    reports: list[str] = []
     pulse = Pulse(lambda: now)
-    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    watchdog = Watchdog(pulse, 10.0, lambda: reports.append("hang"), lambda: reports.append("recover"))
     now = 9.0
     watchdog.look()
-    assert told == []
+    assert reports == []
     now = 11.0
     watchdog.look()
     watchdog.look()
-    assert told == ["hang"]
+    assert reports == ["hang"]
     pulse.beat()
     watchdog.look()
-    assert told == ["hang", "recover"]
+    assert reports == ["hang", "recover"]
 
 
 def test_watchdog_waits_for_an_operation_until_the_deadline() -> None:
     now = 0.0
-    told: list[str] = []
+    reports: list[str] = []
     pulse = Pulse(lambda: now)
-    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    watchdog = Watchdog(pulse, 10.0, lambda: reports.append("hang"), lambda: reports.append("recover"))
     pulse.works(until=100.0)
     now = 109.0
     watchdog.look()
-    assert told == [] and pulse.age_s == 109.0, "front ends hear how long it has taken"
+    assert reports == [] and pulse.age_s == 109.0, "load reports have the time of the operation"
     now = 111.0
     watchdog.look()
-    assert told == ["hang"]
+    assert reports == ["hang"]
     pulse.beat()
     pulse.works(until=200.0)
     pulse.beat()
     watchdog.look()
     now = 122.0
     watchdog.look()
-    assert told == ["hang", "recover", "hang"], "what is over gives no time"
+    assert reports == ["hang", "recover", "hang"], "the deadline of an ended operation does not count"
 
 
 def test_watchdog_ignores_a_loop_that_waits_for_messages() -> None:
     now = 0.0
-    told: list[str] = []
+    reports: list[str] = []
     pulse = Pulse(lambda: now)
-    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    watchdog = Watchdog(pulse, 10.0, lambda: reports.append("hang"), lambda: reports.append("recover"))
     pulse.rest()
     now = 100.0
     watchdog.look()
-    assert told == [] and pulse.age_s == 0
+    assert reports == [] and pulse.age_s == 0
 
 
 def test_command_reports_begin_with_deadline_and_end() -> None:
-    told: list[Any] = []
+    reports: list[Any] = []
 
     def fails(*_: Any) -> None:
-        told.append("runs")
+        reports.append("runs")
         raise ValueError
 
-    commands = PendingCommands(None, None, None, Pace(), told.append)  # type: ignore[arg-type]
-    for action in (lambda *_: told.append("runs"), fails):
+    commands = PendingCommands(None, None, None, Pace(), reports.append)  # type: ignore[arg-type]
+    for action in (lambda *_: reports.append("runs"), fails):
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         commands.add(Command(Barrier.NONE, action, future, deadline=9.0), now=1.0)
         assert future.done()
-    assert told == [9.0, "runs", None] * 2
+    assert reports == [9.0, "runs", None] * 2

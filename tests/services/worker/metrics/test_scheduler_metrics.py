@@ -1,4 +1,4 @@
-"""Seconds of steps and bubbles between them (LoopCounts); times and lengths of requests by stage (RequestTimes)."""
+"""Tests of LoopCounts (seconds of steps and of bubbles) and RequestTimes (times and lengths of requests by stage)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plan_of(step: int, mode: ForwardMode, starts: tuple[int, ...] = (), num_exte
     return BatchPlan(**columns | fields)  # type: ignore[arg-type]
 
 
-class Turns:
+class SteppedWorker:
     """Metrics of a worker whose loop is stepped by the test."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Turns:
 
 
 def test_seconds_of_steps_and_bubbles_are_counted() -> None:
-    at = Turns()
+    at = SteppedWorker()
     at.step(plan_of(1, ForwardMode.EXTEND), 2.0)
     at.turn(running=1)
     at.now += 0.5
@@ -58,11 +58,11 @@ def test_seconds_of_steps_and_bubbles_are_counted() -> None:
     assert at.figure("sglang:forward_execution_seconds_total", category="decode") == 1.0
     assert at.figure("rootstock_worker_bubble_seconds_total") == 0.5
     at.now += 0.5
-    assert at.figure("sglang:fwd_occupancy") == pytest.approx(100 * 1.0 / 2.0), "since the turn"
+    assert at.figure("sglang:fwd_occupancy") == pytest.approx(100 * 1.0 / 2.0), "1 of 2 seconds since the last turn"
 
 
 def test_overlap_idleness_pauses_and_failed_steps_are_not_bubbles() -> None:
-    at = Turns()
+    at = SteppedWorker()
     first, second = plan_of(1, ForwardMode.DECODE), plan_of(2, ForwardMode.DECODE)
     at.turn(running=1)
     at.counts.planned(first)
@@ -87,7 +87,7 @@ def test_overlap_idleness_pauses_and_failed_steps_are_not_bubbles() -> None:
 
 
 def test_context_of_decode_rows_is_counted() -> None:
-    at = Turns()
+    at = SteppedWorker()
     at.step(plan_of(1, ForwardMode.MIXED, (0, 30, 9), num_extend=1), 1.0)
     at.turn(running=3)
     assert at.figure("sglang:decode_sum_seq_lens") == 30 + 9 + 2
@@ -123,6 +123,6 @@ def test_stages_and_lengths_of_requests_are_counted() -> None:
         assert (figure(f"{STAGE}_count", stage=stage), figure(f"{STAGE}_sum", stage=stage)) == (count, seconds)
     for name, tokens in (("prompt", 125), ("uncached_prompt", 45), ("generation", 3)):
         name = f"sglang:{name}_tokens_histogram"
-        assert (figure(f"{name}_count"), figure(f"{name}_sum")) == (2, tokens), "of what was answered"
+        assert (figure(f"{name}_count"), figure(f"{name}_sum")) == (2, tokens), "only completed requests count"
     assert figure("sglang:e2e_request_latency_seconds_sum") == 20.0 and figure("sglang:time_to_first_token_seconds_sum") == 4.0
     assert figure("sglang:inter_token_latency_seconds_count") == 2 and figure("sglang:queue_time_seconds_count") == 2
