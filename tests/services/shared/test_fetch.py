@@ -274,9 +274,8 @@ class TestConversion:
 
     def test_fetch_refuses_the_model_before_the_download_when_the_image_has_no_transformers(self, tmp_path: Path) -> None:
         files = {"config.json": b"{}", "qwen.tiktoken": b"", "model.safetensors": LARGE}
-        script = (
-            "import sys; sys.modules['transformers'] = None; from rootstock_llm.services.shared.fetch.__main__ import main; main(sys.argv[1:])"
-        )
+        module = "rootstock_llm.services.shared.fetch.__main__"
+        script = f"import sys; sys.modules['transformers'] = None; import {module} as fetch"
         with serve(Hub({"main": ("c1", files)})) as server:
             command = [sys.executable, "-c", f"{script}; fetch.main(sys.argv[1:])", str(tmp_path / "a"), "org/a"]
             environment = {**ENVIRONMENT, "HF_ENDPOINT": server.url}

@@ -113,6 +113,8 @@ def test_refusal_of_a_newer_worker_keeps_the_field(shared: System) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_value_outside_of_the_message_type_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This happens if the check of the field has a fault."""
-    monkeypatch.setattr("rootstock_llm.services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0})
+    monkeypatch.setattr(
+        "rootstock_llm.services.gateway.api.generation_params.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0}
+    )
     answer = shared.post(path, {**BODIES[path], "logit_bias": {"1": 1}})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_value"

@@ -1,4 +1,4 @@
-"""Detection of lost services with real sockets.
+"""Tests of the detection of lost services with real sockets.
 
 A socket with a full backlog answers no packet, like a machine without power.
 """
