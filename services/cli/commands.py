@@ -28,7 +28,7 @@ exit status:
   3    the server cannot be reached
   4    an answer was cut off in the middle
   130  Ctrl-C
-  141  the reader of the output has ended"""
+  141  the program that reads the output has ended"""
 
 NO_FLAGS: Mapping[str, Any] = {"prefix_chars": "\0", "add_help": False}  # no word begins with NUL, so each is an argument
 

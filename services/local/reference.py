@@ -21,7 +21,7 @@ HEAD = """# Configuration
 
 This page lists every setting of every process. `make docs` writes it from the classes that read the settings. A flag precedes the
 environment, the environment precedes the file of `--config`, and the file precedes the default.
-`.venv/bin/python -m services.NAME --help` prints the same list.
+`.venv/bin/python -m rootstock_llm.services.NAME --help` prints the same list.
 
 The file is a flat YAML mapping. A key is the name of a setting of that process, as `max-body-bytes` or `max_body_bytes`. A value
 is read like the environment's text, so `1.10` stays `1.10`. If commas separate the values of a setting, the file may have a

@@ -60,7 +60,9 @@ class LocalSettings(BaseSettings):
         " batches are not stored.",
     )
     log_dir: str = Field("build/run", description="Folder for the processes' logs; one folder below it for each gateway port.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level in those logs.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe level in the processes' logs."
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds until every process must be ready.")
 
     @model_validator(mode="after")

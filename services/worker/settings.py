@@ -37,7 +37,7 @@ class WorkerSettings(ServiceSettings):
     worker_id: str = Field("", description="Name of this worker in logs and metrics. Empty: host name and port.")
     redis_url: str = Field("", description="URL of the prefix index's Redis, e.g. redis://127.0.0.1:6379/0. Empty: no index.")
     pod_name: str = Field("", description="This worker's pod. Its deletion cost follows the load. Empty: no pod.")
-    pod_namespace: str = Field("", description="Namespace of the pod.")
+    pod_namespace: str = Field("", description="Namespace of the pod that pod_name names.")
     executor: Literal["auto", "cpu", "cuda", "fake"] = Field(
         "auto", description="Executor of the steps. auto: cuda if there is a GPU, else cpu. `fake` needs no model weights."
     )
@@ -127,7 +127,7 @@ class WorkerSettings(ServiceSettings):
     grammar_burst_ms: float = Field(
         50.0,
         gt=0,
-        description="CPU time in ms by which a grammar may exceed that average in total. It is refused the second time.",
+        description="CPU time in ms by which a grammar may exceed grammar_step_ms in total. At the second excess, it is refused.",
     )
     grammar_fill_ms: float = Field(20.0, gt=0, description="Largest CPU time of all grammar masks of a step in ms.")
     grammar_mask_threads: int = Field(
@@ -142,7 +142,7 @@ class WorkerSettings(ServiceSettings):
     speculative_draft_model_path: str = Field(
         "",
         description="Folder of the draft model, of the eagle3 head or of the mtp layer, with safetensors. Empty: a folder next to"
-        " the model's with the algorithm after its name (models/demo-eagle3), if it exists. Without one, mtp uses the model's.",
+        " the model's with the algorithm after its name (models/demo-eagle3); if none exists, mtp uses the model's own layer.",
     )
     speculative_adaptive: bool = Field(
         True, description="Choose the number of draft tokens by step times and acceptance. If off, it is always the largest."
@@ -157,7 +157,8 @@ class WorkerSettings(ServiceSettings):
         10_000_000,
         ge=1,
         le=1 << 26,
-        description="Largest number of tokens of that file, each of which takes 8 bytes of memory. A longer file is refused.",
+        description="Largest number of tokens of the external corpus, which takes 8 bytes of memory per token. A longer file is"
+        " refused.",
     )
     enable_hierarchical_cache: bool = Field(
         False, description="Copy KV from the pool to host memory, and read it back if that is faster than computing it."
@@ -171,7 +172,8 @@ class WorkerSettings(ServiceSettings):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Largest size of one cache salt's KV in the host tier in GB. Its coldest pages go first. 0: no quota.",
+        description="Largest size of one cache salt's KV in the host tier in GB. At the limit, the salt's least recently used"
+        " pages are evicted. 0: no quota.",
     )
     hicache_write_policy: WritePolicy = Field(
         WritePolicy.WRITE_BACK,
@@ -191,7 +193,8 @@ class WorkerSettings(ServiceSettings):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Largest size of one cache salt's KV in the storage tier in GB. Its oldest pages go first. 0: no quota.",
+        description="Largest size of one cache salt's KV in the storage tier in GB. At the limit, the salt's oldest pages are"
+        " deleted. 0: no quota.",
     )
     hicache_storage_url: str = Field(
         "", description="redis:// or rediss:// URL of the shared storage. It must not be the prefix index's, which would fill up."
@@ -210,14 +213,16 @@ class WorkerSettings(ServiceSettings):
         " prefill workers; both: computes whole requests (docs/design/prefill-and-decode.md).",
     )
     disaggregation_host: str = Field("127.0.0.1", description="Address at which decode workers read a prefill worker's KV.")
-    disaggregation_port: int = Field(0, ge=0, le=65535, description="Port at that address; 0 takes a free one.")
+    disaggregation_port: int = Field(0, ge=0, le=65535, description="Port of disaggregation_host. 0: any free port.")
     disaggregation_tls_cert_file: str = Field(
         "",
-        description="PEM file of this worker's certificate for KV transfers, read again when it changes. Empty: mtls_cert_file,"
-        " or no TLS without it.",
+        description="PEM file of this worker's certificate for KV transfers, read again when it changes. Empty: mtls_cert_file is"
+        " used; if that is empty too, no TLS.",
     )
-    disaggregation_tls_key_file: str = Field("", description="PEM file of that certificate's key.")
-    disaggregation_tls_ca_file: str = Field("", description="PEM file of the authority that signs only certificates of workers.")
+    disaggregation_tls_key_file: str = Field("", description="PEM file of the key of disaggregation_tls_cert_file.")
+    disaggregation_tls_ca_file: str = Field(
+        "", description="PEM file of the authority of KV transfers, which must sign only certificates of workers."
+    )
     disaggregation_shm_dir: str = Field(
         "",
         description="Folder for sockets through which workers on one machine or in one pod read KV in shared memory instead of by"
@@ -231,8 +236,8 @@ class WorkerSettings(ServiceSettings):
     disaggregation_hold_s: float = Field(
         10.0,
         gt=0,
-        description="Seconds for which a prefill worker keeps a prompt's KV that no worker reads, and for which a decode worker"
-        " keeps the KV that it has read of a prompt whose request does not arrive.",
+        description="Seconds after which a prefill worker frees the KV of a prompt that no decode worker has read, and after"
+        " which a decode worker frees the KV that it has read for a request that does not arrive.",
     )
     enable_jump_forward: bool = Field(True, description="Add text that a grammar determines without sampling it.")
     schedule_conservativeness: float = Field(
@@ -248,7 +253,7 @@ class WorkerSettings(ServiceSettings):
         " generation_config.json, in which do_sample false means temperature 0; openai: the API's.",
     )
     preferred_sampling_params: str = Field(
-        "", description='JSON object with values that replace these defaults, e.g. {"temperature": 0.6}. Empty: none.'
+        "", description='JSON object with values that override sampling_defaults, e.g. {"temperature": 0.6}. Empty: none.'
     )
     waiting_timeout_s: float = Field(
         0.0, ge=0, description="Seconds for which a request may wait for its first step. 0: no limit."

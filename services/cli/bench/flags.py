@@ -34,17 +34,25 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--workload", choices=list(WORKLOADS), default="random")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--num-requests", type=int, help="default: 100 for random, the whole workload for the others")
-    group.add_argument("--input-len", type=int, default=spec.input_len, help="tokens (ids) or words (text); of each turn")
+    group.add_argument(
+        "--input-len", type=int, default=spec.input_len, help="length of a prompt or of a turn: token ids, or words"
+    )
     group.add_argument("--output-len", type=int, default=spec.output_len, help="max_tokens of a request")
     group.add_argument("--range-ratio", type=float, default=1.0, help="shortest length as a fraction of the longest; 1: fixed")
     group.add_argument("--token-ids", action="store_true", help="send prompts as token ids (completions only)")
-    group.add_argument("--id-min", type=int, default=spec.id_min)
-    group.add_argument("--id-max", type=int, default=spec.id_max, help="exclusive; keep below the model's special tokens")
-    group.add_argument("--groups", type=int, default=spec.groups, help="generated-shared-prefix")
-    group.add_argument("--prompts-per-group", type=int, default=spec.prompts_per_group, help="generated-shared-prefix")
-    group.add_argument("--system-len", type=int, default=spec.system_len, help="generated-shared-prefix")
-    group.add_argument("--question-len", type=int, default=spec.question_len, help="generated-shared-prefix")
-    group.add_argument("--conversations", type=int, default=spec.conversations, help="multi-turn")
+    group.add_argument("--id-min", type=int, default=spec.id_min, help="smallest random token id")
+    group.add_argument("--id-max", type=int, default=spec.id_max, help="end of the random token ids, below the special tokens")
+    group.add_argument("--groups", type=int, default=spec.groups, help="generated-shared-prefix: groups with a common prefix")
+    group.add_argument(
+        "--prompts-per-group", type=int, default=spec.prompts_per_group, help="generated-shared-prefix: prompts of a group"
+    )
+    group.add_argument(
+        "--system-len", type=int, default=spec.system_len, help="generated-shared-prefix: length of the common prefix"
+    )
+    group.add_argument(
+        "--question-len", type=int, default=spec.question_len, help="generated-shared-prefix: length after the prefix"
+    )
+    group.add_argument("--conversations", type=int, default=spec.conversations, help="multi-turn: number of conversations")
     group.add_argument("--turns", type=int, default=spec.turns, help="multi-turn: turns of each conversation")
 
 

@@ -16,7 +16,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags. The server decides about fields whose flags are not given."""
     group = parser.add_argument_group("request")
     group.add_argument("--model", help="name of the model; default: the first that the server lists")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="largest number of tokens of the answer")
     group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 takes the most likely token")
     group.add_argument("--top-p", type=float, metavar="P", help="total probability of the most likely tokens to sample from")
     group.add_argument("--seed", type=int, metavar="N", help="seed; equal requests with equal seeds sample equal tokens")

@@ -106,7 +106,7 @@ class BatchRun:
         try:
             await self._run(record)
         except FileGone:
-            await self._fail((BadLine("input_file_gone", "The input file is not there any more."),))
+            await self._fail((BadLine("input_file_gone", "The input file does not exist any more."),))
 
     async def _run(self, record: BatchRecord) -> None:
         if record.status is BatchStatus.VALIDATING:

@@ -72,7 +72,9 @@ class GatewaySettings(ServiceSettings):
     )
     batch_lines_each: int = Field(16, ge=1, description="Lines of one batch that are computed at once.")
     batch_lines_beside: int = Field(
-        1, ge=0, description="Batch lines at once while the gateway has other requests, and for 5 s after the last one."
+        1,
+        ge=0,
+        description="Batch lines that this gateway computes at once while it has other requests, and for 5 s after the last one.",
     )
     batch_lease_s: float = Field(
         15.0, ge=3, description="Seconds without a lease renewal after which another gateway continues a batch."

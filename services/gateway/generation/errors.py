@@ -29,7 +29,7 @@ class ErrorCode:
 
 
 _WAIT = "Send the request again after `Retry-After`."
-_CORRECT = "Correct the request; the same one fails again."
+_CORRECT = "Correct the request; without a change it fails again."
 _LATER = "Send the request again."
 # Every code that an ApiError has.
 CODES: Mapping[str, ErrorCode] = MappingProxyType(
@@ -39,99 +39,113 @@ CODES: Mapping[str, ErrorCode] = MappingProxyType(
         ),
         "api_key_expired": ErrorCode((401,), "The API key has expired.", "Ask the operator for a new key."),
         "api_key_not_here": ErrorCode((503,), "This gateway does not know the API key yet.", _WAIT),
-        "background_full": ErrorCode((429,), "The API key has too many responses in the background.", "Wait until one is over."),
+        "background_full": ErrorCode(
+            (429,), "The API key has too many unfinished background responses.", "Wait until one has ended."
+        ),
         "bad_http": ErrorCode(
             (400,), "The bytes on the connection are not HTTP/1.1.", "Correct the client; the connection is closed."
         ),
-        "batch_not_cancellable": ErrorCode((409,), "The batch is over.", "Read its result."),
+        "batch_not_cancellable": ErrorCode((409,), "The batch has ended.", "Read its result."),
         "batch_not_found": ErrorCode((404,), "No batch has this id, or it has expired.", "Create it again."),
-        "being_cancelled": ErrorCode((503,), "A cancelled response is not over yet.", _WAIT),
+        "being_cancelled": ErrorCode((503,), "The response was cancelled, but its generation has not ended yet.", _WAIT),
         "body_budget": ErrorCode((503,), "No memory for the body was free within `--body-wait-s`.", _WAIT),
-        "cancelled": ErrorCode((503,), "A worker has cancelled the request.", _WAIT),
+        "cancelled": ErrorCode((503,), "A worker cancelled the request.", _WAIT),
         "context_length_exceeded": ErrorCode(
             (400,), "The prompt does not fit the context.", "Shorten it, or ask for fewer tokens."
         ),
-        "conversation_locked": ErrorCode((409,), "Other requests change the conversation all the time.", _LATER),
+        "conversation_locked": ErrorCode((409,), "Other requests changed the conversation at every attempt.", _LATER),
         "conversation_not_found": ErrorCode((404,), "No conversation has this id, or it has expired.", "Create it again."),
-        "file_in_use": ErrorCode((409,), "A batch that is not over reads the file.", "Wait for the batch, or cancel it."),
+        "file_in_use": ErrorCode((409,), "An unfinished batch uses the file.", "Wait for the batch, or cancel it."),
         "file_not_found": ErrorCode((404,), "No file has this id, or it has expired.", "Upload it again."),
-        "file_too_large": ErrorCode((413,), "The file is larger than `--max-file-bytes`.", "Split it."),
+        "file_too_large": ErrorCode((413,), "The file is larger than `--max-file-bytes`.", "Split the file."),
         "forbidden": ErrorCode((403,), "Only operators may do this.", "Use the admin port, with its token."),
-        "head_too_large": ErrorCode((431,), "The head of the request is larger than 64 KiB.", "Send fewer or shorter headers."),
+        "head_too_large": ErrorCode(
+            (431,), "The request line and the headers are larger than 64 KiB.", "Send fewer or shorter headers."
+        ),
         "internal_error": ErrorCode(
-            (500,), "The server has a fault.", "Send the request again; if it fails again, report its `x-request-id`."
+            (500,), "An internal error occurred.", "Send the request again; if it fails again, report its `x-request-id`."
         ),
         "invalid_api_key": ErrorCode((401,), "The API key is missing, unknown or not valid.", "Send a valid key."),
         "invalid_encrypted_content": ErrorCode((400,), "`encrypted_content` is not from this server.", "Leave the field out."),
         "invalid_form": ErrorCode((400,), "The body is not the form of an upload.", _CORRECT),
         "invalid_json": ErrorCode((400,), "The body is not JSON; the message gives line, column and reason.", _CORRECT),
-        "invalid_token": ErrorCode((401,), "The admin port did not get its token.", "Send `Authorization: Bearer TOKEN`."),
+        "invalid_token": ErrorCode(
+            (401,), "The request to the admin port has no valid token.", "Send `Authorization: Bearer TOKEN`."
+        ),
         "invalid_value": ErrorCode((400,), "A field has a wrong type or value; `param` names it.", _CORRECT),
         "item_not_found": ErrorCode((404,), "No item has this id.", "List the items."),
         "lease_lost": ErrorCode((503,), "Another gateway continues the background response.", "None; the response continues."),
-        "method_not_allowed": ErrorCode((405,), "The path does not take this method; `Allow` lists the others.", _CORRECT),
+        "method_not_allowed": ErrorCode(
+            (405,), "The path does not support this method; `Allow` lists the supported methods.", _CORRECT
+        ),
         "missing_required_parameter": ErrorCode((400,), "A required field is missing; `param` names it.", _CORRECT),
-        "model_not_allowed": ErrorCode((403,), "The API key may not use this model.", "Take a name that `/v1/models` lists."),
-        "model_not_found": ErrorCode((404,), "No model has this name.", "Take a name that `/v1/models` lists."),
-        "model_replaced": ErrorCode((503,), "The model is being replaced by another one.", _WAIT),
+        "model_not_allowed": ErrorCode((403,), "The API key may not use this model.", "Use a name that `/v1/models` lists."),
+        "model_not_found": ErrorCode((404,), "No model has this name.", "Use a name that `/v1/models` lists."),
+        "model_replaced": ErrorCode((503,), "The model is being replaced by another model.", _WAIT),
         "no_store": ErrorCode(
             (400,),
-            "The server has no store, so that nothing is kept.",
+            "The server has no store for responses, files and batches.",
             "Send the whole history, or ask the operator for a store.",
         ),
-        "no_worker": ErrorCode((503,), "No worker of the model is connected, or none that serves scores.", _WAIT),
-        "not_found": ErrorCode((404,), "The path does not exist, or nothing has this id.", _CORRECT),
+        "no_worker": ErrorCode((503,), "No worker of the model is connected, or no connected worker supports scores.", _WAIT),
+        "not_found": ErrorCode((404,), "The path does not exist, or no object has this id.", _CORRECT),
         "out_of_memory": ErrorCode(
-            (400,), "The request alone does not fit the KV pool.", "Shorten the prompt, or ask for fewer tokens."
+            (400,), "The request is larger than the KV pool of a worker.", "Shorten the prompt, or ask for fewer tokens."
         ),
         "paused": ErrorCode((503,), "An operator has paused all workers of the model.", _WAIT),
         "previous_response_failed": ErrorCode(
-            (400,), "The response that this one follows has failed.", "Follow an earlier response."
+            (400,), "The response that `previous_response_id` names has failed.", "Name an earlier response."
         ),
         "previous_response_not_finished": ErrorCode(
-            (400,), "The response that this one follows is not over.", "Wait for it, or cancel it."
+            (400,), "The response that `previous_response_id` names has not ended.", "Wait for it, or cancel it."
         ),
         "previous_response_not_found": ErrorCode(
-            (404,), "The response that this one follows is not kept.", "Send the whole history."
+            (404,), "The response that `previous_response_id` names is not stored.", "Send the whole history."
         ),
         "queue_full": ErrorCode((503,), "Too many requests are open or wait for a worker.", _WAIT),
         "queue_timeout": ErrorCode((503,), "No worker took the request within `--queue-timeout-s`.", _WAIT),
         "rate_limit_exceeded": ErrorCode((429,), "A limit of the API key is reached.", _WAIT),
-        "request_too_large": ErrorCode((413,), "The body, or a text in it, is too large.", "Send less."),
+        "request_too_large": ErrorCode((413,), "The body, or a text in it, is too large.", "Send a smaller request."),
         "response_not_found": ErrorCode((404,), "No response has this id, or it has expired.", "Create it again."),
-        "response_too_large": ErrorCode((400,), "The response is larger than the store keeps.", "Ask for fewer tokens."),
-        "service_unavailable": ErrorCode((503,), "A service that the request needs has no capacity or is not there.", _WAIT),
+        "response_too_large": ErrorCode((400,), "The response is larger than the store allows.", "Ask for fewer tokens."),
+        "service_unavailable": ErrorCode(
+            (503,), "A service that the request needs has no free capacity or is not connected.", _WAIT
+        ),
         "session_not_found": ErrorCode((404,), "No session has this id, or it has ended.", "Open a session."),
         "session_refused": ErrorCode(
-            (400,), "The worker cannot open the session.", "Close other sessions, or ask for less capacity."
+            (400,), "The worker cannot open the session.", "Close other sessions, or request a smaller capacity."
         ),
         "session_unavailable": ErrorCode(
-            (503,), "The worker of the session is away, or has new weights.", "Open a session at another worker."
+            (503,), "The worker of the session is not connected, or has new weights.", "Open a new session."
         ),
-        "shutting_down": ErrorCode((503,), "This gateway stops.", _WAIT),
-        "store_full": ErrorCode((400, 429), "The API key may keep no more in the store.", "Delete what is not needed."),
+        "shutting_down": ErrorCode((503,), "This gateway is stopping.", _WAIT),
+        "store_full": ErrorCode((400, 429), "The API key has reached its limit in the store.", "Delete stored objects."),
         "store_unavailable": ErrorCode((503,), "The store cannot be reached.", _WAIT),
-        "stream_expired": ErrorCode((400,), "The events of the response are not kept any more.", "Ask for it without `stream`."),
-        "streams_full": ErrorCode((429,), "The API key follows too many responses.", "Wait until a stream ends."),
+        "stream_expired": ErrorCode(
+            (400,), "The events of the response are no longer stored.", "Read the response without `stream`."
+        ),
+        "streams_full": ErrorCode(
+            (429,), "The API key has too many streams of background responses.", "Wait until a stream ends."
+        ),
         "timeout": ErrorCode(
             (408, 504),
-            "408: head or body did not arrive in time. 504: the deadline has passed.",
+            "408: the headers or the body did not arrive in time. 504: the request took too long.",
             "Send it again, or ask for fewer tokens.",
         ),
-        "too_many_connections": ErrorCode((503,), "The gateway has as many connections as it can.", _WAIT),
+        "too_many_connections": ErrorCode((503,), "The gateway has its largest number of connections.", _WAIT),
         "unsupported_endpoint": ErrorCode((400,), "The path is not served yet.", "Use the path that the message names."),
         "unsupported_model": ErrorCode(
-            (400,), "The model cannot do this: some give only vectors, some none.", "Ask another model."
+            (400,), "The model does not support this: it generates no text, or returns no vectors.", "Use another model."
         ),
-        "unsupported_operation": ErrorCode((400,), "The response is not in the background.", _CORRECT),
+        "unsupported_operation": ErrorCode((400,), "The response is not a background response.", _CORRECT),
         "unsupported_parameter": ErrorCode(
-            (400,), "This server does not serve the field or its value; `param` names it.", "Leave the field out."
+            (400,), "This server does not support the field or its value; `param` names it.", "Leave the field out."
         ),
         "weights_not_served": ErrorCode(
-            (503,), "No worker has the weights with which the answer began.", "Send the request again for a new answer."
+            (503,), "No worker has the weights with which the response began.", "Send the request again for a new response."
         ),
-        "worker_lost": ErrorCode((503,), "The worker was lost, and no other one could go on.", _WAIT),
-        "worker_not_found": ErrorCode((404,), "Admin port: no worker has this name.", "Take a name that the message lists."),
+        "worker_lost": ErrorCode((503,), "The worker was lost, and no other worker could continue.", _WAIT),
+        "worker_not_found": ErrorCode((404,), "Admin port: no worker has this name.", "Use a name that the message lists."),
         "worker_unknown": ErrorCode(
             (409,), "Admin port: this gateway does not know the id of the worker yet.", "Name the worker by its id."
         ),
@@ -146,18 +160,18 @@ BATCH_CODES: Mapping[str, ErrorCode] = MappingProxyType(
         "batch_expired": ErrorCode(
             (), "The completion window ended before the line was executed.", "Send the line in another batch."
         ),
-        "duplicate_custom_id": ErrorCode((), "Two lines have one `custom_id`.", "Correct the file."),
+        "duplicate_custom_id": ErrorCode((), "Two lines have the same `custom_id`.", "Correct the file."),
         "empty_file": ErrorCode((), "The file has no lines.", "Correct the file."),
-        "input_file_gone": ErrorCode((), "The input file is not there any more.", "Upload it again."),
+        "input_file_gone": ErrorCode((), "The input file does not exist any more.", "Upload it again."),
         "invalid_body": ErrorCode((), "`body` is not an object.", "Correct the file."),
         "invalid_custom_id": ErrorCode((), "`custom_id` is not a string of the allowed length.", "Correct the file."),
         "invalid_json_line": ErrorCode((), "The line is not a JSON object.", "Correct the file."),
         "invalid_method": ErrorCode((), "`method` is not POST.", "Correct the file."),
-        "line_too_large": ErrorCode((), "The line is too long.", "Shorten it."),
+        "line_too_large": ErrorCode((), "The line is larger than 4 MiB.", "Shorten it."),
         "mismatched_endpoint": ErrorCode((), "`url` is not the endpoint of the batch.", "Correct the file."),
-        "result_too_large": ErrorCode((), "The answer is larger than the store keeps.", "Ask for fewer tokens."),
+        "result_too_large": ErrorCode((), "The response of the line is larger than 8 MiB.", "Ask for fewer tokens."),
         "server_error": ErrorCode((), "The line could not be executed.", "Send the line in another batch."),
-        "store_full": ErrorCode((), "The API key may keep no more in the store.", "Delete what is not needed."),
+        "store_full": ErrorCode((), "The API key has reached its limit in the store.", "Delete stored objects."),
         "too_many_lines": ErrorCode((), "The file has more lines than `--max-batch-lines`.", "Split the file."),
     }
 )
