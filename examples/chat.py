@@ -1,4 +1,4 @@
-"""Streams the answer of a chat model with OpenAI's client: python examples/chat.py ["QUESTION"]"""
+"""Streams a chat completion with OpenAI's client. Usage: python examples/chat.py ["QUESTION"]"""
 
 import os
 import sys

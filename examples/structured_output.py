@@ -1,4 +1,4 @@
-"""Asks for JSON of a given schema with OpenAI's client, and parses the answer into a pydantic model."""
+"""Requests JSON of a given schema with OpenAI's client, and parses the completion into a pydantic model."""
 
 import os
 
