@@ -120,7 +120,7 @@ class TestRefusals:
         ("turn", "word"),
         [
             (SessionTurn("t"), "not open"),
-            (SessionTurn("s", "r7"), "not there"),
+            (SessionTurn("s", "r7"), "not exist"),
             (SessionTurn("s", "r1"), "still running"),
         ],
         ids=["no such session", "no such turn", "an unfinished turn"],
@@ -183,7 +183,7 @@ class TestRefusals:
 
     def test_session_name_can_be_open_once(self) -> None:
         engine = opened()
-        assert "is open" in engine.core.open_session("s", 0, 0.0, 0.0)
+        assert "already open" in engine.core.open_session("s", 0, 0.0, 0.0)
         assert not engine.core.close_session("t")
 
 
@@ -245,7 +245,7 @@ class TestLifetime:
         engine.drain()
         assert kept == (engine.finishes[4].reason is FinishReason.LENGTH)
         if not kept:
-            assert refused(engine, 4) == "turn r2 of the session is not there"
+            assert refused(engine, 4) == "turn r2 of the session does not exist"
 
     def test_turn_keeps_a_replaced_parent_when_the_name_is_reused(self) -> None:
         engine = opened()

@@ -1,6 +1,6 @@
 """The operators' calls on the scheduler, and the settings that may change at run time.
 
-A setting may not change if it sizes a pool or if cached pages depend on it.
+Settings that size a pool, and settings on which cached pages depend, may not change.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _KINDS: Mapping[type, str] = {bool: "true or false", int: "an integer", float: "
 COUNT = Range()
 POSITIVE = Range(above=True)
 
-# Ranges of the settings that may change, by name, or None if the setting is not a number. The worker's flags of these names have
-# the same ranges.
+# The settings that may change, each with its range, or None if it is not a number. The worker's flags of the same names have the
+# same ranges.
 RANGES: Mapping[str, Range | None] = {
     "schedule_policy": None,
     "lpm_fallback_threshold": COUNT,
     "priority_preemption_threshold": COUNT,
     "schedule_conservativeness": POSITIVE,
-    "max_running_requests": Range(1),  # at most the number at the start
+    "max_running_requests": Range(1),  # at most the value at the worker's start, which _retuned() checks
     "max_queued_requests": COUNT,
     "max_prefill_tokens": Range(1),
     "chunked_prefill_size": Range(UNCHUNKED),
@@ -86,14 +86,14 @@ class SchedulerControl:
 
     @property
     def revision(self) -> str:
-        """Revision of the weights that steps compute with; empty if the weights have none."""
+        """Revision of the weights with which steps are computed; empty if the weights have no revision."""
         return self._scheduler.revision
 
     def stats(self) -> StepStats:
         return self._scheduler.stats()
 
     def close(self, reason: str) -> None:
-        """Refuses new requests from now on. `reason` is the message to their clients."""
+        """Refuses new requests until reopen(). `reason` is the message to their clients."""
         self._scheduler.closed = reason
 
     def reopen(self) -> None:
@@ -101,7 +101,7 @@ class SchedulerControl:
         self._scheduler.closed = ""
 
     def pause(self, mode: PauseMode, now: float) -> None:
-        """Stops planning until resume(). The step in flight must still be committed."""
+        """Stops planning steps until resume(). The caller still commits the step in flight."""
         scheduler = self._scheduler
         scheduler.paused = True
         if mode is PauseMode.ABORT:
@@ -115,7 +115,7 @@ class SchedulerControl:
         self._scheduler.paused = False
 
     def flush_cache(self) -> int:
-        """Forgets every cached prefix without a running user. Returns the number of freed pages."""
+        """Forgets the cached prefixes that no request, reservation or operation uses. Returns the number of freed pages."""
         scheduler = self._scheduler
         scheduler.reservations.end_all()
         if scheduler.tiers is not None:
@@ -126,21 +126,21 @@ class SchedulerControl:
         return num_pages
 
     def flush_tiers(self, tiers: Sequence[Tier]) -> int:
-        """Forgets the pages of the given tiers below the device. Returns the number of pages."""
+        """Forgets the pages of the given tiers below the device. Returns the number of forgotten pages."""
         return 0 if self._scheduler.tiers is None else self._scheduler.tiers.clear(tiers)
 
     def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
         """Forgets the pages of one cache salt in the given tiers.
 
-        Requests that use such pages on the device keep them until they end. No other request finds these pages, and they are
-        copied to no tier.
+        Requests that use such pages on the device continue to use them until they end. No later request finds these pages, and
+        they are not copied to another tier.
 
         Args:
             salt: the cache salt; empty for pages without a salt.
-            tiers: the tiers to search.
+            tiers: the tiers whose pages are forgotten.
 
         Returns:
-            The number of pages in the device and host tiers.
+            The number of forgotten pages in the device and host tiers.
         """
         scheduler, pages = self._scheduler, 0
         if Tier.DEVICE in tiers:
@@ -149,7 +149,7 @@ class SchedulerControl:
         return pages if scheduler.tiers is None else pages + scheduler.tiers.forget_salt(salt, tiers)
 
     def _retire(self, salt: str, number: int) -> int:
-        """Hides the device pages of a salt from new requests and frees the unused ones. Returns the number of freed pages."""
+        """Hides the device pages of a salt from new requests, and frees the unused pages. Returns the number of freed pages."""
         scheduler, tree = self._scheduler, self._scheduler.memory.tree
         mine = [request for request in scheduler.queues.by_key.values() if _is_of(request.namespace, salt)]
         names = dict.fromkeys([name for name in tree.names() if _is_of(name, salt)] + [request.namespace for request in mine])
@@ -163,16 +163,16 @@ class SchedulerControl:
         return scheduler.memory.forget_retired()
 
     def storage_tag(self, salt: str) -> bytes | None:
-        """Returns the tag of a salt's pages in a storage, or None without tiers."""
+        """Returns the tag of a salt's pages in a storage, or None if the worker has no tiers below the device."""
         return None if self._scheduler.tiers is None else self._scheduler.tiers.tag(salt)
 
     def reset_memory(self) -> None:
         """Forgets every device page and every session, because the content of the pool is lost.
 
-        The scheduler must be idle and settled, without a step in flight.
+        The scheduler must be idle and settled, and no step may be in flight.
         """
         scheduler = self._scheduler
-        assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0, "nothing uses the memory"
+        assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0, "no request, operation or step uses the memory"
         scheduler.sessions.close_all(scheduler.memory)
         scheduler.reservations.end_all()
         if scheduler.tiers is not None:
@@ -182,7 +182,7 @@ class SchedulerControl:
             scheduler.events.cleared()
 
     def replace_weights(self, revision: str) -> None:
-        """Sets the weights of all later steps and forgets the KV of the old weights.
+        """Sets the revision of all later steps and forgets the KV of the old weights.
 
         The conditions are those of reset_memory().
         """
@@ -201,7 +201,7 @@ class SchedulerControl:
         """Changes settings from the next plan on.
 
         Raises:
-            ValueError: names the invalid field. No setting has changed.
+            ValueError: a setting is unknown or its value is invalid; the message names it. Then no setting changes.
         """
         scheduler, planner = self._scheduler, self._scheduler.planner
         changes = dict(changes)
@@ -220,7 +220,7 @@ class SchedulerControl:
         return self._scheduler.trace.of(request_id)
 
     def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """Returns the number of all events since the start, and the events after the first `count` that are in the ring."""
+        """Returns the number of events since the start, and the events after the first `count` that are still in the ring."""
         return self._scheduler.trace.since(count)
 
     def self_check(self) -> list[str]:
@@ -232,7 +232,7 @@ class SchedulerControl:
         found = violations(scheduler.queues, memory, scheduler.sessions, scheduler.tiers)
         if scheduler.idle and scheduler.flight_step < 0:
             if memory.num_leased:
-                found.append(f"{memory.num_leased} pages are leased by nobody")
+                found.append(f"{memory.num_leased} pages are leased although no request runs")
             if found and scheduler.settled:
                 self.reset_memory()
         return found
@@ -242,15 +242,15 @@ def _retuned(config: SchedulerConfig, changes: Mapping[str, Tunable], num_slots:
     """Returns the configuration with the changes.
 
     Raises:
-        ValueError: names the field that is unknown, of the wrong type or out of range.
+        ValueError: a setting is unknown, has the wrong type or is out of range; the message names it.
     """
     values = {name: _checked(config, name, value) for name, value in changes.items()}
     if config.whole_prompts and (cutting := {"chunked_prefill_size", "enable_mixed_chunk", "max_prefill_tokens"} & set(values)):
-        raise ValueError(f"{min(cutting)}: this model needs each prompt whole, in one step")
+        raise ValueError(f"{min(cutting)}: this model computes each prompt in one step; no setting may cut prompts")
     if values.get("chunked_prefill_size") == UNCHUNKED:
         values["chunked_prefill_size"] = 0
     if int(values.get("max_running_requests", 1)) > num_slots:
-        raise ValueError(f"max_running_requests: must be within 1 and {num_slots}, the number it started with")
+        raise ValueError(f"max_running_requests: must be within 1 and {num_slots}, its value at the worker's start")
     if "schedule_policy" in values:
         values["schedule_policy"] = SchedulePolicy(str(values["schedule_policy"]))
     return dataclasses.replace(config, **values)  # type: ignore[arg-type]
@@ -265,7 +265,7 @@ def _plain(value: object) -> Tunable:
 
 def _checked(config: SchedulerConfig, name: str, value: Tunable) -> Tunable:
     if name not in RANGES:
-        raise ValueError(f"{name}: cannot be changed while the worker runs; these can: {', '.join(RANGES)}")
+        raise ValueError(f"{name}: cannot be changed while the worker runs. These settings can: {', '.join(RANGES)}")
     old = getattr(config, name)
     if isinstance(old, enum.Enum):
         try:

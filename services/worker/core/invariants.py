@@ -1,4 +1,4 @@
-"""The invariants between any two calls of the scheduler. Tests check them after every step, an idle worker checks them too."""
+"""The invariants that hold between two calls of the scheduler. Tests check them after every step, and idle workers check them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _page_states(queues: RequestQueues, memory: KVMemory) -> list[str]:
             np.add.at(owners, memory.slots.page_table[slot, shared:have], 1)
     out = []
     if (owners == 0).any():
-        out.append(f"{int((owners == 0).sum())} pages leaked")
+        out.append(f"{int((owners == 0).sum())} pages have no owner")
     if (owners > 1).any():
         out.append(f"{int((owners > 1).sum())} pages have two owners")
     return out
@@ -52,16 +52,16 @@ def _leases(queues: RequestQueues, memory: KVMemory) -> list[str]:
     out = []
     slots = [r.kv.lease.slot for r in queues.by_key.values() if r.kv.lease is not None]
     if len(set(slots)) != len(slots):
-        out.append("two requests hold one slot")
+        out.append("two requests have the same slot")
     if len(slots) + memory.slots.num_free != len(memory.slots.num_pages):
-        out.append("slots leaked")
+        out.append("the number of leased slots is not that of the running requests")
     running = queues.running()
     for request in queues.by_key.values():
         holds = request.kv.lease is not None
         if holds != (request.phase in (Phase.EXTEND, Phase.DECODE)) or holds != any(request is r for r in running):
             out.append(f"request {request.request_id} in {request.phase.name}: lease and queues disagree")
     if len(running) + queues.num_waiting != len(queues.by_key):
-        out.append("a request stands in no queue, or in two")
+        out.append("a request is in no queue or in two queues")
     if queues.waiting_tokens != sum(r.queued_tokens for r in queues.by_key.values() if r.kv.lease is None):
         out.append("the queues miscount their tokens")
     for slot in slots:
@@ -81,7 +81,7 @@ def _held(queues: RequestQueues) -> list[str]:
     for request in held:
         kept.setdefault(request.rank, HeldCapacity()).add(1, request.held)
     if kept != queue.kept_by_rank():
-        out.append("the queue miscounts what is kept for held requests")
+        out.append("the queue miscounts the slots and the KV set aside for held requests")
     return out
 
 
@@ -92,9 +92,9 @@ def _shares(queues: RequestQueues) -> list[str]:
     if Counter(request.payer for request in pending) != queues.shares.pending():
         out.append("flows miscount their requests")
     if any((request.flow is not None) != (request in pending) for request in queues.by_key.values()):
-        out.append("a request is in a flow without prompt tokens to be planned, or the other way about")
+        out.append("the requests in flows are not those with prompt tokens to plan")
     if queues.shares.num_flows != len(queues.shares.pending()):
-        out.append("flows are miscounted")
+        out.append("the number of flows is wrong")
     return out
 
 
@@ -107,7 +107,7 @@ def _tree(memory: KVMemory) -> list[str]:
     if sum(len(n.pages) for n in nodes) != tree.num_pages:
         out.append("the tree miscounts its pages")
     if sum(len(n.pages) for n in nodes if n.lock_ref == 0) != tree.num_evictable:
-        out.append("the tree miscounts what is evictable")
+        out.append("the tree miscounts its evictable pages")
     below: Counter[TreeNode] = Counter()
     for node in nodes:
         if node.parent is not None:
@@ -120,9 +120,9 @@ def _tree(memory: KVMemory) -> list[str]:
         if node.gone:
             out.append("an evicted node is in the tree")
         if node.depth != parent.depth + len(node.pages):
-            out.append("a node's depth is off")
+            out.append("a node's depth is wrong")
         if not node.pages.size:
-            out.append("an empty node")
+            out.append("a node has no pages")
     return out
 
 
@@ -143,19 +143,19 @@ def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -
     if sessions.num_tokens != sessions.count_tokens():
         out.append("the sessions miscount their tokens")
     if sessions.overfull():
-        out.append("a session holds more than its capacity")
+        out.append("a session has more tokens than its capacity")
     return out
 
 
 def _tiers(queues: RequestQueues, memory: KVMemory, tiers: OtherTiers | None) -> list[str]:
     """Checks that operations own the quarantined pages, and that the requests waiting for an import are gated."""
     if tiers is None:
-        return ["pages are quarantined by nobody"] if memory.quarantined else []
+        return ["pages are quarantined although there are no tiers"] if memory.quarantined else []
     out = tiers.violations()
     if len(memory.quarantined) != tiers.num_quarantined:
-        out.append("the quarantined pages are not those of the operations under way")
+        out.append("the quarantined pages are not those of the running operations")
     if set(queues.importing) != tiers.waiting():
-        out.append("who waits for an import is not gated, or the other way about")
+        out.append("the requests that wait for imports are not those of the queue `importing`")
     if any(request.phase is not Phase.GATED for request in queues.importing.values()):
-        out.append("a request waits for an import beside its gate")
+        out.append("a request waits for an import and is in the grammar gate")
     return out

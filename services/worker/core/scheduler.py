@@ -1,8 +1,8 @@
 """The scheduler core. It takes messages and step results, and returns plans and outputs.
 
-It is pure: no clock, no I/O, no threads, no tensors. One caller calls it in this order per turn: messages, plan, launch, commit
-of the previous step. At most one step is uncommitted when a plan is made. The same calls give the same plans.
-docs/design/scheduler.md has the rules.
+It has no clock, no I/O, no threads and no tensors, so that the same calls give the same plans. One caller, the loop, calls it in
+each turn: with messages, for a plan, and after the launch of the plan with the result of the previous step. At most one step is
+uncommitted when a plan is made. docs/design/scheduler.md has the rules.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Scheduler:
             rules: text functions for stop rules.
             book: compiled grammars; None if the worker offers no structured output.
             events: log of cached blocks; None if no prefix index reads it.
-            revision: revision of the weights; empty if they have none.
-            keys: maker of page keys; None if the worker has no other tiers.
+            revision: revision of the weights; empty if the weights have no revision.
+            keys: maker of page keys; None if the worker has no tiers below the device.
         """
         others = config.host_pages > 0 or config.reads_peers
-        assert keys is not None or not others, "pages of other tiers have keys"
+        assert keys is not None or not others, "a worker with tiers has page keys"
         self.tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys, events, revision)
         self.config = config
         self.events = events
@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Whether no operation reads or writes device pages, so that these may be reset."""
+        """Whether no operation reads or writes device pages, so that the pages may be reset."""
         return self.tiers is None or not self.tiers.num_running
 
     @property
@@ -158,9 +158,9 @@ class Scheduler:
         self._begin_waiting(request, now)
 
     def prefetch(self, message: Prefetch, now: float) -> None:
-        """Reads pages of another worker for a request that will arrive with the message's handle, if reading pays.
+        """Begins to read pages of a prefill worker for a request that will arrive later, if reading is faster than computing.
 
-        The message is a hint: it is ignored if it is for other weights or if the handle is in use.
+        The message is a hint: it is ignored if it is for other weights or if a request has its handle already.
         """
         is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.queues.by_key
         if self.tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
@@ -170,7 +170,7 @@ class Scheduler:
         self.tiers.prefetches.begin((message.peer, message.handle), wanted, self.memory, now)
 
     def prefetch_more(self, peer: int, ready: PagesReady, now: float) -> None:
-        """Reads further pages of a prompt that prefetch() was called for. Ignored if that prefetch has ended."""
+        """Begins to read further pages for a prefetch. Ignored if the prefetch has ended."""
         if self.tiers is not None and self.begins_copies:
             asker = peer, ready.handle
             self.tiers.prefetches.more(asker, ready.room, ready.num_pages, self.memory, now)
@@ -178,8 +178,8 @@ class Scheduler:
     def abort(self, peer: int, handle: int, now: float) -> None:
         """Ends a request in any phase and frees its memory.
 
-        If the handle is unknown, the request has ended or has not arrived. In both cases, its reservation and its prefetched
-        pages are released.
+        If no request has this handle, the request has ended or has not arrived. Then its reservation and its prefetched pages are
+        released.
         """
         request = self.queues.by_key.get((peer, handle))
         if request is not None:
@@ -203,13 +203,13 @@ class Scheduler:
             self.lifecycle.end(request, CANCELLED, now)
 
     def end_all(self, message: str, now: float) -> None:
-        """Ends every request, because the worker stops."""
+        """Ends every request with the error `message`, because the worker stops."""
         ending = Finish(FinishReason.ABORT, error=ErrorCode.UNAVAILABLE, message=message)
         for request in list(self.queues.by_key.values()):
             self.lifecycle.end(request, ending, now)
 
     def grammar_ready(self, spec: GrammarSpec) -> None:
-        """Queues the requests whose grammar is compiled. If the grammar has been dropped since, it is compiled again."""
+        """Queues the requests that wait for a compiled grammar. If the grammar was dropped since, it is compiled again."""
         for request in self.queues.gate.compiled(spec):
             self.lifecycle.ungate(request)
             self._look_elsewhere(request)
@@ -221,8 +221,8 @@ class Scheduler:
             spec: the grammar.
             reason: message to the clients.
             now: present time.
-            busy: whether the compiler was full. Requests with given output then continue to wait, and the grammar is submitted
-                again.
+            busy: whether the compiler's queue was full. Then requests with given output continue to wait, and the grammar is
+                submitted again.
         """
         error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
         ending = refused(reason, "" if busy else "grammar", error)
@@ -231,7 +231,7 @@ class Scheduler:
             self.lifecycle.end(request, ending, now)
 
     def open_session(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
-        """Opens a session, see SessionTable.open(). Returns the reason if it cannot be opened, or an empty text."""
+        """Opens a session, see SessionTable.open(). Returns the reason if it cannot be opened, otherwise an empty text."""
         return self.sessions.open(session_id, capacity, ttl_s, now)
 
     def close_session(self, session_id: str) -> bool:
@@ -241,7 +241,7 @@ class Scheduler:
 
     def plan(self, now: float) -> BatchPlan | None:
         """Returns the next step to launch, or None if nothing can run before the step in flight is committed."""
-        assert len(self._flight) <= 1, "two steps are uncommitted"
+        assert len(self._flight) <= 1, "at most one step is uncommitted"
         self.trace.now = now
         if now >= self.reservations.next_look and self.reservations.expire(now):
             self.queues.batch_is_full = False
@@ -277,7 +277,7 @@ class Scheduler:
         return self.planner.plan(now, self._flight[0] if self._flight else None)
 
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
-        assert self.tiers is not None, "operations are of tiers"
+        assert self.tiers is not None, "only workers with tiers have operations"
         operations, ready = self.tiers.plan(self.memory, now, bool(self._flight), self.begins_copies)
         for seq in ready:
             self.lifecycle.end_import(seq)
@@ -285,7 +285,7 @@ class Scheduler:
 
     def ended(self, fact: Fact, now: float) -> None:
         """Applies the fact of an operation."""
-        assert self.tiers is not None, "a fact where there are no tiers"
+        assert self.tiers is not None, "only workers with tiers have facts"
         if self.tiers.ended(fact, now):
             self.queues.batch_is_full = False
 
@@ -323,7 +323,7 @@ class Scheduler:
     def matchers(self) -> list[tuple[int, Matcher]]:
         """Returns (row, matcher) for the rows of the newest uncommitted step that need a grammar mask.
 
-        All earlier steps must be committed. Rows are left out if their request has ended or their token is already known.
+        All earlier steps must be committed. Rows whose request has ended, and rows whose token is already known, are left out.
         """
         if not self._flight:
             return []
@@ -340,7 +340,7 @@ class Scheduler:
         return self._flight[-1].extends()
 
     def take_output(self) -> tuple[PeerOutput, ...]:
-        """Returns the messages to gateways since the last call, at most one for each gateway."""
+        """Returns the messages to gateways since the last call, at most one per gateway stream."""
         return self._outputs.take()
 
     def release_reservation(self, left: ReservationReleased) -> None:
@@ -349,13 +349,13 @@ class Scheduler:
     def take_reservation_events(self) -> ReservationEvents | None:
         """Returns the changes of reservations since the last call, or None.
 
-        The executor must get them before the next step is launched and before gateways get outputs.
+        The caller must pass them to the executor before it launches the next step and before it sends outputs to gateways.
         """
         return self.reservations.take()
 
     @property
     def has_cache_events(self) -> bool:
-        """Whether events are left after take_cache_events()."""
+        """Whether take_cache_events() has events to return."""
         return self.events is not None and self.events.has_more
 
     def take_cache_events(self) -> CacheEvents | None:
@@ -399,7 +399,7 @@ class Scheduler:
         return {"pages_quarantined": len(self.memory.quarantined)} | {name: getattr(stats, name) for name in TIER_FIELDS}
 
     def _begin_waiting(self, request: Request, now: float) -> None:
-        """Applies the given output of a request that has entered the waiting queue, and searches other tiers.
+        """Applies the given output of a request that has entered the waiting queue, and begins its import from other tiers.
 
         The given output may end the request.
         """
@@ -416,14 +416,14 @@ class Scheduler:
             self.lifecycle.begin_import(request)
 
     def _resolve(self, message: Submit, now: float) -> Submit | Finish:
-        """Returns the message with the whole prompt, or the ending of a request that is refused.
+        """Returns the message, with the session's context before its prompt, or the ending of a request that is refused.
 
-        A full queue still accepts a request with given output, as it accepts a retracted one, because the client has seen output.
+        A full queue accepts a request with given output, as it accepts retracted requests, because the client has seen output.
         """
         if self.closed:
             return refused(self.closed, error=ErrorCode.UNAVAILABLE)
         if message.revision and message.revision != self.revision:
-            return refused("the worker has other weights than the request is for", error=ErrorCode.OTHER_WEIGHTS)
+            return refused("this worker has another model version than the request requires", error=ErrorCode.OTHER_WEIGHTS)
         if message.session is not None:
             resolved = self.sessions.resolve(message)
             if isinstance(resolved, str):
@@ -438,7 +438,7 @@ class Scheduler:
         return message
 
     def _displace(self, message: Submit, now: float) -> bool:
-        """Ends the last request without a run, so that a more urgent one can enter the full queue.
+        """Ends the least urgent request that never ran, so that a more urgent request can enter the full queue.
 
         Returns:
             Whether a request was ended.
@@ -451,16 +451,16 @@ class Scheduler:
         last = max(fresh, key=lambda request: (request.rank, request.seq), default=None)
         if last is None or self.config.rank(message.priority) >= last.rank:
             return False
-        text = "a more urgent request took its place in a full queue"
+        text = "the queue was full, and a more urgent request arrived"
         ending = Finish(FinishReason.ABORT, error=ErrorCode.QUEUE_FULL, message=text)
         self.lifecycle.end(last, ending, now)
         return True
 
     def _take_flight(self, step_id: int) -> Step:
-        assert self._flight, "a result of no step"
+        assert self._flight, "a result belongs to an uncommitted step"
         step = self._flight.pop(0)
         del self._began[0]
-        assert step.plan.step_id == step_id, "results come back in the order of their plans"
+        assert step.plan.step_id == step_id, "results arrive in the order of the plans"
         return step
 
 
@@ -488,7 +488,7 @@ def _tier_limits(config: SchedulerConfig) -> TierLimits:
 
 
 def _running_by_key(queues: RequestQueues) -> tuple[int, ...]:
-    """Returns the number of running requests of each routing key that has any."""
+    """Returns the numbers of running requests per routing key. Keys without running requests are left out."""
     if not queues.by_routing_key:
         return ()
     return tuple(Counter(request.routing_key for request in queues.running() if request.routing_key).values())

@@ -1,4 +1,4 @@
-"""The scheduler's configuration: every number that its decisions depend on. Some may be retuned while it runs (control.py)."""
+"""The scheduler's configuration: every setting of its decisions. control.py lists the settings that may change at run time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimit
 from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
 GB = 10**9
-UNCHUNKED = -1  # value of the setting chunked_prefill_size that means the same as 0: prompts are never cut
+UNCHUNKED = -1  # SGLang's value of chunked_prefill_size for "prompts are never cut"; the same as 0
 
 
 class SchedulePolicy(enum.StrEnum):
@@ -44,13 +44,13 @@ class SchedulerConfig:
     context_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int  # the tokenizer's first token of a text, dropped from later turns of a session; -1: none
+    bos_token_id: int  # beginning-of-sequence token, dropped from later turns of a session; -1: the tokenizer has none
     max_running_requests: int
     max_queued_requests: int
     max_prefill_tokens: int
     chunked_prefill_size: int  # 0: prompts are never cut
     adaptive_chunk_rows: int  # number of decode rows at which the chunk size is halved; 0: the chunk size is constant
-    adaptive_chunk_s: float  # longest time between two decode steps while prompts are computed, see ChunkPace; 0: no limit
+    adaptive_chunk_s: float  # target of the time between two decode steps while prompts are computed, see ChunkPace; 0: none
     max_extend_steps: int  # extend steps in a row while decode rows wait; 0: only adaptive_chunk_s limits them
     prefill_max_requests: int  # extend rows of one step; 0: no limit
     max_prompt_logprob_tokens: int  # prompt tokens with logprobs in one step, which limits their memory
@@ -59,7 +59,7 @@ class SchedulerConfig:
     enable_radix_cache: bool
     eviction_policy: EvictionPolicy
     schedule_policy: SchedulePolicy
-    lpm_fallback_threshold: int  # waiting requests above which `lpm` serves in order of arrival
+    lpm_fallback_threshold: int  # number of waiting requests above which the policy `lpm` serves in order of arrival
     enable_priority_scheduling: bool
     schedule_low_priority_values_first: bool
     priority_preemption_threshold: int  # a waiting request may displace a running one whose priority is worse by more than this
@@ -73,12 +73,12 @@ class SchedulerConfig:
     graph_rows: int  # rows of the executor's largest graph, see GraphLimits.rows
     graph_rereads: int  # see GraphLimits.rereads
     eager_step_cost: float  # see GraphLimits.eager_cost
-    max_drafts: int  # most draft tokens of a decode row; 0: the executor does not draft
-    speculative_adaptive: bool  # the scheduler chooses the number of draft tokens that pays; otherwise each row gets max_drafts
-    drafts_by_model: bool  # a draft model computes something for every token of a request that gets draft tokens
+    max_drafts: int  # largest number of draft tokens of a decode row; 0: the executor does not draft
+    speculative_adaptive: bool  # the scheduler chooses the number of draft tokens by throughput; otherwise it is max_drafts
+    drafts_by_model: bool  # a draft model drafts, and has to compute every token of the requests that get draft tokens
     host_pages: int  # size of the tier in host memory; 0: the worker has no tiers
     has_storage: bool  # a storage tier is below the host tier
-    page_bytes: int  # bytes of KV of one page
+    page_bytes: int  # bytes of one page's KV
     hicache_write_policy: WritePolicy
     hicache_salt_quota: float  # GB of the host tier for one cache salt; 0: no limit
     hicache_storage_salt_quota: float  # GB of the storage tier for one cache salt; 0: no limit
@@ -97,12 +97,12 @@ class SchedulerConfig:
         if self.max_prompt_logprob_tokens < self.page_size:
             raise ValueError(f"max_prompt_logprob_tokens {self.max_prompt_logprob_tokens} is below page_size {self.page_size}")
         if self.context_len < 2:
-            raise ValueError("context_len is at least 2: one token in, one out")
+            raise ValueError("context_len is at least 2: one prompt token and one output token")
         if min(self.graph_rows, self.graph_rereads, self.eager_step_cost) < 0:
             raise ValueError("graph_rows, graph_rereads and eager_step_cost are not negative")
         for quota in (self.hicache_salt_quota, self.hicache_storage_salt_quota):
             if quota and self.page_bytes and not self.pages_within(quota):
-                raise ValueError(f"a quota of {quota} GB for each salt has no room for a page of {self.page_bytes} bytes")
+                raise ValueError(f"a quota of {quota} GB for each salt is smaller than a page of {self.page_bytes} bytes")
         if self.max_drafts < 0:
             raise ValueError("max_drafts is not negative")
 

@@ -1,7 +1,7 @@
-"""Counters of the scheduler, and the data of a turn for metrics, load reports and the simulator.
+"""The scheduler's counters and gauges, for metrics, load reports and the simulator.
 
-A field that is exported as a metric is annotated with Told. The core does not import Prometheus: the metrics exporter calls
-told().
+A field that is exported as a metric is annotated with Told. The core does not import Prometheus: the metrics exporter reads the
+annotations by told().
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Counters:
     aborts_total: int = 0  # requests that ended with an error or a cancellation
     prompt_tokens_total: int = 0  # prompt tokens of requests at their first admission
     cached_tokens_total: int = 0  # prompt tokens that a prefix hit covered at the first admission
-    generated_tokens_total: int = 0  # output tokens, tokens forced by a grammar included
+    generated_tokens_total: int = 0  # output tokens, including tokens that a grammar forced
     retractions_total: int = 0  # running requests that lost their lease for lack of memory
     retracted_input_tokens_total: int = 0  # prompt tokens of retracted requests, at each retraction
     retracted_output_tokens_total: int = 0  # output tokens of retracted requests, at each retraction
@@ -50,7 +50,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Present values of gauges, and counters since the start, whose names end in _total. Memory is in pages."""
+    """Current values of the gauges and the counters. A counter's name ends in _total. Memory is in pages."""
 
     num_running: Annotated[int, Told("sglang:num_running_reqs", "Running requests.")]
     max_running_requests: Annotated[int, Told("rootstock_worker_max_running_requests", "Largest number of running requests.")]
@@ -66,8 +66,8 @@ class StepStats:
     batch_is_full: bool
     paused: bool
     refuses_new: bool  # whether max_queued_requests is 0
-    running_by_key: tuple[int, ...]  # number of running requests of each routing key that has any
-    requests_by_key: tuple[int, ...]  # number of requests of each routing key that has any
+    running_by_key: tuple[int, ...]  # running requests per routing key; keys without running requests are left out
+    requests_by_key: tuple[int, ...]  # running and waiting requests per routing key; keys without requests are left out
     num_sessions: Annotated[int, Told("rootstock_worker_sessions", "Open sessions.")]
     session_tokens: Annotated[int, Told("rootstock_worker_session_tokens", "Tokens of context that sessions store.")]
     requests_total: Annotated[int, Told("sglang:num_requests", "Received requests.")]
@@ -102,7 +102,7 @@ class StepStats:
     accepted_tokens_total: Annotated[int, Told("rootstock_worker_accepted_tokens", "Draft tokens that were accepted.")]
     evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
 
-    # Rooms are KV reservations.
+    # In field and metric names, "room" means KV reservation.
     num_rooms: Annotated[int, Told("rootstock_worker_rooms", "Open KV reservations for decode workers.")]
     rooms_total: Annotated[int, Told("rootstock_worker_rooms_opened", "KV reservations that were opened for decode workers.")]
     expired_rooms_total: Annotated[int, Told("rootstock_worker_rooms_expired", "KV reservations that reached their time limit.")]
@@ -123,7 +123,7 @@ class StepStats:
     ] = 0
     storage_pages: Annotated[int, Told("rootstock_worker_storage_tokens", "Tokens of KV in the storage tier.", True)] = 0
     storage_bytes: Annotated[
-        int, Told("rootstock_worker_storage_bytes", "Bytes of the storage tier that this worker knows of.")
+        int, Told("rootstock_worker_storage_bytes", "Bytes of the pages in the storage tier that this worker can read.")
     ] = 0
     storage_salts: Annotated[int, Told("rootstock_worker_storage_salts", "Cache salts with KV in the storage tier.")] = 0
     storage_over_quota_pages_total: Annotated[
@@ -149,7 +149,7 @@ class StepStats:
         int,
         Told(
             "rootstock_worker_unstored_tokens",
-            "Tokens of KV not written to the storage tier, which failed or was too slow.",
+            "Tokens of KV that were not written to the storage tier because it failed or was too slow.",
             True,
         ),
     ] = 0
@@ -167,35 +167,42 @@ class StepStats:
         ),
     ] = 0
     refused_pulls_total: Annotated[
-        int, Told("rootstock_worker_refused_pulls", "Reads from prefill workers without any page.")
+        int, Told("rootstock_worker_refused_pulls", "Reads from prefill workers that returned no page.")
     ] = 0
     load_bytes_s: Annotated[
         float,
-        Told("rootstock_worker_load_bytes_per_second", "Rate of recent reads from the host tier, assumed before the first."),
+        Told(
+            "rootstock_worker_load_bytes_per_second",
+            "Rate of recent reads from the host tier; before the first read, an assumed rate.",
+        ),
     ] = 0.0
     fetch_bytes_s: Annotated[
         float,
-        Told("rootstock_worker_fetch_bytes_per_second", "Rate of recent reads from the storage tier, assumed before the first."),
+        Told(
+            "rootstock_worker_fetch_bytes_per_second",
+            "Rate of recent reads from the storage tier; before the first read, an assumed rate.",
+        ),
     ] = 0.0
     pull_bytes_s: Annotated[
         float, Told("rootstock_worker_pull_bytes_per_second", "Rate of recent reads from the fastest prefill worker.")
     ] = 0.0
-    pulls_lose: bool = False  # reading LOOKED_AT_PAGES pages from the fastest remote worker is slower than computing them
-    host_saves: float | None = None  # share of the computing time that reading from the host saves, or None if unknown
-    storage_saves: float | None = None  # share of the computing time that reading from the storage saves, or None if unknown
+    # Estimates for LOOKED_AT_PAGES pages (core/tiers/tiers.py).
+    pulls_lose: bool = False  # reading them from the fastest remote worker is slower than computing them
+    host_saves: float | None = None  # share (0 to 1) of the computing time that reading from the host saves, or None if unknown
+    storage_saves: float | None = None  # the same for reading from the storage
     recomputed_pages_total: Annotated[
         int,
         Told(
             "rootstock_worker_recomputed_tokens",
-            "Tokens of KV that were computed although another tier had them when their request was admitted.",
+            "Tokens whose KV was computed although another tier had it when their request was admitted.",
             True,
         ),
     ] = 0
     given_up_operations_total: Annotated[
-        int, Told("rootstock_worker_late_imports", "Reads from another tier that requests stopped waiting for.")
+        int, Told("rootstock_worker_late_imports", "Reads from another tier for which requests stopped waiting.")
     ] = 0
     failed_operations_total: Annotated[
-        int, Told("rootstock_worker_failed_copies", "Copies between tiers that did not move all of their pages.")
+        int, Told("rootstock_worker_failed_copies", "Copies between tiers that moved only some or none of their pages.")
     ] = 0
     host_evicted_pages_total: Annotated[
         int, Told("rootstock_worker_host_evicted_tokens", "Tokens of KV evicted from the host tier.", True)

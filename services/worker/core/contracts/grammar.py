@@ -1,6 +1,7 @@
-"""Structured output: the grammars of requests, and matchers that other packages make. The core compiles no grammar.
+"""Structured output: the grammars of requests, and the interface of their matchers. The core compiles no grammar.
 
-A request with a grammar waits in GATED until it has a matcher; the loop reports it by Scheduler.grammar_ready.
+A request with a grammar waits in the phase GATED until its grammar is compiled. The loop reports that by
+Scheduler.grammar_ready().
 """
 
 from __future__ import annotations
@@ -23,27 +24,29 @@ class GrammarKind(enum.StrEnum):
 class GrammarPart:
     """A part of a structural tag that a gateway has made from a schema or pattern of the client."""
 
-    pointer: str  # JSON pointer into the tag, such as #/format/tags/0
-    within: str = ""  # position of the part's schema in the client's schema, as a JSON pointer without the #
-    partial: bool = False  # whether unsupported keywords of the schema are left out
+    pointer: str  # JSON pointer to this part in the structural tag, such as #/format/tags/0
+    # JSON pointer, without the #, to the part's schema in the schema that the client sent; empty if it is that whole schema.
+    within: str = ""
+    partial: bool = False  # whether keywords of the schema that no grammar supports are ignored
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """The rule for a request's output. Equal specs share one compiled grammar."""
+    """The grammar of a request's output, not compiled. Equal specs share one compiled grammar."""
 
     kind: GrammarKind
     source: str  # the schema, pattern or grammar as text
-    parts: tuple[GrammarPart, ...] = ()  # parts of a structural tag that a gateway has made and the client has not seen
+    # Parts of a structural tag that a gateway made; the client knows their schemas and not the tag. Empty for other grammars.
+    parts: tuple[GrammarPart, ...] = ()
 
     @property
     def label(self) -> str:
-        """The name of the grammar in a refusal. The client knows the kind unless a gateway has made the structural tag."""
+        """The name of the grammar in errors for the client. If a gateway made the structural tag, the client does not know it."""
         return "the grammar" if self.parts else self.kind
 
 
 class Reason(str):
-    """The reason for refusing a grammar, for the client."""
+    """The message that tells a client why its grammar is refused."""
 
     part: int | None  # index in GrammarSpec.parts, or None if the reason concerns the whole grammar
 
@@ -61,16 +64,16 @@ class Matcher(Protocol):
 
     @property
     def terminated(self) -> bool:
-        """Whether the output is complete and no token may follow."""
+        """Whether the output is complete, so that no token may follow."""
         ...
 
     @property
     def fault(self) -> str:
-        """The reason, for the client, why the matcher accepts no further token; empty without a fault."""
+        """The message for the client if the matcher has failed and accepts no further token; empty otherwise."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Advances by one sampled token. Returns False if the grammar does not allow it here, or after a fault."""
+        """Advances by one sampled token. Returns False if the grammar does not allow the token here, or if `fault` is set."""
         ...
 
     def take_cost(self) -> float:
@@ -78,7 +81,7 @@ class Matcher(Protocol):
         ...
 
     def forced(self) -> Sequence[int]:
-        """Accepts and returns the next tokens that the grammar determines; empty if the next token is not determined."""
+        """Accepts and returns the next tokens if the grammar allows no others; empty if it allows several next tokens."""
         ...
 
 
@@ -86,9 +89,9 @@ class GrammarBook(Protocol):
     """The compiled grammars of a worker. Only the loop's thread calls it, and no call blocks."""
 
     def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher | None:
-        """Returns a new matcher, or None if the grammar is not compiled.
+        """Returns a new matcher, or None if the grammar is not compiled yet.
 
-        If it returns None, it starts the compilation. A message grammar_ready or grammar_failed follows. The compiler is shared
-        fairly between tenants.
+        In the second case, the call starts the compilation, whose result arrives as Scheduler.grammar_ready() or
+        grammar_failed(). Tenants get equal shares of the compiler.
         """
         ...

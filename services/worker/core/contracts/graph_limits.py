@@ -1,4 +1,4 @@
-"""Limits of the steps that an executor replays as one graph, and the share of known tokens that fits into such a step."""
+"""The limits of an executor's CUDA graphs, and the number of known tokens per row that a replayed step can compute."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ I32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The limits of an executor's graphs.
+    """The steps that an executor can replay as one graph; other steps are eager, which means launched kernel by kernel.
 
-    A graph's rows are tokens: n tokens of one sequence take n rows, and each row reads its whole context.
+    A row of a graph is one token: n tokens of one sequence take n rows, and each row reads the KV of its whole context.
     """
 
     rows: int = 0  # rows of the largest graph; 0: no step is replayed
-    # Limit of the tokens of KV that a replayed step reads in addition to one read per sequence. Reading them takes as long as the
-    # extra time of an eager step.
+    # Largest number of KV tokens that a replayed step may read beyond one read of each sequence's context. Reading this many
+    # tokens takes as long as the extra time of an eager step.
     rereads: int = 0
-    eager_cost: float = 0.0  # extra time of a step that is launched kernel by kernel, in decode steps
+    eager_cost: float = 0.0  # extra time of an eager step, in multiples of a replayed decode step's time
 
     def hold(self, starts: I32, num_tokens: I32) -> bool:
-        """Returns whether a graph can replay a step that only extends known tokens of running sequences.
+        """Returns whether a graph can replay a step whose rows compute these tokens of running sequences.
 
         Args:
             starts: int32[rows], first position of each row.
@@ -37,7 +37,10 @@ class GraphLimits:
 
 
 def rereads(start: int, count: int) -> int:
-    """Returns the tokens of KV that `count` rows from position `start` on read in addition to the reads of the last row."""
+    """Returns the number of KV tokens that graph rows at the positions start to start + count - 2 read.
+
+    The row at the last position, start + count - 1, would read its context in an eager step, too, and does not count.
+    """
     return (count - 1) * start + count * (count - 1) // 2
 
 
@@ -50,18 +53,21 @@ def step_rereads(starts: I32, num_tokens: I32) -> int:
 def strides(limits: GraphLimits, starts: Sequence[int], left: Sequence[int], num_rows: int) -> list[int] | None:
     """Returns the number of known tokens that each row computes in the next step, so that a graph can replay the step.
 
-    Each row computes at least one token. If a graph has too few rows for all known tokens, the first rows of the list get more.
-    The result is None if every row should compute all of its known tokens in an eager step. This is the case if
+    Each row computes at least one token. If the graph has fewer rows than there are known tokens, earlier rows of the list get
+    more tokens than later ones.
 
-    - no graph has `num_rows` rows;
-    - reading the context again takes longer than the extra time of an eager step; or
-    - the steps that these rows save outweigh the extra time, which delays all `num_rows` sequences.
+    The result is None if an eager step that computes all known tokens at once is better. This is the case if
+
+    - `num_rows` is larger than the largest graph;
+    - computing all known tokens would reread more than `limits.rereads` KV tokens; or
+    - sum(ceil(left / stride) - 1), the steps that these rows save by an eager step, exceeds eager_cost * num_rows, the time by
+      which the eager step delays all sequences.
 
     Args:
         limits: limits of the executor's graphs.
         starts: first position of each row.
-        left: known tokens of each row.
-        num_rows: number of all sequences in the step, these rows included.
+        left: number of known tokens of each row that are not computed.
+        num_rows: number of all sequences in the step, including these rows.
     """
     assert len(starts) == len(left) <= num_rows, "these rows are among the step's sequences"
     room = limits.rows - num_rows
@@ -72,6 +78,6 @@ def strides(limits: GraphLimits, starts: Sequence[int], left: Sequence[int], num
         count = 1 + min(known - 1, room)
         room -= count - 1
         taken.append(count)
-    assert room >= 0 and min(taken, default=1) > 0, "a graph has room for a token of each"
+    assert room >= 0 and min(taken, default=1) > 0, "a graph computes at least one token of each row"
     saved = sum(-(-known // count) - 1 for known, count in zip(left, taken, strict=True))
     return None if saved > limits.eager_cost * num_rows else taken

@@ -1,4 +1,4 @@
-"""The messages of the core apart from plans and results, as plain data.
+"""The messages between gateways and the core, and the trace events, as plain data. plan.py has the messages to the executor.
 
 The pair (peer, handle) identifies a request: `peer` is the worker's number for a gateway stream, `handle` is the gateway's number
 for the request.
@@ -37,7 +37,7 @@ class ErrorCode(enum.IntEnum):
     OUT_OF_MEMORY = 5
     INTERNAL = 6
     UNAVAILABLE = 7
-    OTHER_WEIGHTS = 8
+    OTHER_WEIGHTS = 8  # the worker's model version differs from the request's
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,16 @@ class SessionTurn:
 
     session_id: str
     parent: str = ""  # request id of an earlier turn; empty for the latest turn, or for the start of a new session
-    offset: int = -1  # first tokens of the parent's context that the turn continues; -1 for all
-    replace: bool = False  # whether the parent's later turns are forgotten
-    drop_previous_output: bool = False  # whether the turn continues only the parent's prompt
+    offset: int = -1  # number of the parent's tokens that the turn continues; the parent's later tokens are dropped; -1: all
+    replace: bool = False  # whether the other turns that continue the parent are deleted when this turn ends
+    drop_previous_output: bool = False  # whether the turn continues the parent's prompt without the parent's output
 
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """Page keys of a prompt's whole pages. The core ignores them if the prompt's tree has another name."""
+    """Page keys of a prompt's whole pages. The core ignores them if the prompt belongs to another radix tree than `tree`."""
 
-    tree: str  # name of the tree that the keys were made for
+    tree: str  # name of the radix tree for which the keys were computed
     keys: tuple[bytes, ...]
 
 
@@ -73,29 +73,29 @@ class Submit:
     priority: int = 0
     timeout_s: float = 0.0  # seconds from arrival to the last token; 0 for no limit
     lora: str = ""  # adapter, a part of the cache namespace
-    routing_key: str = ""  # requests with the same routing key are a group of the routing-key policy
+    routing_key: str = ""  # the policy routing-key prefers requests whose routing key has many running requests
     session: SessionTurn | None = None  # not with output_ids, hand_over or source
-    output_ids: tuple[int, ...] = ()  # output that another worker sampled; the request continues as a retracted one does
-    revision: str = ""  # revision of the weights that the request is for; empty for any
-    tenant: bytes = b""  # tenant that the prompt tokens are charged to; empty for none
+    output_ids: tuple[int, ...] = ()  # output that another worker sampled; the request continues after it
+    revision: str = ""  # model version that must compute the request; empty for any
+    tenant: bytes = b""  # tenant whose share pays for the prompt tokens; empty for none
     batch: int = 0  # number of a batch of prompts from this gateway stream; 0 for a single prompt
     weight: float = 1.0  # weight of the tenant's share, above 0
-    # Page keys from the reader of gateway messages. Without them, the core makes the keys.
+    # Page keys, computed by the thread that reads gateway messages; or None, and then the core computes the page keys.
     page_keys: PromptKeys | None = None
-    hand_over: KvReservation | None = None  # reservation for the next worker; the request ends here with its next token
-    source: KvSource | None = None  # first pages of the prompt in another worker
-    # int32[n], probable output, from which draft tokens are taken.
+    hand_over: KvReservation | None = None  # reservation for the decode worker; the request ends here after one token
+    source: KvSource | None = None  # reservation in another worker with the first pages of the prompt
+    # int32[n], the client's prediction of the output, from which draft tokens are taken.
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """A prompt that another worker still computes. Its pages are read before the request with this handle arrives."""
+    """A prompt that a prefill worker is computing. Its pages are read before the request with this handle arrives."""
 
     peer: int
     handle: int
     prompt_ids: NDArray[np.int32]  # int32[n], n >= 1
-    source: KvSource  # names the number of pages that can be read now
+    source: KvSource  # reservation in the prefill worker, with the number of pages that can be read now
     # The following fields have the meaning of Submit's fields.
     salt: str = ""
     lora: str = ""
@@ -106,7 +106,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class PagesReady:
-    """The number of a prompt's first pages that a prefill worker has computed and that can be read from the reservation."""
+    """A notice that the first `num_pages` pages of a prompt are computed and can be read from the reservation."""
 
     handle: int
     room: KvReservation
@@ -147,9 +147,9 @@ NOTHING_VERIFIED = Verified()
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a request, which is its one terminal output.
+    """The end of a request, which is the last output of the request.
 
-    The rule that ends the request gives the reason and its details. RequestLifecycle adds the request and its counts.
+    The code that ends the request sets the reason and its details. RequestLifecycle sets the other fields.
     """
 
     reason: FinishReason
@@ -164,16 +164,16 @@ class Finish:
     retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
     room: KvReservation | None = None  # with HANDED_OVER: reservation of the computed pages, or None if no page is reserved
-    room_pages: int = 0  # whole pages in the reservation
+    room_pages: int = 0  # number of pages in the reservation
     # Details of the reason
-    matched_stop: str = ""  # the stop string or stop pattern
-    matched_token: int = -1  # the stop token; -1 for none
+    matched_stop: str = ""  # the stop string or stop pattern that the output matches
+    matched_token: int = -1  # the stop token that was sampled; -1 for none
     error: ErrorCode = ErrorCode.NONE
-    message: str = ""  # reason of an error; the wire puts the field's name before it
+    message: str = ""  # reason of an error, without the field's name, which the gRPC server puts before it
     embedding: NDArray[np.float32] | None = None  # float32[dimensions] with EMBEDDED
     label_logprobs: NDArray[np.float32] | None = None  # float32[labels] with SCORED, see ScoreParams
-    field: str = ""  # invalid field of the request with INVALID_ARGUMENT; empty if there is no single one
-    element: int | None = None  # index of the invalid value if `field` is repeated
+    field: str = ""  # with INVALID_ARGUMENT: the invalid field of the request; empty if the error concerns several fields
+    element: int | None = None  # index of the invalid element if `field` is a list
 
 
 @dataclass(slots=True)
@@ -186,29 +186,31 @@ class PeerOutput:
     tokens: list[int] = field(default_factory=list)  # the new tokens of all requests, flat, in the order of handles
     finishes: list[Finish] = field(default_factory=list)
     logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)  # (handle, logprobs of its new tokens)
-    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)  # (handle, next positions), in order
-    predicted: list[tuple[int, Verified]] = field(default_factory=list)  # (handle, results so far) of requests with a prediction
+    # (handle, logprobs of the prompt positions that follow those in the request's previous message), ascending.
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
+    # (handle, results of the request from its start), for requests with a prediction.
+    predicted: list[tuple[int, Verified]] = field(default_factory=list)
     ready: list[PagesReady] = field(default_factory=list)  # readable pages of prompts that are not completely computed
 
 
 class PauseMode(enum.StrEnum):
-    """The effect of a pause on present requests. New requests wait until the pause ends."""
+    """The effect of a pause on the worker's requests. Requests that arrive during the pause wait until it ends."""
 
-    ABORT = "abort"  # present requests end
+    ABORT = "abort"  # requests end with an error
     RETRACT = "retract"  # running requests free their memory and wait; their cached prefixes may be flushed
     IN_PLACE = "in_place"  # running requests keep their memory and continue after the pause
 
 
 class TraceKind(enum.StrEnum):
-    """Kinds of events. The comments explain the event's `detail`."""
+    """Kinds of trace events. Each comment explains the field `detail` of such an event."""
 
     QUEUED = "queued"  # prompt tokens
-    GATED = "gated"  # prompt tokens; the grammar is being compiled
+    GATED = "gated"  # prompt tokens; the request waits until its grammar is compiled
     UNGATED = "ungated"  # always 0
-    IMPORTING = "importing"  # prompt tokens that may come from another tier
-    IMPORTED = "imported"  # prompt tokens that came from another tier
+    IMPORTING = "importing"  # prompt tokens whose KV may be read from another tier
+    IMPORTED = "imported"  # prompt tokens whose KV was read from another tier
     ADMITTED = "admitted"  # tokens that a prefix hit covered
-    PREFILLED = "prefilled"  # tokens whose KV exists when the last chunk, which was planned now, is computed
+    PREFILLED = "prefilled"  # tokens with KV after the request's last chunk, which has just been planned
     JUMPED = "jumped"  # output tokens, including the tokens that the grammar has added
     RETRACTED = "retracted"  # output tokens so far
     PREEMPTED = "preempted"  # output tokens so far

@@ -17,10 +17,13 @@ from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
 from rootstock_llm.services.worker.core.contracts.transfers import PageOperation
 
 I32 = NDArray[np.int32]
-# Tokens of a decode step up to which reading the weights dominates its time, so that draft tokens cost little.
+# Largest number of tokens, draft tokens included, of a decode step with draft tokens. Up to this size, reading the weights
+# dominates the time of a step, so that draft tokens cost little.
 VERIFIED_TOKENS = 16
+# Tokens per message to the gateway. Requests that stream have the first interval unless they name another one. Requests that do
+# not stream have the second one, which saves messages.
 DEFAULT_STREAM_INTERVAL = 1
-FORCE_STREAM_INTERVAL = 50  # tokens between two messages of a request that does not stream
+FORCE_STREAM_INTERVAL = 50  # named as in SGLang
 NO_STEP = 0  # steps are numbered from 1
 _NO_TOKENS: I32 = np.empty(0, dtype=np.int32)
 
@@ -35,7 +38,7 @@ class EmbeddingParams:
     """A request for a vector instead of tokens."""
 
     dimensions: int = 0  # number of first dimensions to return; 0 for all
-    # Whether the returned dimensions are scaled to length 1; without a value, the model's files decide.
+    # Whether the vector of the returned dimensions is scaled to length 1, or None to follow the model's files.
     normalize: bool | None = None
 
 
@@ -50,14 +53,15 @@ class ScoreParams:
 class DryParams:
     """A penalty on continuing a repetition ("Don't Repeat Yourself").
 
-    A token that would extend a repeat of n tokens, n >= allowed_length, loses multiplier * base ** (n - allowed_length).
+    If a token would extend a repetition of n tokens, n >= allowed_length, its logit is lowered by
+    multiplier * base ** (n - allowed_length).
     """
 
     multiplier: float
     base: float = 1.75
     allowed_length: int = 2
     window: int = 0  # number of last tokens that are searched; 0 for all
-    breakers: tuple[int, ...] = ()  # token ids that end every repeat
+    breakers: tuple[int, ...] = ()  # token ids that end every repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +90,8 @@ class SamplingParams:
     seed: int = 0
     top_logprobs: int = -1  # -1: no logprobs of outputs; 0: only the sampled token's
     logprob_token_ids: tuple[int, ...] = ()  # further ids whose logprobs are returned with all other logprobs
-    # Position of the first prompt token whose logprob is wanted, at least 1; -1: no logprobs of the prompt. They follow
-    # top_logprobs and logprob_token_ids.
+    # Position of the first prompt token whose logprob is returned, at least 1, because nothing predicts the token at 0; -1: no
+    # logprobs of the prompt. top_logprobs and logprob_token_ids apply to them, too.
     prompt_logprobs_from: int = -1
     grammar: GrammarSpec | None = None
     embedding: EmbeddingParams | None = None
@@ -111,14 +115,14 @@ class ForwardMode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotParams:
-    """The data that the executor stores for a slot, from the step that admits the slot until its next admission."""
+    """The data of a request that the executor stores for its slot, until another request is admitted to the slot."""
 
     slot: int
-    num_prompt_tokens: int  # tokens of the client's prompt, without output from before a retraction
+    num_prompt_tokens: int  # tokens of the client's prompt; output from before a retraction does not count
     params: SamplingParams
-    stop_token_ids: tuple[int, ...]  # masked until min_new_tokens outputs exist; EOS is included unless it is ignored
+    stop_token_ids: tuple[int, ...]  # not sampled before output token min_new_tokens; includes EOS unless ignore_eos is set
     history: I32  # int32[n], prompt and output so far; empty unless penalties or the drafter need it
-    prediction: I32 = field(default_factory=no_tokens)  # int32[n], probable output, for the drafter
+    prediction: I32 = field(default_factory=no_tokens)  # int32[n], the client's prediction of the output, for the drafter
     drafted_for: bool = False  # whether the decode rows of the slot may have draft tokens
 
 
@@ -136,24 +140,27 @@ class BatchPlan:
     mode: ForwardMode
     num_extend: int
     slots: I32  # [rows]
-    # [rows]; for a row with draft tokens, the last position at which it can start, because the step before it is not committed.
+    # [rows]. If the previous step, which is not committed, has draft tokens, this is the position for the case that all of them
+    # are accepted.
     starts: I32
     num_tokens: I32  # [rows]
     # Tokens of the extend rows, flat, in row order. A decode row takes its one input token from FutureMap[slot].
     input_ids: I32
-    # bool[rows]; False for a chunk that is not its request's last. Rows whose request does not sample are not sampled either.
+    # bool[rows], whether the row ends its request's known tokens; False for all chunks of a prompt but the last. No token is
+    # sampled for requests that do not sample, even if it is True.
     sample: NDArray[np.bool_]
-    mask_rows: I32  # rows with `sample` set that need a grammar mask in the executor's sample()
+    mask_rows: I32  # rows with `sample` set that need a grammar mask for sampling
     prompt_logprob_rows: I32  # extend rows with logprobs of prompt tokens
-    prompt_logprob_offsets: I32  # by row of prompt_logprob_rows: index in the row of the first token that predicts a wanted token
-    prompt_logprob_nexts: I32  # by row of prompt_logprob_rows: the prompt token after the row; -1 if the prompt ends there
-    admitted: tuple[SlotParams, ...]  # parameters of slots that begin with this step, valid for later steps too
+    # Parallel to prompt_logprob_rows: index in the row of the first token whose successor's logprob is returned.
+    prompt_logprob_offsets: I32
+    prompt_logprob_nexts: I32  # parallel to prompt_logprob_rows: the prompt token after the row; -1 if the prompt ends there
+    admitted: tuple[SlotParams, ...]  # parameters of the requests that are admitted with this step, valid for later steps too
     table_slots: I32  # [updates]
     table_firsts: I32  # [updates]
     table_counts: I32  # [updates]
     table_pages: I32  # flat
     # [rows], empty unless the executor drafts: largest number of draft tokens of a decode row, which computes 1 + drafts
-    # positions. Only the executor knows the first of these positions.
+    # positions. Their first position depends on the tokens that the previous step accepts, which only the executor knows.
     drafts: I32 = field(default_factory=no_tokens)
     # Operations that begin when all previously launched steps have ended. A plan with operations and no rows is IDLE: it is not
     # launched and has no result.
@@ -173,7 +180,7 @@ def idle_plan(operations: tuple[PageOperation, ...]) -> BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Natural log probabilities of one output token in fp32, from the raw logits."""
+    """Natural log probabilities at one output position in fp32, from the logits before penalties, biases and temperature."""
 
     sampled: float  # log probability of the sampled token
     top_ids: tuple[int, ...]  # most likely tokens, in descending order
@@ -183,7 +190,10 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log probabilities of n consecutive prompt tokens. A row's last position has no entry if prompt_logprob_nexts is -1."""
+    """Natural log probabilities of n consecutive prompt tokens of a row.
+
+    The position p of a row gives the logprobs of the token at p + 1. A row's last position gives none if the prompt ends there.
+    """
 
     values: NDArray[np.float32]  # [n]
     top_ids: I32  # [n, k]
@@ -193,11 +203,14 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of one step. Dictionaries have the row as key, and entries for the rows that want the value."""
+    """The results of one step. Dictionaries have the row as key unless a comment says otherwise.
+
+    They have entries only for rows whose request asks for the value.
+    """
 
     step_id: int
-    # [rows], valid if plan.sample is set and the request samples. With `counts`, the array is flat: row r has counts[r] tokens,
-    # the accepted draft tokens and the first sampled token that was not drafted.
+    # [rows], valid if plan.sample is set and the request samples. If `counts` is set, the array is flat: row r has counts[r]
+    # tokens, which are the accepted draft tokens and the token that was sampled after them.
     tokens: I32
     faults: dict[int, RowFault] = field(default_factory=dict)  # fault of the row's last token
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by index in tokens
@@ -206,6 +219,6 @@ class StepResult:
     label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[labels], see ScoreParams
     counts: I32 | None = None  # [rows], 1 or more
     drafted: I32 | None = None  # [rows], draft tokens of each row, at most the planned number
-    # bool[rows], whether draft tokens came from the prediction, or None if no row has such tokens.
+    # bool[rows], whether the row's draft tokens came from the client's prediction, or None if no row has such tokens.
     predicted: NDArray[np.bool_] | None = None
-    seconds: float = 0.0  # time that the executor worked on the step, without waiting; 0 if it was not measured
+    seconds: float = 0.0  # time in which the executor computed the step, without waiting for its turn; 0 if not measured

@@ -1,8 +1,8 @@
 """KV reservations: pages of a prompt that a prefill worker keeps until a decode worker has read them.
 
-A reservation pins the prompt's pages in the tree. It opens with the first computed pages and grows with each chunk. A reader that
-presents number, epoch and secret may read these pages while the reservation is open, and no other pages. See
-docs/design/prefill-and-decode.md.
+A reservation pins the prompt's pages in the radix tree. It opens with the first computed pages and grows with each chunk. A
+reader that sends number, epoch and secret may read these pages, and no others, while the reservation is open.
+docs/design/prefill-and-decode.md has the protocol.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PROOF_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KvReservation:
-    """The name of one reservation, which its reader presents."""
+    """The identity of one reservation, which a reader sends with each read."""
 
     number: int  # 63 random bits
-    epoch: int  # epoch of the worker's start
+    epoch: int  # identifies the start of the worker process
     secret: bytes = field(repr=False)  # bytes[RESERVATION_SECRET_BYTES], made by the worker that owns the pages
 
 
@@ -60,17 +60,18 @@ class ReservationReleased:
 class ReservationEvents:
     """Changes of reservations since the last call, to be applied in the order of the fields.
 
-    A closed reservation may never have been open, or may open again with other pages. An opened reservation may be open already;
-    it then has more pages. A reservation closes before a step is launched that may write its pages.
+    - `closed` may have reservations that were never reported as opened, or that open again with other pages.
+    - `opened` may have reservations that are open already and now have more pages.
+    - The executor must close a reservation before it launches a step that may write its pages.
     """
 
     closed: Sequence[KvReservation] = ()  # reservations of this worker
     opened: Sequence[OpenReservation] = ()  # reservations of this worker
-    left: Sequence[KvSource] = ()  # reservations of other workers that this worker needs no longer
+    left: Sequence[KvSource] = ()  # reservations of other workers that this worker no longer reads
 
 
 class Prover:
-    """Makes proofs of growing prefixes of a prompt, and hashes each token once."""
+    """Makes proofs of growing prefixes of a prompt. Each token is hashed once."""
 
     def __init__(self, secret: bytes, tree: str, tokens: bytes) -> None:
         """Starts with an empty prefix.
@@ -86,12 +87,15 @@ class Prover:
 
     def up_to(self, end: int) -> bytes:
         """Returns bytes[PROOF_BYTES], the proof of the first `end` bytes of the tokens. `end` must not decrease between calls."""
-        assert self._end <= end <= len(self._tokens), "places rise, within the prompt"
+        assert self._end <= end <= len(self._tokens), "prefixes grow, and end within the prompt"
         self._digest.update(self._tokens[self._end : end])
         self._end = end
         return self._digest.copy().digest()
 
 
 def proof(secret: bytes, tree: str, tokens: bytes) -> bytes:
-    """Returns bytes[PROOF_BYTES]. Reader and owner get the same proof if tokens, weights, adapter and salt are the same."""
+    """Returns the proof of a whole prompt, bytes[PROOF_BYTES].
+
+    Reader and owner compute the same proof if secret, tokens, weights, adapter and salt are the same.
+    """
     return Prover(secret, tree, tokens).up_to(len(tokens))

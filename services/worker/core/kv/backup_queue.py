@@ -1,6 +1,6 @@
 """The nodes of the radix tree that wait to be copied to lower tiers, in the order in which they were offered.
 
-RadixCache writes the queue, Backups reads it.
+RadixCache offers nodes. Backups takes them from the queue and copies their pages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 
 class BackupQueue:
-    """The queue of nodes to copy, and the nodes whose pages lower tiers have completely."""
+    """The queue of nodes to copy, and the nodes of which all pages are in lower tiers."""
 
     def __init__(self, unlocked: bool, appended: bool, hits: int) -> None:
         """Starts empty.
@@ -19,11 +19,11 @@ class BackupQueue:
         Args:
             unlocked: whether nodes are offered when their last user leaves.
             appended: whether new nodes are offered.
-            hits: admissions on its path after which a node is offered; 0 for never.
+            hits: number of admissions on its path after which a node is offered; 0: hits do not offer nodes.
         """
         self._when_unlocked, self._when_appended, self._hits = unlocked, appended, hits
         self._nodes: deque[TreeNode] = deque()
-        # Completely copied nodes, by the key of their last page, because a tier evicts a node's last page first.
+        # Completely copied nodes by the key of their last page. A tier evicts a node's last page first.
         self.backed: dict[bytes, TreeNode] = {}
         self.lost_pages_total = 0  # pages that were evicted before they were copied
 
@@ -31,7 +31,7 @@ class BackupQueue:
         return len(self._nodes)
 
     def unlocked(self, node: TreeNode) -> None:
-        """Offers a node without users. A copied node is offered again, because its copy may have been evicted."""
+        """Offers a node that has lost its last lock. A copied node is offered, too, because its copy may have been evicted."""
         if self._when_unlocked or self._when_appended or node.backed:
             self._offer(node)
 
@@ -40,7 +40,7 @@ class BackupQueue:
             self._offer(node)
 
     def hit(self, node: TreeNode) -> None:
-        """Offers a node if the next admission brings its hits to the limit. Called before the hits are counted."""
+        """Offers a node if this admission brings its hits to the limit. Called before the admission is counted."""
         if self._hits and node.hits + 1 >= self._hits:
             self._offer(node)
 
@@ -54,8 +54,7 @@ class BackupQueue:
 
         Args:
             node: the node.
-            needed: whether it was evicted because its pages were needed. Its pages then count as lost unless a lower tier has
-                them.
+            needed: whether the node was evicted because other data needs its pages. Then pages without a copy count as lost.
         """
         if node.page_keys and self.backed.get(node.page_keys[-1]) is node:
             del self.backed[node.page_keys[-1]]
@@ -72,8 +71,8 @@ class BackupQueue:
         return None
 
     def drop(self, node: TreeNode) -> None:
-        """Removes the first node. A later use offers it again."""
-        assert self._nodes[0] is node, "only the first is looked at"
+        """Removes the first node, which must be `node`. Its next use offers it again."""
+        assert self._nodes[0] is node, "only the first node is dropped"
         self._nodes.popleft()
         node.offered = False
 

@@ -1,8 +1,8 @@
 """The events for the prefix index: newly cached blocks, blocks that moved to another tier or were evicted, and resets.
 
-A block has BLOCK_TOKENS tokens. Its name is a hash that is chained over its prefix, so that no token ids leave the worker. Only
-full blocks have names. On the device, a block belongs to the tree edge with its last token and leaves with that edge, because
-eviction takes suffixes first. KeptBlocks reports the blocks of the lower tiers.
+A block has BLOCK_TOKENS tokens. Its name is a hash over its tokens and the name of the previous block, so that no token ids leave
+the worker. On the device, a block belongs to the tree edge with its last token. It is removed with this edge, because eviction
+removes suffixes first. KeptBlocks reports the blocks of the lower tiers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rootstock_llm.services.shared.index.prefix_index import BlockTier
 from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 BLOCK_TOKENS = 64
-MOST_TOLD = 4096  # changes per message
+MOST_TOLD = 4096  # largest number of changes per message
 _TOKEN_BYTES = 4
 
 BlockHasher = Callable[[bytes, bytes], bytes]
@@ -28,9 +28,9 @@ RootHasher = Callable[[str], bytes]
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """Changes of the cached blocks. Each hash is in at most one of the tuples, by the block's present tier."""
+    """Changes of the cached blocks. The tuples have block hashes, and no hash is in two tuples."""
 
-    cleared: bool  # all earlier events are void; applies before the other fields
+    cleared: bool  # all earlier events are void; to be applied before the other fields
     stored: tuple[bytes, ...]  # on the device
     removed: tuple[bytes, ...]  # in no tier
     host: tuple[bytes, ...] = ()  # in the host tier and not on the device
@@ -38,22 +38,24 @@ class CacheEvents:
 
 
 class CacheEventLog:
-    """The changes that the prefix index has not received. RadixCache and KeptBlocks write them, the publisher takes them."""
+    """The changes that were not sent to the prefix index. RadixCache and KeptBlocks record them, and the publisher takes them."""
 
     def __init__(self, page_size: int, block_hash: BlockHasher, root_hash: RootHasher, tells_storage: bool = True) -> None:
-        self.tells_storage = tells_storage  # only this worker uses the storage, so that its blocks matter for routing
+        # Whether blocks in the storage are reported. It is False if other workers read the same storage, because then these
+        # blocks do not matter for routing.
+        self.tells_storage = tells_storage
         self._page_size = page_size
         self._block_hash = block_hash
         self._root_hash = root_hash
         self._cleared = False
         self._held: Counter[bytes] = Counter()  # number of edges that have a block; above 1 if pages are larger than blocks
         self._below: dict[bytes, BlockTier] = {}  # slowest tier of each block that the lower tiers have completely
-        # Changed blocks, with their tier in the last message, or None if no tier had them.
+        # Changed blocks, each with its tier in the last message, or None if it was in no tier.
         self._changed: dict[bytes, BlockTier | None] = {}
 
     @property
     def has_more(self) -> bool:
-        """Whether changes are left after take()."""
+        """Whether take() has changes to return."""
         return self._cleared or bool(self._changed)
 
     def stored(self, node: TreeNode) -> None:
@@ -63,7 +65,7 @@ class CacheEventLog:
         begin = parent.depth * self._page_size
         inside = begin % BLOCK_TOKENS
         tokens = self._tokens_before(parent, inside) + node.key
-        assert len(tokens) == inside * _TOKEN_BYTES + len(node.key), "a path holds as many tokens as it is deep"
+        assert len(tokens) == inside * _TOKEN_BYTES + len(node.key), "a path has `depth` pages of tokens"
         link, names = self._last_hash(parent), []
         size = BLOCK_TOKENS * _TOKEN_BYTES
         for at in range(0, len(tokens) - size + 1, size):
@@ -76,7 +78,7 @@ class CacheEventLog:
 
     def removed(self, node: TreeNode) -> None:
         for name in node.blocks:
-            assert self._held[name] > 0, "a block goes that no edge holds"
+            assert self._held[name] > 0, "only blocks of an edge are removed"
             if self._held[name] > 1:
                 self._held[name] -= 1
                 continue
@@ -99,7 +101,7 @@ class CacheEventLog:
             self._below[name] = tier
 
     def tier_below(self, name: bytes) -> BlockTier | None:
-        """Returns the tier that the last call of below() has recorded for the block."""
+        """Returns the tier of the last call of below() for the block, or None."""
         return self._below.get(name)
 
     def cleared(self) -> None:
@@ -110,7 +112,7 @@ class CacheEventLog:
     def flushed(self) -> None:
         """Shortens the pending events after a flush.
 
-        If more blocks were removed than remain, a reset and the remaining blocks replace the list of removed blocks.
+        If more blocks were removed than are left, a reset and the blocks that are left replace the list of removed blocks.
         """
         gone = sum(before is not None and self._tier(name) is None for name, before in self._changed.items())
         if gone > len(self._held.keys() | self._below.keys()):
@@ -130,7 +132,7 @@ class CacheEventLog:
         size = self._page_size
         below = lower_depth * size // BLOCK_TOKENS - upper_depth * size // BLOCK_TOKENS
         cut = len(names) - below
-        assert 0 <= cut <= len(names), "an edge names the blocks that end in it"
+        assert 0 <= cut <= len(names), "an edge has the names of the blocks that end in it"
         return names[:cut], names[cut:]
 
     def take(self) -> CacheEvents | None:
@@ -154,7 +156,7 @@ class CacheEventLog:
         return BlockTier.DEVICE if name in self._held else self._below.get(name)
 
     def _changes(self, name: bytes) -> None:
-        """Records the tier of a block before it changes."""
+        """Records that the tier of a block is about to change, with its present tier."""
         if name not in self._changed:
             self._changed[name] = self._tier(name)
 

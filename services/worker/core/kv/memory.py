@@ -29,7 +29,7 @@ _NO_UPDATES: TableUpdates = (np.empty(0, dtype=np.int32),) * 4
 
 
 class TokenToKVPool:
-    """A stack of free pages, named as in SGLang. It has page ids; the executor owns the tensors."""
+    """A stack of the ids of free pages, named as in SGLang. The executor owns the tensors of the pages."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -38,7 +38,7 @@ class TokenToKVPool:
 
     def alloc(self, count: int) -> I32:
         """Allocates pages and returns them as int32[count]. `count` is at most num_free."""
-        assert 0 <= count <= self.num_free, "allocation beyond the pool"
+        assert 0 <= count <= self.num_free, "at most the free pages are allocated"
         self.num_free -= count
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
 
@@ -76,9 +76,9 @@ class ReqToTokenPool:
         return len(self.num_pages) - len(self._free)
 
     def alloc(self) -> int:
-        assert self._free, "more requests run than there are slots"
+        assert self._free, "a slot is free"
         slot = self._free.pop()
-        assert self.num_pages[slot] == 0, "a free slot holds pages"
+        assert self.num_pages[slot] == 0, "a free slot has no pages"
         self._is_free[slot] = False
         return slot
 
@@ -94,8 +94,8 @@ class Lease:
     """The memory of a running request: a slot, the pages in its table row, and a lock on `node`."""
 
     slot: int
-    node: TreeNode  # tree node at the end of the shared pages
-    rank: int = 0  # rank of the request, which its cached pages inherit
+    node: TreeNode  # tree node at the end of the table's pages that belong to the tree
+    rank: int = 0  # rank of the request; nodes with its pages get this rank, see TreeNode.rank
     page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; keys of later pages are unknown
 
 
@@ -112,8 +112,8 @@ class KVShape:
 class KVMemory:
     """The owner of the pages, the slots and the radix tree.
 
-    RequestLifecycle and the planners allocate and free, the committer publishes computed pages. Sessions hold paths of the tree,
-    and reservations and operations pin them.
+    RequestLifecycle and the planners allocate and free pages, and the committer publishes computed pages. Sessions hold paths of
+    the tree, and reservations and operations pin them.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class KVMemory:
         self._updates: list[TableUpdates] = []
         self._runs: list[tuple[int, int, int]] = []  # (slot, first entry, number of entries) of writes after those in _updates
         self._run_pages: list[I32] = []
-        self._num_updates = 0  # number of recorded writes in _updates and _runs; each concerns one slot
+        self._num_updates = 0  # number of writes in _updates and _runs; a write is of one slot
         self._ended: dict[int, int] = {}  # slots that were freed since the last plan, with the number of writes at that time
 
     @property
     def num_available(self) -> int:
-        """Number of pages that can be allocated now, which are the free and the evictable pages."""
+        """Number of pages that can be allocated now: free and evictable pages."""
         return self.pages.num_free + self.tree.num_evictable
 
     @property
@@ -154,16 +154,16 @@ class KVMemory:
         return self.pages.num_pages - self.pages.num_free - self.tree.num_pages - len(self.quarantined)
 
     def match(self, namespace: str, key: bytes, limit: int) -> TreeNode:
-        """Returns the end of the longest hit of at most `limit` tokens that leaves at least one token of `key` to compute."""
+        """Returns the end of the longest prefix hit of at most `limit` tokens that does not cover the last token of `key`."""
         return self.tree.match(namespace, key, self._usable(len(key), limit))
 
     def peek(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
-        """Returns the node in which match() would end and the number of its tokens. Changes nothing, not even recency."""
+        """Returns the node in which match() would end, and the number of tokens of the hit. Does not change recency."""
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
 
     def forget_empty(self) -> None:
-        """Forgets empty namespaces and unused pages of retired ones. Called between two turns, see RadixCache.forget_empty."""
+        """Forgets empty namespaces, and unused pages of retired namespaces. Called between turns, see RadixCache.forget_empty."""
         if self.tree.has_retired:
             self.forget_retired()
         self.tree.forget_empty()
@@ -197,7 +197,7 @@ class KVMemory:
             rank: rank of the request.
             page_keys: page keys of the first pages, as far as they are known.
         """
-        assert hit.lock_ref > 0, "a lease takes over the lock of its match"
+        assert hit.lock_ref > 0, "the caller has locked the hit"
         pages = self.tree.pages_to(hit)
         self.tree.count_hit(hit)
         slot = self.slots.alloc()
@@ -217,7 +217,7 @@ class KVMemory:
         want = min(-(-num_tokens // self.page_size) - have, self.num_available)
         assert self.slots.num_shared[slot] <= have, "a slot shares pages that it has not"
         if want > 0:
-            assert have + want <= self.slots.page_table.shape[1], "more pages than a context has"
+            assert have + want <= self.slots.page_table.shape[1], "a slot has at most the pages of a context"
             pages = self._alloc(want)
             self.slots.page_table[slot, have : have + want] = pages
             self.slots.num_pages[slot] = have + want
@@ -226,7 +226,7 @@ class KVMemory:
 
     def grow_each(self, slots: I32) -> None:
         """Allocates one more page for each of `slots` (int32[n], distinct). At least n pages must be available."""
-        assert len(slots) <= self.num_available, "pages for rows that were not counted"
+        assert len(slots) <= self.num_available, "the caller has counted the available pages"
         pages = self._alloc(len(slots))
         firsts = self.slots.num_pages[slots]
         self.slots.page_table[slots, firsts] = pages
@@ -238,7 +238,8 @@ class KVMemory:
     def publish(self, lease: Lease, key: bytes) -> None:
         """Moves the whole pages of `key`, whose KV is computed, into the tree, where other requests can find them.
 
-        If another request has published some of these tokens, the slot's own pages are freed and its table gets the tree's pages.
+        If another request has published some of these tokens, this slot's pages for them are freed, and its table gets the tree's
+        pages.
         """
         slot = lease.slot
         shared = int(self.slots.num_shared[slot])
@@ -246,12 +247,12 @@ class KVMemory:
         if whole <= shared or not self._enable_radix_cache:
             return
         assert shared == lease.node.depth, "the shared part of a slot ends at its lease's node"
-        assert whole <= self.slots.num_pages[slot], "what is published lies beyond the slot's pages"
+        assert whole <= self.slots.num_pages[slot], "published tokens are in the slot's pages"
         mine = self.slots.page_table[slot, shared:whole].copy()
         cut = self.page_size * TOKEN_BYTES
         page_keys = lease.page_keys[shared:whole]
         node, theirs = self.tree.insert(lease.node, key[shared * cut : whole * cut], mine, lease.rank, page_keys)
-        assert node.depth == whole and len(theirs) == len(mine), "the tree holds what it was given"
+        assert node.depth == whole and len(theirs) == len(mine), "the tree has all published pages"
         self.tree.lock(node)
         self.tree.unlock(lease.node)
         lease.node = node
@@ -264,7 +265,7 @@ class KVMemory:
             self._record(slot, shared + first, theirs[first:])
 
     def hold(self, node: TreeNode) -> None:
-        """Marks the path to `node`, so that it is evicted after all paths without a hold."""
+        """Marks the path to `node` as held, so that it is evicted after paths without a hold."""
         self.tree.hold(node)
 
     def unhold(self, node: TreeNode) -> None:
@@ -273,8 +274,8 @@ class KVMemory:
     def release(self, lease: Lease, key: bytes) -> None:
         """Ends the lease: publishes `key`, which may be empty, and frees the other pages and the slot.
 
-        lease.node is then the end of the published pages. It is valid until the next call that may evict, or as long as a hold
-        exists.
+        Sets lease.node to the end of the published pages. The node is valid until the next call that may evict pages, or as long
+        as it is held.
         """
         self.publish(lease, key)
         slot = lease.slot
@@ -286,7 +287,7 @@ class KVMemory:
         if self._num_updates:
             self._ended[slot] = self._num_updates
         locks = self.tree.num_locks - self._num_pins - self.slots.num_leased
-        assert locks in (0, 1), "a lock for every lease and every pin, and for the match in hand"
+        assert locks in (0, 1), "each lease and each pin has a lock, and at most one match is locked"
         assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
 
     # Operations outside of the forward stream
@@ -304,7 +305,7 @@ class KVMemory:
 
     def quarantine(self, count: int) -> I32:
         """Allocates pages that an operation will write, as int32[count]. At least `count` pages must be available."""
-        assert 0 < count <= self.num_available, "pages for an operation that were not counted"
+        assert 0 < count <= self.num_available, "the caller has counted the available pages"
         pages = self._alloc(count)
         self.quarantined.update(pages.tolist())
         return pages
@@ -323,9 +324,9 @@ class KVMemory:
             node: the pinned node before the tokens.
             key: the tokens as bytes.
             pages: the written pages, with the KV of these tokens.
-            rank: rank of the request that wanted the pages.
+            rank: rank of the request for which the pages were read.
             page_keys: page keys of the pages.
-            backed: whether the tier that the pages came from still has them.
+            backed: whether the tier from which the pages were read still has them.
 
         Returns:
             The node at the end of the tokens.
@@ -338,7 +339,7 @@ class KVMemory:
         return end
 
     def _leave_quarantine(self, pages: I32) -> None:
-        assert self.quarantined.issuperset(pages.tolist()), "a page leaves quarantine once"
+        assert self.quarantined.issuperset(pages.tolist()), "only quarantined pages leave the quarantine"
         self.quarantined.difference_update(pages.tolist())
 
     def flush(self) -> int:
@@ -353,7 +354,7 @@ class KVMemory:
     def take_table_updates(self) -> TableUpdates:
         """Returns the writes to the page tables of leased slots since the last call.
 
-        No two writes have the same entry, so that they may be applied in any order.
+        No two writes change the same entry, so that they may be applied in any order.
         """
         self._gather_runs()
         if not self._updates:
@@ -387,7 +388,7 @@ class KVMemory:
         for pages in freed:
             self.pages.free(pages)
         total = sum(map(len, freed))
-        assert total >= min(count, evictable), "fewer pages were evicted than were counted evictable"
+        assert total >= min(count, evictable), "all evictable pages can be evicted"
         assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
         self.evicted_pages_total += total
         return total

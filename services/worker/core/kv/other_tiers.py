@@ -1,4 +1,4 @@
-"""The interface of the tiers below the device for the queues and the lifecycle. core/tiers implements it."""
+"""The interface through which the scheduler uses the tiers below the device. core/tiers implements it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PeerSource(Protocol):
 
     @property
     def room(self) -> object:
-        """The name of the reservation. Names of the same reservation are equal."""
+        """The identity of the reservation. Equal values mean the same reservation."""
 
     @property
     def address(self) -> str: ...
@@ -30,23 +30,23 @@ class PeerSource(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """A prompt whose pages the lower tiers are searched for, on behalf of a request or a prefetch."""
+    """A prompt whose pages are searched for in the lower tiers, for a request or a prefetch."""
 
     seq: int  # number of the request or prefetch
     tree: str  # name of the prompt's radix tree
-    tokens: bytes
-    limit: int  # largest number of pages that a hit may cover
+    tokens: bytes  # tokens of the prompt as bytes of int32
+    limit: int  # number of first pages that may be read
     rank: int = 0  # see TreeNode
     keys: list[bytes] = field(default_factory=list)  # page keys of the first pages; missing keys are made when they are needed
     arrived: Counter[str] = field(default_factory=Counter)  # pages that arrived while the request waited, by tier
-    let_go: bool = False  # the request does not wait for further pages
+    let_go: bool = False  # whether the request has stopped waiting for further pages
     source: PeerSource | None = None  # reservation with the first pages in another worker
-    ahead: bool = False  # the pages are for a prefetch, whose request has not arrived
+    ahead: bool = False  # whether the pages are for a prefetch, whose request has not arrived
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Gauges, and counters since the start. StepStats has a field of the same name for each, with its meaning."""
+    """Gauges and counters. StepStats has a field of the same name for each of them, and explains it."""
 
     host_pages: int
     host_pages_used: int
@@ -80,7 +80,7 @@ class TierStats:
 
 
 class OtherTiers(Protocol):
-    """The tiers below the device, as the queues use them."""
+    """The tiers below the device."""
 
     @property
     def queue(self) -> BackupQueue:
@@ -95,7 +95,7 @@ class OtherTiers(Protocol):
         """Number of device pages that these operations write."""
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Begins an import if the lower tiers have more of the prompt than the tree, and reading is faster than computing.
+        """Begins an import if the lower tiers have more of the prompt than the tree, and reading it is faster than computing it.
 
         Returns:
             Whether the request waits for the import.
@@ -105,19 +105,19 @@ class OtherTiers(Protocol):
         """Returns the seqs of the requests that wait for imports."""
 
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
-        """Releases the pins of a request that is admitted with `hit` pages from the tree. `keys` are its first page keys."""
+        """Releases the pins of a request that is admitted with a prefix hit of `hit` pages. `keys` are its first page keys."""
 
     def leave(self, seq: int) -> None:
         """Releases the pins and ends the wait of a request that has ended."""
 
     def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
-        """Passes prefetched pages to the request `seq`, which has arrived. Returns their number by tier."""
+        """Passes the pins of prefetched pages to the request `seq`, which has arrived. Returns the number of pages by tier."""
 
     def let_go(self) -> bool:
         """Releases the pins of waiting requests, because running requests need pages. Returns whether there were any."""
 
     def retired(self, names: Collection[str]) -> None:
-        """Discards the imports of trees whose salt was deleted. `names` are the trees' former names."""
+        """Discards the imports of trees whose salt was deleted. `names` are the names of the trees before the deletion."""
 
     def forget_tree(self) -> None:
         """Forgets everything about the device pages, which are reset. No operation may run."""

@@ -1,12 +1,12 @@
 """The radix tree over pages of KV. It maps token prefixes to pages and shares them between requests (SGLang's RadixCache).
 
-Keys are int32 token ids as bytes, cut at page boundaries. A cached page is pinned while its node has a lock, and evictable
+Token keys are int32 token ids as bytes, cut at page boundaries. A cached page is pinned while its node has a lock, and evictable
 otherwise. Locks and holds are counted along the whole path to the root, so that an unlocked node has no locked descendant.
-Unlocked leaves are evicted in the order of the policy. Recency is a counter. KVMemory is the owner.
+Unlocked leaves are evicted in the order of the policy. Recency is a counter, not a time. KVMemory is the owner.
 
-Each namespace has a separate tree, whose name has the revision of the weights too. The revision separates requests from pages of
-other weights, even if the tree outlives a replacement of the weights. The tree of a deleted salt is retired: requests that were
-present continue to use it under a unique name, and no other tier stores its pages.
+Each namespace and revision of the weights has a separate tree, whose name consists of both. After a replacement of the weights,
+requests therefore do not find pages of the old weights. When a salt is deleted, its tree is retired: it is renamed, so that only
+requests that use it already can continue to use it, and its pages are not copied to other tiers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
-_END = "\n"  # end of the revision, which never contains it
-_LENGTH = ":"  # follows the length at the beginning of a namespace; a revision never contains it
-_RETIRED = "retired-"  # beginning of a retired tree's revision; no digest begins like this
-STALE_ENTRIES = 64  # stale entries of the eviction queue, in addition to one per node, at which they are removed
+# A tree's name is REVISION + _END + NAMESPACE, or NAMESPACE alone. A namespace begins with a length and _LENGTH. In the name of a
+# retired tree, _RETIRED and a number replace the revision. No revision contains _END or _LENGTH, or begins with _RETIRED.
+_END = "\n"
+_LENGTH = ":"
+_RETIRED = "retired-"
+# Stale entries are removed from the eviction queue when it has more than this number of entries beyond two per node.
+STALE_ENTRIES = 64
 _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 
 EvictionKey = tuple[int, int, int]
@@ -49,7 +52,7 @@ def _priority(node: TreeNode) -> EvictionKey:
     return node.holds > 0 and not node.backed, -node.rank, node.stamp
 
 
-# The leaf with the lowest key is evicted first. Held nodes come last, unless a lower tier has their pages.
+# The leaf with the lowest sort key is evicted first. Held nodes are evicted last, unless a lower tier has their pages.
 _EVICTION_KEYS: dict[EvictionPolicy, Callable[[TreeNode], EvictionKey]] = {
     EvictionPolicy.LRU: _lru,
     EvictionPolicy.LFU: _lfu,
@@ -59,7 +62,7 @@ _EVICTION_KEYS: dict[EvictionPolicy, Callable[[TreeNode], EvictionKey]] = {
 
 
 class RadixCache:
-    """The trees of all namespaces, and the queue of evictable leaves."""
+    """The radix trees of all namespaces, and the queue of evictable leaves."""
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class RadixCache:
         Args:
             page_size: tokens of a page.
             policy: eviction order of unlocked leaves.
-            events: log of cached blocks; without a log, blocks are not hashed.
+            events: log of cached blocks; None: blocks are not hashed.
             backups: queue of nodes to copy to lower tiers; None if the worker has no tiers.
         """
         self._page_bytes = page_size * TOKEN_BYTES
@@ -81,15 +84,15 @@ class RadixCache:
         self._events = events
         self._backups = backups
         self._roots: dict[str, TreeNode] = {}
-        self._empty_roots: list[TreeNode] = []  # roots that may be empty
-        self._retired: list[TreeNode] = []  # roots whose pages no new request finds
+        self._empty_roots: list[TreeNode] = []  # roots that forget_empty() has to check
+        self._retired: list[TreeNode] = []  # roots of retired trees
         self._clock = 0
         self._seq = 0
         self._leaves: list[tuple[EvictionKey, int, TreeNode]] = []
         self.num_nodes = 0
         self.num_pages = 0
         self.num_evictable = 0
-        self.num_locks = 0  # locked paths
+        self.num_locks = 0  # calls of lock() that unlock() has not undone
 
     def root(self, namespace: str) -> TreeNode:
         """Returns the root of a namespace, creating it if needed. A root has no pages and is never evicted."""
@@ -104,8 +107,8 @@ class RadixCache:
     def forget_empty(self) -> None:
         """Forgets empty namespaces, so that they do not accumulate.
 
-        The caller must not have a root that is neither locked nor held: the namespace would get a second root, and the pages
-        below the first one would be lost.
+        The caller must not use a root afterwards that it has neither locked nor held. Otherwise the namespace would get a second
+        root, and pages that are inserted below the first root would be lost.
         """
         for root in self._empty_roots:
             if _is_empty(root) and self._roots.get(name := root.key.decode()) is root:
@@ -117,14 +120,14 @@ class RadixCache:
         return list(self._roots)
 
     def retire(self, namespace: str, name: str) -> None:
-        """Renames a namespace, so that later requests find nothing in it (see retired_name).
+        """Renames a namespace to `name` (see retired_name), so that later requests find nothing in it.
 
-        The next forget_retired() drops its unlocked nodes, including held ones.
+        The next forget_retired() drops its unlocked nodes, including held nodes.
         """
         root = self._roots.pop(namespace, None)
         if root is None:
             return
-        assert name not in self._roots, "a retired tree has a name of its own"
+        assert name not in self._roots, "the name of a retired tree is unique"
         root.key = name.encode()
         self._roots[name] = root
         self._retired.append(root)
@@ -162,7 +165,7 @@ class RadixCache:
             parts.append(walk.pages)
             walk = walk.parent
         pages = _joined(parts[::-1])
-        assert len(pages) == node.depth, "a path has as many pages as its end is deep"
+        assert len(pages) == node.depth, "a path has `depth` pages"
         return pages
 
     def count_hit(self, node: TreeNode) -> None:
@@ -200,9 +203,9 @@ class RadixCache:
 
         Returns:
             The node at the end of the tokens, and the tree's pages for them as int32[n]. If the tree had some of the tokens
-            already, its pages differ from `pages` there, and the caller still owns its own pages.
+            already, its pages for these tokens differ from `pages`, and the caller still owns the entries of `pages`.
         """
-        assert len(key) == len(pages) * self._page_bytes, "a page for every page of tokens"
+        assert len(key) == len(pages) * self._page_bytes, "each page of tokens has a page id"
         end = node.depth + len(pages)
         node, at, out = self._walk(node, key, len(key))
         if at < len(key):
@@ -212,7 +215,7 @@ class RadixCache:
             out.append(node.pages)
             if self._backups is not None:
                 self._backups.appended(node)
-        assert node.depth == end, "an insert ends as deep as its key reaches"
+        assert node.depth == end, "the node ends after the inserted tokens"
         walk: TreeNode | None = node
         while walk is not None:
             walk.stamp = self._clock
@@ -229,10 +232,10 @@ class RadixCache:
                 self.num_evictable -= len(walk.pages)
             walk.lock_ref += 1
             walk = walk.parent
-        assert self.num_evictable >= 0, "more pages were locked than are in the tree"
+        assert self.num_evictable >= 0, "num_evictable is not negative"
 
     def unlock(self, node: TreeNode, used: bool = True) -> None:
-        """Undoes one lock(). `used` says whether a request made or read the pages, so that they may be backed up."""
+        """Undoes one lock(). If `used` is True, because a request computed or read the pages, offers them for a backup."""
         self.num_locks -= 1
         if self._backups is not None and used and node.lock_ref == 1:
             self._backups.unlocked(node)
@@ -246,10 +249,10 @@ class RadixCache:
             if walk.parent is None:
                 self._may_be_empty(walk)
             walk = walk.parent
-        assert self.num_evictable <= self.num_pages, "more pages are evictable than are in the tree"
+        assert self.num_evictable <= self.num_pages, "at most all pages are evictable"
 
     def hold(self, node: TreeNode) -> None:
-        """Makes eviction take this path last. unhold() of the same node ends it, even if the node has been evicted."""
+        """Makes eviction take this path last. unhold() of the same node undoes it, even if the node has been evicted."""
         walk: TreeNode | None = node
         while walk is not None:
             walk.holds += 1
@@ -261,7 +264,7 @@ class RadixCache:
             assert walk.holds > 0, "unhold without hold"
             walk.holds -= 1
             if walk.holds == 0:
-                walk.entry = 0  # the queued entry has the key of a held node
+                walk.entry = 0  # the queued entry has the sort key of a held node
                 self._queue(walk)
             root, walk = walk, walk.parent
         self._may_be_empty(root)
@@ -273,7 +276,7 @@ class RadixCache:
         if not node.backed:
             node.backed = True
             if node.holds:
-                node.entry = 0  # the key is lower now
+                node.entry = 0  # the sort key is lower now
                 self._queue(node)
 
     def forget(self, node: TreeNode) -> list[I32]:
@@ -291,7 +294,7 @@ class RadixCache:
 
         Args:
             num_pages: number of pages to drop.
-            needed: whether other data needs the pages, so that pages without a copy count as lost.
+            needed: whether other data needs the pages. Then pages without a copy count as lost.
 
         Returns:
             The dropped pages.
@@ -325,9 +328,9 @@ class RadixCache:
         return out
 
     def _walk(self, node: TreeNode, key: bytes, end: int) -> tuple[TreeNode, int, list[I32]]:
-        """Descends from `node` along the first `end` bytes of `key` while whole pages agree.
+        """Descends from `node` along the first `end` bytes of `key` while whole pages are equal.
 
-        Splits the last edge if it agrees only in part.
+        Splits the last edge if only its first pages are equal.
 
         Returns:
             The last node, the number of matched bytes, and the pages on the path.
@@ -345,17 +348,17 @@ class RadixCache:
         return node, at, pages
 
     def _common_pages(self, edge: bytes, key: bytes, at: int, end: int) -> int:
-        """Returns the number of equal first pages of `edge` and key[at:end]. The first page is equal; the whole edge is not."""
+        """Returns the number of first pages of `edge` that equal key[at:end]: at least 1, and fewer than the edge has."""
         n = min(len(edge), end - at) // TOKEN_BYTES
         differ = np.frombuffer(edge, np.int32, n) != np.frombuffer(key, np.int32, n, at)
         first = int(differ.argmax()) if differ.any() else n
         return first * TOKEN_BYTES // self._page_bytes
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
-        """Cuts a node after `num_pages` pages and returns the new upper part. Leases keep pointing to the lower part."""
+        """Cuts a node after `num_pages` pages, and returns the new node of the upper part. The node itself is the lower part."""
         cut = num_pages * self._page_bytes
         parent = node.parent
-        assert parent is not None and 0 < num_pages < len(node.pages), "a cut lies inside its edge"
+        assert parent is not None and 0 < num_pages < len(node.pages), "an edge is cut inside"
         upper = TreeNode(parent, node.key[:cut], node.pages[:num_pages], parent.depth + num_pages)
         upper.lock_ref, upper.holds, upper.hits = node.lock_ref, node.holds, node.hits
         upper.born, upper.stamp, upper.rank = node.born, node.stamp, node.rank
@@ -369,13 +372,13 @@ class RadixCache:
         self.num_nodes += 1
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
         upper.children[node.key[: self._page_bytes]] = node
-        assert upper.depth + len(node.pages) == node.depth, "both halves make up the edge that was cut"
+        assert upper.depth + len(node.pages) == node.depth, "the depth of the lower part is unchanged"
         return upper
 
     def _append(self, parent: TreeNode, key: bytes, pages: I32, rank: int) -> TreeNode:
         node = TreeNode(parent, key, pages.copy(), parent.depth + len(pages), stamp=self._clock, born=self._clock, rank=rank)
         edge = key[: self._page_bytes]
-        assert len(pages) and edge not in parent.children, "an edge begins unlike its siblings"
+        assert len(pages) and edge not in parent.children, "siblings differ in their first page"
         parent.children[edge] = node
         self.num_nodes += 1
         self.num_pages += len(pages)
@@ -388,12 +391,12 @@ class RadixCache:
     def _remove(self, node: TreeNode, needed: bool) -> None:
         parent = node.parent
         assert parent is not None
-        assert not node.gone and not node.lock_ref and not node.children, "only unlocked leaves go"
+        assert not node.gone and not node.lock_ref and not node.children, "only unlocked leaves are removed"
         del parent.children[node.key[: self._page_bytes]]
         self.num_nodes -= 1
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)
-        assert 0 <= self.num_evictable <= self.num_pages, "what goes was evictable"
+        assert 0 <= self.num_evictable <= self.num_pages, "only evictable pages are removed"
         node.gone = True
         node.entry = 0  # the node's entry in the queue, which forget() does not remove, becomes stale
         if self._events:
@@ -415,8 +418,8 @@ class RadixCache:
     def _queue(self, node: TreeNode) -> None:
         """Adds a leaf to the eviction queue if it is evictable and has no valid entry.
 
-        Every evictable leaf has exactly one valid entry. The leaf's key may rise later, which evict() corrects. Code that lowers
-        the key sets `entry` to 0 and queues the leaf again.
+        Every evictable leaf has exactly one valid entry. If the leaf's sort key rises later, evict() corrects the entry. Code
+        that lowers the sort key sets `entry` to 0 and calls this again.
         """
         if not node.entry and self._is_evictable(node):
             self._seq += 1
@@ -429,7 +432,7 @@ class RadixCache:
 
 
 def _joined(parts: list[I32]) -> I32:
-    """Returns the concatenation of the parts. It may be the same array as a single part."""
+    """Returns the concatenation of the parts. If there is one part, returns this part itself."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else _NO_PAGES
@@ -450,8 +453,8 @@ def _is_empty(root: TreeNode) -> bool:
 
 
 def tree_name(revision: str, namespace: str) -> str:
-    """Returns the name of a tree. Without a revision, the name is the namespace."""
-    assert _END not in revision, "a digest has one line"
+    """Returns the name of a tree. If the revision is empty, the name is the namespace."""
+    assert _END not in revision, "a revision has one line"
     return f"{revision}{_END}{namespace}" if revision else namespace
 
 
@@ -462,13 +465,13 @@ def parts_of(name: str) -> tuple[str, str]:
 
 
 def salt_of_tree(name: str) -> str:
-    """Returns the cache salt of a tree, which may be retired; empty for none."""
+    """Returns the cache salt of a tree, which may be retired; empty if it has no salt."""
     return salt_of(_namespace_of(name))
 
 
 def retired_name(name: str, number: int) -> str:
     """Returns the unique name of a retired tree. `number` is the number of the deletion."""
-    assert not is_retired(name), "a tree is retired once"
+    assert not is_retired(name), "a tree is retired at most once"
     return f"{_RETIRED}{number}{_END}{_namespace_of(name)}"
 
 

@@ -1,4 +1,4 @@
-"""An edge of the radix tree and its state. RadixCache writes it; CacheEventLog writes `blocks`."""
+"""A node of the radix tree. Only RadixCache writes it, apart from the fields of CacheEventLog and the backups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN_BYTES = 4
 class TreeNode:
     """A node of the radix tree, with the edge that leads to it."""
 
-    parent: TreeNode | None  # unset for a root; stays set after the eviction, so that holds can be undone
+    parent: TreeNode | None  # unset for a root; stays set after the node's eviction, so that holds can be undone
     key: bytes  # tokens of the edge as bytes; the namespace for a root
     pages: I32  # int32[n], one for each page of tokens in `key`
     depth: int  # pages from the root to the end of this node
@@ -25,10 +25,10 @@ class TreeNode:
     hits: int = 0  # admissions on a path through this node
     born: int = 0  # the tree's clock when the node was created
     stamp: int = 0  # the tree's clock at the last use
-    rank: int = 0  # lowest rank, which is the most urgent, of the requests that inserted the node
+    rank: int = 0  # lowest, most urgent rank of the requests that inserted this path
     blocks: tuple[bytes, ...] = ()  # hashes of the blocks whose last token is in this edge
-    page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; of all pages after they were needed once
+    page_keys: tuple[bytes, ...] = ()  # page keys of the first pages; the others are computed when they are needed
     offered: bool = False  # whether the node is in the backup queue
     backed: bool = False  # whether a lower tier has the whole node
-    entry: int = 0  # number of its valid entry in the eviction queue; 0 for none
+    entry: int = 0  # number of its valid entry in the eviction queue; 0 if it has none
     gone: bool = False  # whether the node was evicted

@@ -1,6 +1,7 @@
-"""Applies the result of a step: tokens, finishes, shared pages and outputs.
+"""Applies the result of a step to requests, columns, memory and outputs.
 
-A row is dropped if its request has ended since the plan. If its request was retracted since then, the sampled token still counts.
+If a row's request has ended since the plan, the row's result is dropped. If the request was retracted since then, the sampled
+token counts.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _OUTSIDE_GRAMMAR = Finish(
     FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token does not fit the request's grammar"
 )
 _GIVEN_OUTSIDE_GRAMMAR = refused("the output does not fit the request's grammar", "output_ids")
-_NO_VECTOR = Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
-_NO_SCORE = Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no score for this request")
+_NO_VECTOR = Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step returned no vector for this request")
+_NO_SCORE = Finish(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step returned no score for this request")
 
 
 class Intake:
-    """Applies tokens to requests, and decides which requests end. Uses no slots and no pages."""
+    """Appends tokens to requests, and decides which requests end. Uses no slots and no pages."""
 
     def __init__(self, vocab_size: int, rules: TextRules, counters: Counters) -> None:
         self._vocab_size = vocab_size
@@ -49,19 +50,19 @@ class Intake:
         rows: I64,
         result: StepResult,
     ) -> tuple[dict[int, Finish], list[int]]:
-        """Applies tokens to requests, in parallel columns.
+        """Appends one token to each of n requests. The first four arguments are parallel columns.
 
         Args:
             requests: the requests.
             tokens: int32[n], the next token of each request.
-            look: bool[n], whether the request may end or needs its grammar with this token. Other requests only get the token.
-            rows: int64[n], row of each token in the result.
-            result: the step's result, for faults, logprobs, vectors and scores.
+            look: bool[n], whether the token may end the request or has to advance a grammar. Otherwise it is only appended.
+            rows: int64[n], the index by which `result` has faults, logprobs, vectors and scores of the request.
+            result: the step's result.
 
         Returns:
             The endings by index in `requests`, and the indices of the requests whose grammar has added tokens.
         """
-        assert len(requests) == len(tokens) == len(look) == len(rows), "columns of the same rows"
+        assert len(requests) == len(tokens) == len(look) == len(rows), "the columns have equal lengths"
         endings: dict[int, Finish] = {}
         jumped: list[int] = []
         looked = np.flatnonzero(look).tolist()
@@ -91,13 +92,15 @@ class Intake:
         return endings, jumped
 
     def take_given(self, request: Request) -> Finish | None:
-        """Applies the given output of a request that has its matcher, as if the last token had just been sampled.
+        """Applies the given output of a request as if its last token had just been sampled.
+
+        If the request has a grammar, its matcher is set and accepts the tokens that GrammarGate.follow() has not given to it.
 
         Returns:
             The ending, or None if the request continues.
         """
         ids, num_followed = request.progress.output_ids, request.progress.num_followed
-        assert num_followed < len(ids), "a matcher has yet to take the last token"
+        assert num_followed < len(ids), "the matcher has not accepted the last token"
         matcher = request.matcher
         if matcher is not None and not all(matcher.accept(token) for token in ids[num_followed:-1]):
             ending: Finish | None = _refused(matcher, _GIVEN_OUTSIDE_GRAMMAR)
@@ -118,7 +121,7 @@ class Intake:
         return endings.get(0), bool(jumped)
 
     def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> Finish | None:
-        """Returns the ending of a request that gets no token: after a fault, or because it ends with its prompt."""
+        """Returns the ending of a request that gets no token, because of a fault or because it ends with its prompt, or None."""
         params = request.params
         if params.samples:
             return check_fault(token, self._vocab_size, result.faults.get(row))
@@ -137,7 +140,7 @@ class Intake:
 
         Args:
             request: the request.
-            outside: ending if the grammar does not allow the token.
+            outside: the ending if the grammar does not allow the token.
 
         Returns:
             The ending, or None if the request continues, and whether the grammar has added tokens.
@@ -153,10 +156,10 @@ class Intake:
         return ending, False
 
     def _jump(self, request: Request, matcher: Matcher) -> tuple[Finish | None, bool]:
-        """Appends the tokens that the grammar forces, up to the end of the request.
+        """Appends the tokens that the grammar forces, until a token ends the request.
 
         Returns:
-            The ending, or None if the request continues, and whether there were such tokens.
+            The ending, or None if the request continues, and whether tokens were appended.
         """
         forced = matcher.forced()
         for place, token in enumerate(forced, 1):
@@ -176,27 +179,27 @@ def _refused(matcher: Matcher, outside: Finish) -> Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """The tokens of a step whose rows may have several tokens each; the tokens of a row are its run."""
+    """The tokens of a step with draft tokens. The tokens of one row, one or more, are its run."""
 
     counts: I64  # [rows], tokens of each run
-    firsts: I64  # [rows], index of each run's first token
+    firsts: I64  # [rows], index in result.tokens of each run's first token
     drafted: I64  # [rows], draft tokens of each row
     predicted: Mask  # [rows], see StepResult
-    result: StepResult  # faults, embeddings and label_logprobs have the index of a token as key, instead of the row
+    result: StepResult  # the keys of faults, embeddings and label_logprobs are indices in `tokens`, and not rows
 
     @classmethod
     def of(cls, plan: BatchPlan, result: StepResult) -> TokenRuns:
-        """Computes the runs of a result with `counts`."""
-        assert result.counts is not None and len(result.counts) == plan.num_rows, "a count for every row"
+        """Computes the runs of a result whose `counts` is set."""
+        assert result.counts is not None and len(result.counts) == plan.num_rows, "every row has a count"
         counts = result.counts.astype(np.int64)
         firsts = np.cumsum(counts) - counts
-        assert len(result.tokens) == counts.sum() and (not len(counts) or counts.min() > 0), "a token for every row, at least"
-        assert (counts[: plan.num_extend] == 1).all(), "what is known is not sampled again"
+        assert len(result.tokens) == counts.sum() and (not len(counts) or counts.min() > 0), "every row has a token"
+        assert (counts[: plan.num_extend] == 1).all(), "extend rows have one token"
         drafted = np.zeros_like(counts) if result.drafted is None else result.drafted.astype(np.int64)
-        assert not len(plan.drafts) or (drafted <= plan.drafts).all(), "no more is drafted than was planned"
-        assert (counts <= drafted + 1).all(), "no more than was drafted, and one"
+        assert not len(plan.drafts) or (drafted <= plan.drafts).all(), "the executor drafts at most the planned number"
+        assert (counts <= drafted + 1).all(), "a run has at most the draft tokens and one more"
         predicted = np.zeros(len(counts), dtype=np.bool_) if result.predicted is None else result.predicted
-        assert (drafted[predicted] > 0).all(), "what is of a prediction was guessed"
+        assert (drafted[predicted] > 0).all(), "tokens of a prediction are draft tokens"
         faults = {int(firsts[row] + counts[row]) - 1: fault for row, fault in result.faults.items()}
         embeddings = {int(firsts[row]): vector for row, vector in result.embeddings.items()}
         scores = {int(firsts[row]): values for row, values in result.label_logprobs.items()}
@@ -204,12 +207,12 @@ class TokenRuns:
         return cls(counts, firsts, drafted, predicted, result)
 
     def places(self, row: int) -> range:
-        """Returns the indices of the row's tokens."""
+        """Returns the indices in result.tokens of the row's run."""
         first = int(self.firsts[row])
         return range(first, first + int(self.counts[row]))
 
     def note(self, request: Request, row: int, walked: int) -> None:
-        """Records the acceptance of a row's draft tokens. `walked` is the number of its tokens that were applied."""
+        """Adds a row's draft tokens to the request's verification results. `walked` tokens of the run were applied."""
         if drafted := int(self.drafted[row]):
             request.progress.verified = request.progress.verified.and_row(drafted, walked - 1, bool(self.predicted[row]))
 
@@ -237,9 +240,9 @@ class Committer:
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         """Applies the result of a step to its requests. Called once per step, in the order of the plans."""
         plan, columns = step.plan, self._columns
-        assert result.step_id == plan.step_id, "a result is committed to the step that it is of"
+        assert result.step_id == plan.step_id, "results arrive in the order of the steps"
         run = None if result.counts is None else TokenRuns.of(plan, result)
-        assert run is not None or len(result.tokens) == plan.num_rows == len(step.requests), "a token for every row"
+        assert run is not None or len(result.tokens) == plan.num_rows == len(step.requests), "every row has a token"
         live = columns.epoch[plan.slots] == step.epochs
         sound = live & ~np.isin(np.arange(plan.num_rows), list(result.faults)) if result.faults else live
         if run is None:
@@ -265,7 +268,7 @@ class Committer:
             self._end_unsampled(step, result, live & ~plan.sample, now)
 
     def take_given(self, request: Request, now: float) -> None:
-        """Applies the given output of a waiting request that has its matcher. The output may end the request."""
+        """Applies the given output of a waiting request, see Intake.take_given(). The output may end the request."""
         ending = self._intake.take_given(request)
         request.rekey()
         if ending is not None:
@@ -277,7 +280,7 @@ class Committer:
             request = step.requests[row]
             if sound[row] and request.kv.lease is not None:
                 committed = int(self._columns.committed[request.kv.lease.slot])
-                assert committed * TOKEN_BYTES <= len(request.kv.token_key), "an extend row computed tokens that are known"
+                assert committed * TOKEN_BYTES <= len(request.kv.token_key), "an extend row computes known tokens"
                 self._memory.publish(request.kv.lease, request.kv.token_key[: committed * TOKEN_BYTES])
                 if request.kv.reservation is not None and not step.plan.sample[row]:
                     self._lifecycle.announce(request)
@@ -285,7 +288,8 @@ class Committer:
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
         """Adds the logprobs of prompt tokens to the outputs.
 
-        They are dropped if the request was retracted and computes this chunk again. They count if its sampled token counts.
+        If the request was retracted since the plan, they count if its sampled token counts. Otherwise they are dropped, because
+        the request will compute this chunk again.
         """
         for row in step.plan.prompt_logprob_rows.tolist():
             request = step.requests[row]
@@ -293,19 +297,19 @@ class Committer:
             counts = request.phase is Phase.WAITING and progress.flight_step == result.step_id and row not in result.faults
             if (sound[row] or counts) and row in result.prompt_logprobs:
                 values = result.prompt_logprobs[row]
-                assert progress.logprob_done + len(values.values) <= request.num_prompt_tokens, "logprobs of prompt tokens"
+                assert progress.logprob_done + len(values.values) <= request.num_prompt_tokens, "a prompt token has logprobs once"
                 progress.logprob_done += len(values.values)
                 progress.logprob_planned = max(progress.logprob_planned, progress.logprob_done)
                 self._outputs.add_prompt_logprobs(request, values)
 
     def _end_unsampled(self, step: Step, result: StepResult, rows: Mask, now: float) -> None:
-        """Ends each request with a fault in a chunk that is not its last one."""
+        """Ends each request with a fault in a chunk other than its last chunk."""
         for row, fault in result.faults.items():
             if rows[row] and (ending := check_fault(0, 1, fault)):
                 self._lifecycle.end(step.requests[row], ending, now)
 
     def _drop_redundant(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
-        """Drops the sampled tokens of rows whose token was already known. A fault of such a row still ends its request."""
+        """Drops sampled tokens that were already known, because the grammar forced them. A fault still ends the row's request."""
         self._columns.redundant[step.plan.slots[rows]] = False
         for row in rows.tolist():
             if row in result.faults and (ending := check_fault(0, 1, result.faults[row])):
@@ -314,7 +318,7 @@ class Committer:
     def _commit_lengths(self, step: Step, run: TokenRuns, live: Mask, sound: Mask) -> None:
         """Advances the committed lengths of a step with runs.
 
-        Decode rows were planned for the acceptance of all draft tokens. The positions of rejected tokens are taken back here.
+        The plan assumed that all draft tokens are accepted. This subtracts the rejected tokens from `computed` and `planned_out`.
         """
         plan, columns, extends = step.plan, self._columns, step.plan.num_extend
         slots = plan.slots[:extends][sound[:extends]]
@@ -336,9 +340,9 @@ class Committer:
         self._counters.accepted_tokens_total += int((counts - 1).sum())
 
     def _commit_runs(self, step: Step, run: TokenRuns, rows: I64, now: float) -> None:
-        """Applies the runs position by position; each position is handled like the sampled tokens of one step.
+        """Applies the first tokens of all runs, then the second tokens, and so on, like the tokens of successive steps.
 
-        A row drops the rest of its run when its request ends or gets tokens from its grammar.
+        When a request ends or its grammar adds tokens, the rest of its run is dropped.
         """
         columns, slots = self._columns, step.plan.slots[rows]
         requests = [step.requests[row] for row in rows.tolist()]
@@ -366,7 +370,7 @@ class Committer:
         for i in np.flatnonzero(run.drafted[rows]).tolist():
             run.note(requests[i], int(rows[i]), int(walked[i]))
         cut = np.flatnonzero(~goes_on)
-        for i in cut.tolist():  # KV after the last token does not count
+        for i in cut.tolist():  # the KV of dropped tokens does not count
             known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])
             columns.committed[slots[i]] = min(int(columns.committed[slots[i]]), known - 1)
         for i in jumped:
@@ -378,7 +382,7 @@ class Committer:
             self._lifecycle.end(requests[i], ending, now)
 
     def _may_end(self, slots: NDArray[np.int32], tokens: NDArray[np.int32], count: I64) -> Mask:
-        """Returns the rows that may end with their new token, by the columns of their slots.
+        """Returns whether each row may end with its new token, judged by the columns of its slot.
 
         Args:
             slots: slot of each row.
@@ -392,7 +396,7 @@ class Committer:
         return look
 
     def _commit_tokens(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
-        """Applies one token to each of the rows."""
+        """Applies the sampled token of each row in `rows`."""
         columns = self._columns
         slots = step.plan.slots[rows]
         tokens = result.tokens[rows]
@@ -419,8 +423,8 @@ class Committer:
         requests: list[Request],
         endings: dict[int, Finish],
     ) -> None:
-        """Emits tokens of the rows that continue: the first token at once, then every `interval` tokens."""
-        assert len(slots) == len(tokens) == len(count) == len(requests), "columns of the same rows"
+        """Emits the first token of each row that continues, and afterwards its new tokens every `interval` tokens."""
+        assert len(slots) == len(tokens) == len(count) == len(requests), "the columns have equal lengths"
         columns = self._columns
         sent = columns.sent[slots]
         due = (count - sent >= columns.interval[slots]) | (sent == 0)
@@ -448,7 +452,7 @@ class Committer:
                 self._outputs.add_predicted(requests[int(at[i])])
 
     def _commit_gone(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
-        """Applies tokens to requests that were retracted while the step was in flight. Other rows are dropped."""
+        """Applies the tokens of requests that were retracted while the step was in flight. Drops the tokens of ended requests."""
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
             request = step.requests[row]
             progress = request.progress

@@ -1,4 +1,6 @@
-"""The extend rows of a step: first the started extends, then waiting requests in the policy's order.
+"""Plans the extend rows of a step: first the started extends, then waiting requests in the policy's order.
+
+A started extend is a request that was admitted and has known tokens that are not planned.
 
 docs/design/scheduler.md#which-rows-a-step-has and #admission-and-budgets have the rules.
 """
@@ -54,7 +56,7 @@ class ExtendPlanner:
         self._gates: list[Gate] = [PoolGate(config).look]
         if config.enable_radix_cache:
             self._gates.append(self._prefixes.look)
-        self.running_limit = config.max_running_requests  # requests that may run at once, at most the number of slots
+        self.running_limit = config.max_running_requests  # largest number of running requests, at most the number of slots
         self._pace = ChunkPace()
         self._adder = PrefillAdder(config.page_size)
 
@@ -62,7 +64,7 @@ class ExtendPlanner:
         """Adds extend rows to the next step.
 
         Args:
-            rows: the rows of the step. Its decode rows are set if they share the step.
+            rows: the rows of the step. If decode rows share the step, they are in it already.
             now: present time.
             ratio: the new-token ratio.
             flight: the uncommitted step, or None.
@@ -80,7 +82,7 @@ class ExtendPlanner:
         if before:
             self._prefixes.begin(_extending(flight) + started)
             self._admit_before(started, rows, now, step_id)
-            started.sort(key=_fair_turn if several else _turn)  # admissions have moved the turns of their flows
+            started.sort(key=_fair_turn if several else _turn)  # admissions have changed the turns of the flows
         held = self._strides(num_decode_tokens, may_admit) if started and not rows.extends else {}
         while started:
             request = started.pop(0)
@@ -100,7 +102,7 @@ class ExtendPlanner:
             self._prefixes.freed.clear()
 
     def step_ended(self, extended: int, rows: int, seconds: float) -> None:
-        """Records the time of a step for the pace of chunks."""
+        """Records the time of a step, by which ChunkPace sizes chunks."""
         config = self.config
         if config.adaptive_chunk_s:
             least = max(paced_chunk(config.chunked_prefill_size, config.page_size, 0) // 2, 1)
@@ -108,7 +110,7 @@ class ExtendPlanner:
 
     @property
     def steps_in_a_row(self) -> int:
-        """Number of extend steps in a row after which decode rows get a step; 0 for no limit."""
+        """Number of extend steps in a row after which a decode step follows; 0 for no limit."""
         config = self.config
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return config.max_extend_steps
@@ -120,7 +122,7 @@ class ExtendPlanner:
         return min(steps, config.max_extend_steps) if config.max_extend_steps else steps
 
     def _num_paced_for(self) -> int:
-        """Returns the number of decode rows that wait for prompts; 0 if chunks have no time limit."""
+        """Returns the number of decode rows that wait while prompts are computed; 0 if chunks are not sized by time."""
         config = self.config
         if not config.chunked_prefill_size or not self._queues.decoding or not self._pace.is_known:
             return 0
@@ -134,7 +136,7 @@ class ExtendPlanner:
         )
 
     def _chunk_size(self, num_decode_rows: int) -> int:
-        """Returns the chunk size of a step, from which its `num_decode_rows` decode tokens are still to be subtracted."""
+        """Returns the chunk size of a step, which includes the step's `num_decode_rows` decode tokens."""
         config, adapted = self.config, self._adapted_chunk()
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return adapted
@@ -148,7 +150,7 @@ class ExtendPlanner:
         Args:
             ratio: the new-token ratio.
             num_decode_tokens: tokens of the decode rows in the same step.
-            gone: seqs of running requests whose output is not reserved for.
+            gone: seqs of running requests for whose output no KV is reserved, as if they had ended.
         """
         config = self.config
         self._adder.begin(
@@ -174,9 +176,9 @@ class ExtendPlanner:
     # Started extends
 
     def _strides(self, num_decode_rows: int, may_admit: bool) -> dict[int, int]:
-        """Returns the largest number of tokens of each started extend, by seq, so that a graph can replay the step.
+        """Returns the largest number of tokens of each started extend, by seq, with which a graph can replay the step.
 
-        Empty if a graph would delay a prompt, or if it does not pay.
+        Empty if an eager step is better: if prompt tokens are to be computed now, or if strides() says so.
         """
         limits = self.config.graphs
         begins = may_admit and len(self._queues.waiting) > self._queues.waiting.num_held
@@ -196,7 +198,7 @@ class ExtendPlanner:
         Args:
             request: the extending request.
             rows: the rows of the step.
-            at_most: largest number of tokens, or None for no limit.
+            at_most: largest number of tokens of the chunk, or None for no limit.
 
         Returns:
             False if no page is available for the chunk.
@@ -209,9 +211,12 @@ class ExtendPlanner:
         return count <= 0 or self._add(request, start, count, rows)
 
     def _relieve(self, request: Request, now: float, step_id: int) -> None:
-        """Frees pages for a started extend without a page, while no step is in flight.
+        """Frees pages for a started extend that found no page, while no step is in flight.
 
-        If requests decode, their plan frees pages. If all requests extend, one is retracted. A single request ends with an error.
+        - If requests decode, this does nothing, because DecodePlanner frees pages.
+        - If waiting requests have pins, these are released.
+        - If several requests extend, one of them is retracted.
+        - A single extending request ends with an error, unless an operation or a reservation may free pages.
         """
         if self._queues.decoding or self._lifecycle.release_pins():
             return
@@ -223,7 +228,7 @@ class ExtendPlanner:
     # Waiting requests
 
     def preempt(self, ratio: float, flight: Step | None, step_id: int) -> None:
-        """Lets the most urgent waiting request displace less urgent running requests if it does not fit otherwise.
+        """Retracts less urgent running requests if the most urgent waiting request does not fit otherwise.
 
         Called before any row of the step is planned.
         """
@@ -241,9 +246,9 @@ class ExtendPlanner:
                 return
 
     def _displace(self, request: Request, victims: list[Request], ratio: float, flight_step: int, step_id: int) -> None:
-        """Retracts victims in order until the request fits. Retracts no request if all victims would not be enough."""
+        """Retracts victims in order until the request fits. If it would not fit without all victims, changes nothing."""
         hit = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
-        self._memory.lock(hit)  # the pages of its hit are not available for its other tokens
+        self._memory.lock(hit)  # so that the pages of the hit do not count as available for the rest of the prompt
         if self._could_be_let_in(request, hit, victims, ratio):
             while not self._has_room(request, hit, ratio):
                 if self._free_slots(request) > 0 and self._lifecycle.release_pins():
@@ -255,14 +260,17 @@ class ExtendPlanner:
         self._memory.unlock(hit)
 
     def _could_be_let_in(self, request: Request, hit: TreeNode, victims: list[Request], ratio: float) -> bool:
-        """Returns whether the request would be admitted without the victims. Pages that victims share do not count as free."""
+        """Returns whether the request would be admitted if the victims were retracted.
+
+        Pages that victims share with each other or with other requests do not count as free.
+        """
         memory = self._memory
         kept = self._queues.waiting.kept_from(request.rank)
         stay = self._queues.num_running - len(victims)
         if min(memory.slots.num_free + len(victims), self.running_limit - stay) <= kept.slots:
             return False
         if not stay:
-            return True  # without other requests, admission accepts it
+            return True  # admission always accepts a request if no other request runs
         leases = [victim.kv.lease for victim in victims if victim.kv.lease is not None]
         for lease in leases:
             memory.tree.unlock(lease.node, used=False)
@@ -274,7 +282,10 @@ class ExtendPlanner:
         return self._asked(request, hit, available)[0] is not AddResult.NO_TOKEN
 
     def _own_pages(self, request: Request) -> int:
-        """Returns the number of pages that only this request uses; all of its pages if it has a reservation, which can end."""
+        """Returns the number of the request's pages that are not shared, or all of its pages if they are in a reservation.
+
+        The reservation, which ends if pages are needed, counts as the only other user of these pages.
+        """
         if request.kv.lease is None:
             return 0
         slots, slot = self._memory.slots, request.kv.lease.slot
@@ -288,7 +299,7 @@ class ExtendPlanner:
         return self._may_add(request, hit)[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self, request: Request) -> int:
-        """Returns the number of slots for the request, without slots for more urgent held requests."""
+        """Returns the number of free slots without the slots that more urgent held requests need."""
         queues = self._queues
         free = min(self._memory.slots.num_free, self.running_limit - queues.num_running)
         return free - queues.waiting.kept_from(request.rank).slots if queues.waiting.num_held else free
@@ -297,8 +308,8 @@ class ExtendPlanner:
         """Admits the waiting requests that precede the next chunk of the started extends, which may have many chunks left.
 
         These are more urgent requests, requests of flows with an earlier turn, and requests that arrived before a started extend
-        and whose wait for a prefix has ended. The KV that the extends need is set aside. If these requests find no KV, the batch
-        still is not full.
+        and whose wait for a prefix has ended. They do not get the KV that the started extends need. If they find no KV,
+        batch_is_full stays False.
         """
         turn = max(map(_turn, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
@@ -306,10 +317,10 @@ class ExtendPlanner:
         self._admit_beside(order, started, rows, now, step_id)
 
     def _fairly_again(self, started: list[Request], rows: StepRows, now: float, step_id: int, may_admit: bool) -> list[Request]:
-        """Admits the waiting requests that now precede the first started extend. Planned tokens have changed the turns.
+        """Admits waiting requests between two chunks of started extends, because each planned chunk changes the turns of flows.
 
         Returns:
-            The remaining started extends, in the order of their turns.
+            The started extends without a chunk in this step, in the order of their turns.
         """
         left = sorted((request for request in started if request.kv.lease is not None), key=_fair_turn)
         if left and may_admit:
@@ -318,7 +329,7 @@ class ExtendPlanner:
         return left
 
     def _admit_beside(self, order: Iterable[Request], started: list[Request], rows: StepRows, now: float, step_id: int) -> None:
-        """Admits requests while the KV that the started extends need is set aside."""
+        """Admits requests to the KV that the started extends do not need."""
         self._adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
         self._admit_waiting(order, rows, now, step_id)
         self._adder.set_aside = 0
@@ -344,8 +355,8 @@ class ExtendPlanner:
         The pass stops at a request that does not fit, at a request that this plan has retracted, and when a budget is exhausted.
 
         Returns:
-            Whether a request found no slot or no KV. The batch is then full, unless gates hold requests, which may be released
-            before a running request ends.
+            Whether a request found no slot or no KV. The batch is then full, unless gates hold requests, because the gates may
+            free these before a running request ends.
         """
         has_tiers = self._lifecycle.has_tiers
         for request in order:
@@ -367,7 +378,7 @@ class ExtendPlanner:
         return False
 
     def _ask(self, request: Request) -> GateDecision:
-        """Returns the first answer of a gate that is not ADMIT, or ADMIT. Holds the request if the answer is WAIT."""
+        """Returns the first gate's result that is not ADMIT, or ADMIT. If the result is WAIT, holds the request."""
         for gate in self._gates:
             answer = gate(request)
             if answer is ADMIT:
@@ -380,7 +391,7 @@ class ExtendPlanner:
     def _most_kv(self, request: Request, extend: int) -> int:
         """Returns the tokens of KV that admission needs for `extend` tokens, the output and one more page.
 
-        The budgets reserve such a page for rows that do not stop early.
+        PrefillAdder reserves this additional page, too.
         """
         page_size = self.config.page_size
         left = request.most_outputs - len(request.progress.output_ids)
@@ -393,7 +404,7 @@ class ExtendPlanner:
         return int(self._columns.target[request.kv.lease.slot] - self._columns.computed[request.kv.lease.slot])
 
     def _admit(self, request: Request, rows: StepRows, now: float) -> AddResult:
-        """Locks the prefix hit and admits the request if the rest fits. Otherwise unlocks the hit."""
+        """Locks the prefix hit, and admits the request if its other tokens fit. Otherwise unlocks the hit."""
         hit = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
         self._memory.lock(hit)
         result, count = self._may_add(request, hit)
@@ -402,13 +413,13 @@ class ExtendPlanner:
             return result
         lease = self._lifecycle.admit(request, hit, now)
         added = self._add(request, hit.depth * self.config.page_size, count, rows)
-        assert added, "admission without a page to begin with"
+        assert added, "an admitted request gets a first page"
         rows.admit(request, lease.slot, self._gets_drafts(lease.slot))
         self._prefixes.note(request)
         return result
 
     def _gets_drafts(self, slot: int) -> bool:
-        """Returns whether the request that begins in the slot gets draft tokens."""
+        """Returns whether the request that was admitted to the slot gets draft tokens, and sets the column `draftable`."""
         draftable = self._columns.draftable
         if self._draft_controller is None or not draftable[slot]:
             return False
@@ -425,8 +436,8 @@ class ExtendPlanner:
             available -= self._queues.waiting.kept_from(request.rank).tokens
         result, count = self._asked(request, hit, available)
         if result is AddResult.NO_TOKEN and not self._queues.num_running:
-            # If nothing runs, the request must be admitted, because nothing else would free memory. submit() has checked that its
-            # prompt fits into the pool. Running operations may hold all pages.
+            # If no request runs, this request must be admitted, because no end of a request would free memory later. submit() has
+            # checked that its prompt fits into the pool. Only running operations may occupy all pages.
             self._lifecycle.release_pins()
             if self._memory.num_available:
                 start = hit.depth * self.config.page_size
@@ -454,8 +465,8 @@ class ExtendPlanner:
             return False
         columns = self._columns
         target = int(columns.target[lease.slot])
-        assert start == columns.computed[lease.slot], "a chunk begins where the one before it ended"
-        assert start + count <= target, "a chunk ends with what is to be extended"
+        assert start == columns.computed[lease.slot], "a chunk begins where the previous chunk ended"
+        assert start + count <= target, "a chunk ends at the target or before"
         last = start + count == target
         logprobs = _computes_logprobs(request)
         assert request.flow is not None, "an extending request has prompt tokens to plan"

@@ -1,7 +1,8 @@
-"""The plan of a step: extend rows if there are any, otherwise decode rows, or both if they share a step.
+"""Plans a step: extend rows if there are any, otherwise decode rows, or both in a mixed step.
 
-A plan uses only lengths, never the tokens of the step in flight. It advances `computed` and `planned_out`; the commit advances
-the other counters later. docs/design/scheduler.md has the rules (#which-rows-a-step-has, #retraction, #new_token_ratio).
+A plan depends on the lengths of the requests, and not on the tokens of the step in flight. It advances the columns `computed` and
+`planned_out`; the commit advances `committed`, `num_out` and `sent`. docs/design/scheduler.md has the rules
+(#which-rows-a-step-has, #retraction, #new_token_ratio).
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ RETRACT_DECODE_STEPS = 20
 class NewTokenRatio:
     """The share of the running requests' remaining output that admission reserves (docs/design/scheduler.md#new_token_ratio).
 
-    The ratio starts high, decays linearly with decode steps to a floor, rises with a retraction, and starts again if the worker
-    is idle.
+    The ratio starts high, falls linearly with each decode step to a floor, and rises after a retraction. When the worker is idle,
+    it is set to the start value.
     """
 
     def __init__(self, conservativeness: float) -> None:
         self.rebase(conservativeness)
 
     def rebase(self, conservativeness: float) -> None:
-        """Starts again with another factor of the initial ratio."""
+        """Sets the ratio to its start value for another schedule_conservativeness."""
         self._init = min(INIT_RATIO * conservativeness, 1.0)
         self._floor = self._init * MIN_RATIO_FACTOR
         self._decay = (self._init - self._floor) / DECAY_STEPS
         self.value = self._init
-        assert 0 <= self._floor <= self._init <= 1, "a share"
+        assert 0 <= self._floor <= self._init <= 1, "the ratio is a share"
 
     def step(self) -> None:
         """Lowers the ratio after a decode step without retraction."""
         self.value = max(self.value - self._decay, self._floor)
 
     def raise_on_retract(self, num_decoded: int, batch_size: int, sum_max_new: int) -> None:
-        """Sets the ratio after a retraction, by the remaining rows.
+        """Sets the ratio after a retraction, by the rows that were not retracted.
 
         Args:
-            num_decoded: output tokens of these rows so far.
+            num_decoded: sum of these rows' output tokens.
             batch_size: number of these rows.
-            sum_max_new: largest number of output tokens that these rows may have.
+            sum_max_new: sum of these rows' largest numbers of output tokens.
         """
-        assert num_decoded >= 0 and batch_size > 0, "some rows stay"
+        assert num_decoded >= 0 and batch_size > 0, "at least one row was not retracted"
         self.value = min(1.0, (num_decoded + RETRACT_DECODE_STEPS * batch_size) / (sum_max_new + 1))
 
     def reset(self) -> None:
@@ -91,7 +92,11 @@ class DecodePlanner:
         return len(self._candidates()[0])
 
     def plan(self, rows: StepRows, now: float, flight_step: int, step_id: int) -> None:
-        """Sets the decode rows of a step, with pages for all tokens. May retract requests, or end the last one."""
+        """Sets the decode rows of a step, and allocates the pages for their tokens.
+
+        If there are too few pages, retracts requests. If a single request is left and needs more pages than the pool has, ends it
+        with an error.
+        """
         self._retract_for_test(flight_step, step_id)
         before = self._counters.retractions_total
         requests, slots, need = self._make_room(now, flight_step, step_id)
@@ -121,14 +126,14 @@ class DecodePlanner:
             slots = slots[more]
         room = self._memory.slots.num_pages[slots] * self.config.page_size - columns.computed[slots]
         need = slots[room <= 0]
-        assert not len(need) or room[room.argmin()] == 0, "a row was planned beyond its pages"
+        assert not len(need) or room[room.argmin()] == 0, "a row computes at most the tokens of its pages"
         return requests, slots, need.astype(np.int32)
 
     def _drafts(self, slots: NDArray[np.int64], draft_controller: DraftController) -> NDArray[np.int32]:
         """Returns the number of draft tokens of each row, and allocates pages for them.
 
-        The number of a row is limited by DraftController, by the row's remaining output and by the size of the step. If the free
-        pages do not suffice, no row gets draft tokens, because draft tokens evict no pages.
+        The number of a row is limited by DraftController, by the row's remaining output and by VERIFIED_TOKENS. If the free pages
+        do not suffice, no row gets draft tokens, because draft tokens must not evict cached pages.
         """
         columns = self._columns
         most = min(self.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
@@ -140,7 +145,7 @@ class DecodePlanner:
             drafts[:], need[:] = 0, 0
         for number in range(int(need.max())):
             self._memory.grow_each(slots[need > number].astype(np.int32))
-        assert drafts.min() >= 0, "no more output is planned than there may be"
+        assert drafts.min() >= 0, "draft tokens are within the remaining output"
         columns.computed[slots] += drafts
         columns.planned_out[slots] += drafts
         return drafts.astype(np.int32)
@@ -148,10 +153,10 @@ class DecodePlanner:
     def _make_room(
         self, now: float, flight_step: int, step_id: int
     ) -> tuple[list[Request], NDArray[np.int64], NDArray[np.int32]]:
-        """Retracts requests until there are pages for the next decode step.
+        """Frees pages until there are enough for the next decode step.
 
-        Extending requests may be retracted, too. The last request is not retracted: it waits while a step or an operation may
-        free pages, and otherwise ends with an error.
+        Releases the pins of waiting requests, and then retracts decoding and extending requests. The last request is not
+        retracted: it waits while a step, an operation or a reservation may free pages, and otherwise ends with an error.
 
         Returns:
             The requests of the decode rows, their slots, and the slots that need one more page.
@@ -187,7 +192,7 @@ class DecodePlanner:
 
 
 class Planner:
-    """Plans steps. Owns the planners of extends and decodes and the new-token ratio."""
+    """Plans steps. Owns ExtendPlanner, DecodePlanner and NewTokenRatio."""
 
     def __init__(
         self,
@@ -220,7 +225,7 @@ class Planner:
         Args:
             config: the new configuration.
             running_limit: largest number of running requests.
-            ratio: the new-token ratio, or None to leave it.
+            ratio: the new-token ratio, or None to leave it unchanged.
         """
         self.extends.running_limit = running_limit
         if config.schedule_conservativeness != self.config.schedule_conservativeness:
@@ -248,12 +253,12 @@ class Planner:
 
     def _plan_both(self, rows: StepRows, now: float, flight: Step | None, flight_step: int) -> None:
         """Plans extend rows. Plans decode rows if they share the step, or if there are no extend rows."""
-        # Requests that extend again after decoding share a step with decodes, which a step of extends alone would delay.
+        # If all extends are of requests that decoded before, decode rows share the step, so that it does not delay them.
         shared = self.config.enable_mixed_chunk or any(r.progress.output_ids for r in self._queues.extending)
         before = self._counters.retractions_total
         if shared:
             self._decodes.plan(rows, now, flight_step, self._step_id)
-        # A request that this plan retracts is not admitted in it, because its token in flight is not committed.
+        # This plan does not admit a request that it has retracted, because the request's token in flight is not committed.
         may_admit = self._counters.retractions_total == before
         self.extends.plan(rows, now, self.ratio.value, flight, self._step_id, may_admit)
         if not rows.extends and not shared:

@@ -1,7 +1,13 @@
 """The rows and the budgets of the step that is being planned, and the plan that is built from the rows.
 
-The budgets (docs/design/scheduler.md#admission-and-budgets) are in tokens: total (KV that admitted requests may need), input
-(tokens of this step), chunk (size at which prompts are cut), logprob (prompt tokens with logprobs). ExtendPlanner asks and acts.
+The budgets (docs/design/scheduler.md#admission-and-budgets) are in tokens:
+
+- total: KV that admitted requests may need
+- input: tokens of this step
+- chunk: size at which prompts are cut
+- logprob: prompt tokens with logprobs
+
+ExtendPlanner uses the budgets.
 """
 
 from __future__ import annotations
@@ -24,10 +30,10 @@ from rootstock_llm.services.worker.core.requests.request import Request, SlotCol
 CLIP_MAX_NEW_TOKENS = 4096
 MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size
 MIN_PACED_SHARE = 32  # a paced chunk has at least 1/32 of its full size
-FADES = 0.7  # weight of earlier times when a new time is recorded
-OUTLIER = 4.0  # multiple of the average that a time counts as at most
+FADES = 0.7  # factor of the earlier sums of tokens and seconds when a new time is added
+OUTLIER = 4.0  # a time above this multiple of the average counts as this multiple
 BUCKETS = 32  # classes of decode steps, by the bit length of the number of rows
-MOST_TOKENS = 1 << 30  # limit of the tokens of a step
+MOST_TOKENS = 1 << 30  # value of a budget without a limit, in tokens
 T = TypeVar("T", bound=np.generic)
 _NONE: I32 = np.empty(0, dtype=np.int32)
 _NO_SLOTS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -91,7 +97,7 @@ class StepRows:
         Args:
             request: the request.
             slot: its slot.
-            drafted_for: whether it may get draft tokens. The drafter then needs its tokens and its prediction.
+            drafted_for: whether it may get draft tokens. If so, the drafter gets its tokens and its prediction.
         """
         params = request.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
@@ -100,10 +106,10 @@ class StepRows:
         self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, stops, history, prediction, drafted_for))
 
     def add(self, request: Request, start: int, count: int, last: bool) -> None:
-        """Adds a row of `count` tokens from `start` on. `last` says whether it is the last chunk."""
+        """Adds a row of `count` tokens from position `start` on. `last` is True if it is the request's last chunk."""
         known = len(request.kv.token_key) // TOKEN_BYTES
-        assert 0 <= start < start + count <= known, "an extend row computes tokens that are known"
-        assert last == (start + count == known), "the last chunk ends with the last known token, no other does"
+        assert 0 <= start < start + count <= known, "an extend row computes known tokens"
+        assert last == (start + count == known), "only the last chunk ends with the last known token"
         if request.params.prompt_logprobs_from >= 0:
             self._add_logprobs(request, start, count)
         self.extends.append(request)
@@ -113,16 +119,16 @@ class StepRows:
         self.input_ids.append(np.frombuffer(request.kv.token_key, dtype=np.int32)[start : start + count])
 
     def _add_logprobs(self, request: Request, start: int, count: int) -> None:
-        """Records the prompt tokens whose logprobs the row computes.
+        """Records which logprobs of prompt tokens the row computes.
 
-        The token at position p predicts the token at p + 1.
+        The row's token at position p gives the logprob of the prompt token at p + 1.
         """
         end, length = start + count, request.num_prompt_tokens
         if request.progress.logprob_planned >= length or end < request.progress.logprob_planned:
             return
         following = int(request.prompt_ids[end]) if end < length else -1
         offset = request.progress.logprob_planned - 1 - start
-        assert 0 <= offset < count, "the first logprob that is wanted lies in the row"
+        assert 0 <= offset < count, "the row computes the first of its logprobs"
         self.logprobs.append((len(self.extends), offset, following))
         request.progress.logprob_planned = min(end, length - 1) + 1
 
@@ -141,7 +147,7 @@ def build_step(step_id: int, rows: StepRows, columns: SlotColumns, updates: Tabl
         sampled.fill(True)
     sample = _before(rows.sample, sampled)
     if len(drafts):
-        assert len(drafts) == num_decode and drafts.min() >= 0, "drafts of each decode row"
+        assert len(drafts) == num_decode and drafts.min() >= 0, "each decode row has a number of drafts"
         counts, drafts = counts + drafts, _before([0] * num_extend, drafts)
     decode_starts = columns.computed[rows.decode_slots] - (counts if len(drafts) else 1) if num_decode else _NONE
     starts = _before(rows.starts, decode_starts)
@@ -167,13 +173,13 @@ def build_step(step_id: int, rows: StepRows, columns: SlotColumns, updates: Tabl
         table_pages=table_pages,
         drafts=drafts,
     )
-    assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "columns of one step are of one length"
+    assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "the columns have equal lengths"
     if num_extend:
-        assert len(set(extend_slots)) == num_extend, "each extend row has a slot of its own"
-        assert len(plan.input_ids) == sum(rows.counts), "a token for every position of the extend rows"
+        assert len(set(extend_slots)) == num_extend, "no two extend rows have the same slot"
+        assert len(plan.input_ids) == sum(rows.counts), "each position of an extend row has a token"
         ends = plan.starts[:num_extend] + plan.num_tokens[:num_extend]
-        assert ends.tolist() == columns.computed[slots[:num_extend]].tolist(), "a row ends where its slot is planned to"
-    assert len(table_slots) == len(table_firsts) == len(table_counts) <= len(table_pages), "an update has a page"
+        assert ends.tolist() == columns.computed[slots[:num_extend]].tolist(), "a row ends at its slot's `computed`"
+    assert len(table_slots) == len(table_firsts) == len(table_counts) <= len(table_pages), "each update has at least one page"
     return Step(plan, rows.extends + rows.decodes, columns.epoch[slots])
 
 
@@ -185,7 +191,7 @@ def _joined(rows: Sequence[I32]) -> I32:
 
 
 def _before(values: Sequence[int], rest: NDArray[T]) -> NDArray[T]:
-    """Returns the values, in the type of `rest`, followed by `rest`. Without values, returns `rest` itself."""
+    """Returns the concatenation of values and rest, with the dtype of `rest`. If `values` is empty, returns `rest` itself."""
     if not values:
         return rest
     first = np.array(values, dtype=rest.dtype)
@@ -200,7 +206,7 @@ class AddResult(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunningRows:
-    """Parallel columns of the running requests."""
+    """The running requests as parallel columns."""
 
     remaining: NDArray[np.int64]  # [n], largest number of further output tokens
     held: NDArray[np.int64]  # [n], tokens of KV that become free when the request ends
@@ -213,12 +219,12 @@ NO_ROWS = RunningRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 
 class PrefillAdder:
     """The remaining budgets of the step that is being planned.
 
-    Decode rows of the same step take from the input and chunk budgets. Each of these keeps at least one page, so that decode rows
-    never starve extends.
+    Decode rows of the same step use the input and chunk budgets, too. At least one page of each budget is left for extends, so
+    that decode rows never starve them.
     """
 
     def __init__(self, page_size: int) -> None:
-        """Creates budgets that begin() has to set before any other call."""
+        """The budgets are undefined until begin() is called."""
         self._page_size = page_size
 
     def begin(
@@ -235,14 +241,14 @@ class PrefillAdder:
 
         Args:
             rows: the running requests.
-            new_token_ratio: share of their remaining output that is reserved.
+            new_token_ratio: share of the running requests' remaining output for which KV is reserved.
             max_prefill_tokens: input budget.
-            chunked_prefill_size: chunk budget; 0 for none.
+            chunked_prefill_size: chunk budget; 0: prompts are not cut.
             num_decode_rows: tokens of the decode rows in the same step.
             max_requests: extend rows of the step; 0 for no limit.
             max_logprob_tokens: logprob budget.
         """
-        assert len(rows.remaining) == len(rows.held) == len(rows.ignore_eos), "columns of the same rows"
+        assert len(rows.remaining) == len(rows.held) == len(rows.ignore_eos), "the columns have equal lengths"
         self._rows = rows
         self._ratio = new_token_ratio
         self._added: list[tuple[int, int, bool]] = []  # (remaining output, KV, ignore_eos) of this step's rows
@@ -254,17 +260,17 @@ class PrefillAdder:
         self._requests_left = max_requests or None
         self._pending = 0
         self._empty = True
-        self.set_aside = 0  # tokens of KV for rows that will be added later
+        self.set_aside = 0  # tokens of KV that admissions must leave for started extends
 
     def chunk(self, start: int, remaining: int, logprobs: bool) -> int:
-        """Returns the tokens of an extend that this step takes: all remaining ones, a part that ends with a page, or 0.
+        """Returns the number of tokens of an extend that fit into this step: all, a part that ends at a page boundary, or 0.
 
         Args:
             start: first position of the extend.
             remaining: tokens left to extend.
             logprobs: whether the logprob budget limits the extend.
         """
-        assert start >= 0 and remaining > 0, "an extend with nothing left to compute"
+        assert start >= 0 and remaining > 0, "an extend has tokens to compute"
         if self._requests_left == 0:
             return 0
         if self._chunk is None and not logprobs:
@@ -280,10 +286,10 @@ class PrefillAdder:
     def admit(
         self, available: int, start: int, extend: int, max_new: int, ignore_eos: bool, logprobs: bool
     ) -> tuple[AddResult, int]:
-        """Decides whether a waiting request may begin.
+        """Decides whether a waiting request may be admitted.
 
         Args:
-            available: tokens of KV that are free or evictable while the request's hit is locked.
+            available: tokens of KV that are free or evictable; the pages of the request's hit are locked and do not count.
             start: first position to extend.
             extend: tokens to extend.
             max_new: largest number of further output tokens.
@@ -306,7 +312,7 @@ class PrefillAdder:
         return (AddResult.CONTINUE, count) if count > 0 else (AddResult.OTHER, 0)
 
     def added(self, count: int, remaining: int, max_new: int, ignore_eos: bool, logprobs: bool) -> None:
-        """Takes a planned row from the budgets. The KV of its tokens is already allocated.
+        """Subtracts a planned row from the budgets. The KV of the row's tokens is already allocated.
 
         Args:
             count: tokens of the row.
@@ -315,29 +321,29 @@ class PrefillAdder:
             ignore_eos: whether the request cannot stop early.
             logprobs: whether the row computes logprobs of its prompt.
         """
-        assert count > 0 and remaining >= 0, "a row computes a token, and no more than are left"
+        assert count > 0 and remaining >= 0, "a row computes at least one and at most all remaining tokens"
         self._empty = False
         self._input -= count
         self._logprobs -= count if logprobs else 0
         if self._requests_left is not None:
             self._requests_left -= 1
-            assert self._requests_left >= 0, "more rows than a step may have"
+            assert self._requests_left >= 0, "a step has at most max_requests extend rows"
         if self._chunk is not None:
             self._chunk -= count
         self._reserved += self._ceil(remaining) + min(max_new, CLIP_MAX_NEW_TOKENS)
         self._pending += self._ceil(remaining)
-        assert not logprobs or self._logprobs >= 0, "more prompt logprobs than a step may compute"
+        assert not logprobs or self._logprobs >= 0, "a step computes at most max_logprob_tokens"
         self._added.append((max_new, count + remaining, ignore_eos))
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further row fits into the step."""
+        """Whether no further extend row fits into the step."""
         return self._input <= 0 or (self._chunk is not None and self._chunk <= 0) or self._requests_left == 0
 
     def _fits_until_finishes(self, available: int, extend: int, max_new: int) -> bool:
-        """Simulates all rows until they finish, and returns whether the KV suffices at each finish.
+        """Simulates the output of all requests until the last one ends, and returns whether the KV suffices at each end.
 
-        A row that may stop early counts as finished after the share `new_token_ratio` of its remaining output.
+        A request that may stop early is assumed to end after the share `new_token_ratio` of its remaining output.
         """
         running = self._rows
         left = np.where(running.ignore_eos, running.remaining, (running.remaining * self._ratio).astype(np.int64))
@@ -357,8 +363,8 @@ class PrefillAdder:
 def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, half_at: int) -> int:
     """Returns the chunk size while `num_decoding` rows wait for their next token.
 
-    The size is in whole pages, at least one. At `half_at` rows it is half of the full size. If the full size or `half_at` is 0,
-    it is the full size.
+    The size is at least one page and ends at a page boundary. With `half_at` decoding rows, it is half of `chunked_prefill_size`.
+    If `chunked_prefill_size` or `half_at` is 0, the result is `chunked_prefill_size`.
     """
     if not chunked_prefill_size or not half_at:
         return chunked_prefill_size
@@ -367,9 +373,9 @@ def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, 
 
 
 def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
-    """Returns the chunk size of a step that may compute `tokens` tokens.
+    """Returns the chunk size of a step that has time for `tokens` tokens, in whole pages.
 
-    The size is in whole pages and at least 1/MIN_PACED_SHARE of the full size. If the full size is 0, it is 0.
+    The size is at least 1/MIN_PACED_SHARE of `chunked_prefill_size`. If `chunked_prefill_size` is 0, the result is 0.
     """
     if not chunked_prefill_size:
         return 0
@@ -378,15 +384,15 @@ def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
 
 
 class ChunkPace:
-    """Sizes chunks so that decode rows wait at most a given time for their next token, by the times of recent steps.
+    """Sizes chunks by the times of recent steps, so that decode rows wait at most a given time for their next token.
 
-    The estimated time of a step is the time of its decode rows alone plus a time per extended token. A step without decode rows
-    takes the time of the fewest rows that were measured. The time per token follows the contexts of the prompts. The caller gives
-    the times, so that the same calls give the same chunks.
+    The estimated time of a step is the time of its decode rows alone, plus a time per extended token. For a step without decode
+    rows, the first part is the shortest measured time. The time per token is an average of recent steps, because it depends on
+    the contexts of the prompts. The caller passes the times, so that the same calls give the same chunks.
     """
 
     def __init__(self) -> None:
-        self._extended = self._seconds = 0.0  # faded sums of tokens and seconds, so that larger steps have more weight
+        self._extended = self._seconds = 0.0  # sums with fading weights; larger steps have more weight
         self._decode_s = [0.0] * BUCKETS  # seconds of a step without extends, by bucket; 0: unknown
 
     def took(self, extended: int, rows: int, seconds: float, least: int) -> None:
@@ -396,9 +402,9 @@ class ChunkPace:
             extended: number of extended tokens.
             rows: number of decode rows.
             seconds: time of the step; 0 if unknown.
-            least: number of extended tokens from which on the time per token is updated.
+            least: smallest number of extended tokens of a step that updates the time per token.
         """
-        assert extended >= 0 and rows >= 0, "counts of a step"
+        assert extended >= 0 and rows >= 0, "the numbers of tokens and rows are not negative"
         if seconds <= 0:
             return
         if not extended:
@@ -417,7 +423,7 @@ class ChunkPace:
         return self._extended > 0
 
     def steps(self, within_s: float, decoding: int, size: int) -> int:
-        """Returns the number of extend steps of `size` tokens that fit into `within_s` with one decode step; at least 1.
+        """Returns the number of extend steps of `size` tokens that, with one decode step, take `within_s`, rounded up.
 
         The time per token must be known.
         """
@@ -425,10 +431,10 @@ class ChunkPace:
         return max(math.ceil(min((within_s - self._alone_s(decoding)) / step_s, MOST_TOKENS)), 1)
 
     def tokens(self, within_s: float, decoding: int, steps: int) -> int:
-        """Returns the size of extend steps in tokens, so that the extend steps and one decode step fit into `within_s`.
+        """Returns the size of extend steps in tokens, so that `steps` of them and one decode step take at most `within_s`.
 
-        If the decode rows need most of the time, the extends get as much time as the decode rows, and at most `within_s`, because
-        shorter chunks would only add steps. The time per token must be known.
+        If that would leave less time for the extends than for the decode rows, the extends get as much time as the decode rows,
+        but at most `within_s`, because shorter chunks would only add steps. The time per token must be known.
 
         Args:
             within_s: time limit in seconds.
@@ -440,7 +446,7 @@ class ChunkPace:
         return int(min(left / max(steps, 1) / self._seconds * self._extended, MOST_TOKENS))
 
     def _alone_s(self, rows: int) -> float:
-        """Returns the time of a step with `rows` decode rows, or with fewer rows if that is unknown; 0 if both are unknown."""
+        """Returns the time of a step with `rows` decode rows. If it is unknown, that of fewer rows; if all are unknown, 0."""
         return next((seconds for seconds in self._decode_s[rows.bit_length() : 0 : -1] if seconds), 0.0)
 
     def _least_s(self) -> float:

@@ -1,18 +1,20 @@
-"""The decision whether and why a request ends.
+"""Decides whether a request ends, and for which reason.
 
-A request that can never run is refused at arrival. Otherwise, the first of these conditions that holds is the reason:
+A request that can never run is refused at arrival. Otherwise, the first of these conditions that holds after a token is the
+reason:
 
-1. a fault of the row, or a token outside of the vocabulary
-2. a token that the grammar refuses
-3. length
-4. the grammar is complete
-5. stop token ids and EOS
-6. stop string
-7. stop regex
-8. the handover to another worker
+1. The row has a fault, or its token is outside of the vocabulary.
+2. The grammar does not allow the token.
+3. The output has max_new_tokens tokens.
+4. The grammar is complete.
+5. The token is a stop token or EOS.
+6. The output contains a stop string.
+7. The output matches a stop regex.
+8. The request is to be handed over to another worker.
 
-An abort is decided elsewhere, before the next token is examined. The order is that of SGLang's check_finished, except that its
-vocabulary boundary comes after length: here, a result that is not a token is not output (docs/design/scheduler.md#finish-order).
+Code outside of this module aborts requests, before the next token is examined. The order is that of SGLang's check_finished with
+one exception: SGLang examines the vocabulary after the length. Here, a token outside of the vocabulary is never output
+(docs/design/scheduler.md#finish-order).
 """
 
 from __future__ import annotations
@@ -26,26 +28,27 @@ from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, Fin
 from rootstock_llm.services.worker.core.contracts.plan import RowFault
 from rootstock_llm.services.worker.core.requests.request import Request
 
-REGEX_TAIL_TOKENS = 256  # last output tokens in which stop patterns are searched
-REGEX_TAIL_CHARS = 1024  # limit of their characters
+# Stop patterns are searched in the last REGEX_TAIL_CHARS characters of the last REGEX_TAIL_TOKENS output tokens.
+REGEX_TAIL_TOKENS = 256
+REGEX_TAIL_CHARS = 1024
 
 
 class StopRuleTooExpensive(Exception):
-    """A stop rule takes too long. The request ends with an error, and its client gets this message."""
+    """The search of a stop pattern exceeds its time limit. The request ends with this exception's message as its error."""
 
 
 class TextRules(Protocol):
-    """Pure text functions for the stop rules."""
+    """Text functions without side effects, for stop strings and stop patterns."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Returns the text of a request's last output ids. It may begin or end with U+FFFD."""
+        """Returns the text of a request's last output ids. A character that is cut at either end becomes U+FFFD."""
         ...
 
     def search(self, pattern: str, text: str) -> bool:
         """Returns whether the pattern, which was checked at submission, matches anywhere in the text.
 
         Raises:
-            StopRuleTooExpensive: the search exceeds its limit.
+            StopRuleTooExpensive: the search exceeds its time limit.
         """
         ...
 
@@ -55,7 +58,7 @@ _HANDED_OVER = Finish(FinishReason.HANDED_OVER)
 
 
 def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> Finish:
-    """Returns an ending with an error. A Reason also gives the index of the invalid element."""
+    """Returns an ending with an error. If `message` is a Reason, the ending has the index of the invalid element, too."""
     element = message.part if isinstance(message, Reason) and field else None
     return Finish(FinishReason.ABORT, error=error, message=message, field=field, element=element)
 
@@ -67,11 +70,11 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
     if length < 1:
         return refused("the prompt is empty")
     if length + min(outputs, 1) > config.context_len:
-        return refused(f"the prompt has {length} tokens; the context holds {config.context_len}")
+        return refused(f"the prompt has {length} tokens; the model's context is {config.context_len} tokens")
     if length + outputs > config.context_len:
-        return refused("prompt and max_new_tokens together exceed the context")
+        return refused("prompt and max_new_tokens together exceed the model's context")
     if length + given > config.context_len:
-        return refused("prompt and output together exceed the context", "output_ids")
+        return refused("prompt and output_ids together exceed the model's context", "output_ids")
     alone = message.session is not None or message.params.embedding is not None or message.params.score is not None
     if given and alone:
         return refused("neither in a session nor for an embedding or a score", "output_ids")
@@ -115,7 +118,7 @@ def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> Fini
     """Returns the ending by rules 3 to 7, or None."""
     params = request.params
     count = len(request.progress.output_ids)
-    assert 0 < count <= max(params.max_new_tokens, request.progress.num_given), "an output is looked at after each token"
+    assert 0 < count <= max(params.max_new_tokens, request.progress.num_given), "the length is checked after each token"
     if count >= params.max_new_tokens:
         return Finish(FinishReason.LENGTH)
     token = request.progress.output_ids[-1]
@@ -128,9 +131,9 @@ def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> Fini
 
 
 def _check_text(request: Request, rules: TextRules) -> Finish | None:
-    """Searches stop strings and patterns.
+    """Returns the ending if the output contains a stop string or matches a stop pattern, or None.
 
-    An exception ends only this request; the other requests of the step continue.
+    If the search raises an exception, this request ends with an error. The other requests of the step continue.
     """
     params = request.params
     try:
@@ -150,13 +153,13 @@ def _check_text(request: Request, rules: TextRules) -> Finish | None:
 
 
 def _tail_text(request: Request, rules: TextRules) -> str:
-    """Returns enough of the output's end to contain any stop string that the newest token completes.
+    """Returns the end of the output, long enough to contain any stop string that the newest token completes.
 
-    A token has any number of characters, and a special token has none. The estimated number of tokens is doubled until it
-    suffices.
+    Decodes an estimated number of tokens, and doubles the number until the text is long enough, because tokens differ in their
+    number of characters. A special token that is skipped has none.
     """
     ids, count, skip = request.progress.output_ids, request.tail_tokens, request.params.skip_special_tokens
-    enough = max(map(len, request.params.stop)) + len(rules.decode(ids[-1:], skip)) + 4  # a cut character
+    enough = max(map(len, request.params.stop)) + len(rules.decode(ids[-1:], skip)) + 4  # U+FFFDs of a cut character
     text = rules.decode(ids[-count:], skip)
     while len(text) < enough and count < len(ids):
         count *= 2

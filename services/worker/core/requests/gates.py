@@ -1,10 +1,13 @@
 """Gates, which make a request wait before its budgets are checked.
 
-An admission pass asks the pool gate and the prefix gate about a waiting request, until one of them does not return ADMIT. WAIT
-holds the request in the queue: the pass continues with the next request, and passes skip the held one until its gate frees it
-(WaitingQueue.free). REJECT ends the request. These gates allocate nothing and do not touch the radix tree.
+An admission pass asks the pool gate and then the prefix gate about each waiting request. The first result other than ADMIT
+decides:
 
-The grammar gate holds requests outside of the waiting queue, where they delay no other request.
+- WAIT holds the request in the queue. This and later passes skip it until its gate frees it (WaitingQueue.free).
+- REJECT ends the request.
+
+These two gates allocate nothing and do not change the radix tree. The grammar gate holds requests outside of the waiting queue,
+where they delay no other request.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNod
 from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
 from rootstock_llm.services.worker.core.requests.waiting_queue import IN_BATCH_DEPRIORITIZE_THRESHOLD, WaitingQueue
 
-MAX_PASSES = 8  # passes without progress after which a request stops waiting for an extend
-ASK_AGAIN_S = 0.25  # seconds until a grammar is submitted again that a full compiler has refused
-FOLLOW_TOKENS = 1024  # most tokens that all matchers together follow in one turn
-FOLLOW_S = 0.01  # most CPU seconds for this
-FOLLOW_AT_ONCE = 32  # tokens between two checks of these limits
+MAX_PASSES = 8  # admission passes without progress of an extend, after which a request stops waiting for the extend
+ASK_AGAIN_S = 0.25  # seconds after which a grammar is submitted again if the compiler's queue was full
+# Limits of GrammarGate.follow(), by which matchers take over given output, per turn of the loop.
+FOLLOW_TOKENS = 1024  # tokens of all requests together
+FOLLOW_S = 0.01  # CPU seconds
+FOLLOW_AT_ONCE = 32  # tokens between two checks of FOLLOW_S
 
 
 class Verdict(enum.Enum):
@@ -65,56 +69,56 @@ class PoolGate:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A request that waits for an extend."""
+    """A request that waits until an extend has computed their common prefix."""
 
     request: Request
-    limit: int  # bytes of its token key that a hit may cover
-    since: int  # pass from which on passes without progress are counted
+    limit: int  # number of bytes of its token key that a prefix hit may cover
+    since: int  # number of the pass after which passes without progress are counted
 
 
 @dataclass(slots=True, eq=False)
 class _Lead:
-    """An extend that other requests wait for."""
+    """An extend for which other requests wait."""
 
     request: Request
     slot: int
-    epoch: int  # epoch of the slot when the wait began
-    committed: int  # bytes of its token key, in whole pages, that were committed at the last look
-    due: int  # first pass in which a wait may end without progress
+    epoch: int  # epoch of the slot when the first wait began; a different epoch means that the extend has ended
+    committed: int  # number of bytes of its token key, in whole pages, that were committed when begin() last read it
+    due: int  # number of the first pass in which a wait may end for lack of progress
     waits: list[_Wait] = field(default_factory=list)
 
 
 class PrefixGate:
     """Holds a request while a running extend computes its uncached prefix, so that n choices of one prompt compute it once.
 
-    A wait is for one extend, its lead. It ends when the extend has committed the shared tokens, when the extend ends or is
-    retracted, and after MAX_PASSES passes without progress. Waiting requests are listed with their lead, so that a pass costs
-    nothing for requests whose lead has not advanced.
+    A request waits for one extend, its lead. The wait ends when the lead has committed the shared tokens, when the lead ends or
+    is retracted, or after MAX_PASSES passes in which the lead commits nothing. Waiting requests are listed by lead, so that a
+    pass costs nothing for requests whose lead has not advanced.
     """
 
     def __init__(self, page_size: int, memory: KVMemory, columns: SlotColumns, waiting: WaitingQueue) -> None:
         self._memory, self._columns, self._waiting = memory, columns, waiting
         self._page_bytes = page_size * TOKEN_BYTES
-        # Bytes after the hit that must be shared.
+        # A request waits for an extend only if both token keys agree for this number of bytes after the request's hit.
         self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)
         self._leads: dict[int, _Lead] = {}
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
         self._computing: list[Request] = []  # extends that are not listed in _extends yet
         self.num_passes = 0  # admission passes that have ended
-        # By seq: requests that stopped waiting since the last pass over the whole queue. Some of them may have ended.
+        # By seq: requests whose wait ended after the last pass over the whole queue. Some of these requests may have ended.
         self.freed: dict[int, Request] = {}
 
     @property
     def concerns_anybody(self) -> bool:
-        """Whether a request waits, or has stopped waiting since the last pass over the whole queue."""
+        """Whether a request waits, or its wait has ended after the last pass over the whole queue."""
         return bool(self._leads or self.freed)
 
     def begin(self, computing: Iterable[Request]) -> None:
-        """Begins a pass, and frees the requests that need not wait any longer.
+        """Begins a pass, and frees the requests whose wait has ended.
 
         Args:
-            computing: the extending requests of the uncommitted step, of the step that is being planned, and between two chunks.
-                A request may occur twice.
+            computing: the extending requests: those in the uncommitted step, those in the step that is being planned, and those
+                that are between two chunks. A request may occur twice.
         """
         self._extends.clear()
         self._computing = list(computing)
@@ -126,12 +130,12 @@ class PrefixGate:
         self.num_passes += 1
 
     def note(self, request: Request) -> None:
-        """Adds a request that has just been admitted to the extends."""
+        """Adds a request that has just been admitted, so that later requests of the pass may wait for it."""
         self.freed.pop(request.seq, None)
         self._computing.append(request)
 
     def look(self, request: Request) -> GateDecision:
-        """Returns WAIT if an extend computes enough of the request's prefix beyond its hit, otherwise ADMIT."""
+        """Returns WAIT if a running extend computes enough of the request's prefix after its hit (see `_cut`), else ADMIT."""
         if self._computing:
             self._list_extends()
         if not self._extends:
@@ -172,10 +176,10 @@ class PrefixGate:
         """Returns an extend whose token key begins with key[:end], or None.
 
         Args:
-            node: node in which the request's hit ends. The extend is listed at a node of the path to it.
+            node: node in which the request's hit ends. The extend is listed at a node of the path to this node.
             key: token key of the request.
-            hit: bytes of the hit.
-            end: bytes that must be shared.
+            hit: length of the hit in bytes.
+            end: number of first bytes of the token keys that must be equal.
         """
         while node is not None:
             at = node.depth * self._page_bytes
@@ -197,16 +201,16 @@ class PrefixGate:
         return int(self._columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
 
     def _follow(self, lead: _Lead) -> None:
-        """Frees the requests that share no uncommitted token with the extend, or that have waited too long without progress."""
+        """Frees requests that share no uncommitted token with the extend, or have waited MAX_PASSES passes without progress."""
         if lead.request.kv.lease is None or self._columns.epoch[lead.slot] != lead.epoch:
             self._free_all(lead)
             return
         before, committed = lead.committed, self._committed(lead.slot)
-        assert committed >= before, "an extend has lost what it had committed"
+        assert committed >= before, "the committed tokens of an extend only grow"
         if committed == before and self.num_passes < lead.due:
             return
         end = committed + self._cut
-        beyond = lead.request.kv.token_key[before:end]  # the keys are known to agree before this part
+        beyond = lead.request.kv.token_key[before:end]  # the keys before this part were compared when the waits began
         waits, lead.waits = lead.waits, []
         lead.committed, lead.due = committed, self.num_passes + MAX_PASSES
         for wait in waits:
@@ -236,14 +240,14 @@ class PrefixGate:
 
 
 class GrammarGate:
-    """The requests that wait until their grammar is compiled, or until their matcher has followed output from another worker."""
+    """The requests that wait until their grammar is compiled, or until their matcher has accepted output from another worker."""
 
     def __init__(self, book: GrammarBook | None, follow_tokens: int = FOLLOW_TOKENS) -> None:
         self._book = book  # unset if the worker offers no structured output
         self._follow_tokens = follow_tokens
         self._waiting: dict[GrammarSpec, dict[int, Request]] = {}
         self._following: dict[int, Request] = {}
-        self._put_off: dict[GrammarSpec, float] = {}  # grammars that are submitted again, with their times
+        self._put_off: dict[GrammarSpec, float] = {}  # postponed grammars, with the times at which they are submitted again
         self._size = 0
         self.num_tokens = 0  # prompt and output tokens of the waiting requests
 
@@ -264,7 +268,8 @@ class GrammarGate:
         """Sets the matcher of a request with a grammar.
 
         Returns:
-            False if the grammar is not compiled, or if the matcher must first follow given output. The caller then calls wait().
+            Whether the request may enter the waiting queue. It may not if its grammar is not compiled, or if its matcher must
+            first accept given output. The caller then calls wait().
         """
         spec = request.params.grammar
         if spec is None:
@@ -282,12 +287,12 @@ class GrammarGate:
     def leave(self, request: Request) -> None:
         self._size -= 1
         self.num_tokens -= request.queued_tokens
-        assert 0 <= self._size <= self.num_tokens, "each that waits has a token"
+        assert 0 <= self._size <= self.num_tokens, "each waiting request has at least one token"
         if self._following.pop(request.seq, None) is None:
             self._unlist(request)
 
     def compiled(self, spec: GrammarSpec) -> list[Request]:
-        """Returns the requests that may leave because their grammar is compiled. The caller calls leave() for each one."""
+        """Returns the requests that may leave because their grammar is compiled. The caller calls leave() for each of them."""
         free = []
         for request in self.waiting_for(spec):
             if self.admits(request):
@@ -305,7 +310,7 @@ class GrammarGate:
         """Postpones a grammar, because the compiler is full.
 
         Returns:
-            The requests to refuse, which are those without output. Requests with output wait.
+            The requests without given output, which the caller refuses. Requests with given output wait.
         """
         waiting = self.waiting_for(spec)
         if any(request.progress.num_given for request in waiting):
@@ -313,7 +318,11 @@ class GrammarGate:
         return [request for request in waiting if not request.progress.num_given]
 
     def ask_again(self, now: float) -> list[Request]:
-        """Submits postponed grammars again. Returns the requests that may leave; the caller calls leave() for each one."""
+        """Submits the postponed grammars again that have waited for ASK_AGAIN_S.
+
+        Returns:
+            The requests that may leave because their grammar is compiled. The caller calls leave() for each of them.
+        """
         if not self._put_off:
             return []
         due = [spec for spec, until in self._put_off.items() if until <= now]
@@ -322,12 +331,13 @@ class GrammarGate:
         return [request for spec in due for request in self.compiled(spec)]
 
     def follow(self) -> list[Request]:
-        """Lets matchers follow given output up to its last token, or up to a token that does not fit.
+        """Makes matchers accept given output, up to the token before the last, or up to a token that the grammar does not allow.
 
-        The CPU time is taken from the matchers, so that it does not count as the time of a step.
+        Stops at FOLLOW_TOKENS or FOLLOW_S; the next call continues. Takes the CPU time from the matchers (Matcher.take_cost), so
+        that it does not count as the time of a step.
 
         Returns:
-            The requests whose matchers have finished. The caller calls leave() for each one.
+            The requests whose matchers have finished. The caller calls leave() for each of them.
         """
         if not self._following:
             return []
@@ -362,10 +372,14 @@ class GrammarGate:
 
 
 def _follow(request: Request, end: int) -> tuple[bool, float]:
-    """Follows up to output token `end`. Returns whether all tokens fit, and the CPU time in seconds."""
+    """Makes the matcher accept the output tokens before index `end`.
+
+    Returns:
+        Whether the grammar allows all of these tokens, and the CPU time in seconds.
+    """
     matcher = request.matcher
     assert matcher is not None
-    assert end < len(request.progress.output_ids), "a matcher takes the last token when it is committed"
+    assert end < len(request.progress.output_ids), "a matcher accepts the last token when the request enters the queue"
     while request.progress.num_followed < end:
         if not matcher.accept(request.progress.output_ids[request.progress.num_followed]):
             return False, matcher.take_cost()

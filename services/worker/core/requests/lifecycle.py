@@ -1,7 +1,7 @@
-"""The effects of each move between the queues: allocated and freed memory, columns, events and outputs.
+"""The moves of requests between the queues, with their effects on memory, columns, trace events and outputs.
 
-A queued request leaves through `end`, which frees its memory and emits its one terminal output. Most
-moves are events of the trace log. The limits of waiting and running times are here, too.
+Every queued request ends by end(), which frees its memory and emits its terminal output. The time limits of waiting and running
+requests are here, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rootstock_llm.services.worker.core.requests.reservations import KvReservati
 from rootstock_llm.services.worker.core.requests.sessions import SessionTable
 
 MAX_EVENTS = 16384  # events of the trace log
-MAX_TIER_LOOKUPS = 2  # searches per wait: when it begins, and before the admission
+MAX_TIER_LOOKUPS = 2  # searches of other tiers per wait of a request: when the wait begins, and before the admission
 
 
 class Deadlines:
-    """The time limits of all requests. Limits of ended requests stay until they are due or keep() drops them."""
+    """The time limits of all requests. The limit of an ended request stays until it is due or keep() drops it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, tuple[int, int]]] = []  # (absolute time, seq, (peer, handle))
@@ -50,7 +50,7 @@ class Deadlines:
             requests: the requests that have not ended, by (peer, handle).
 
         Returns:
-            The limits of these requests, earliest first.
+            (time limit, request) for those of `requests` whose limit was removed, earliest limit first.
         """
         out = []
         while self._heap and self._heap[0][0] <= now:
@@ -67,7 +67,7 @@ class Deadlines:
 
 
 class TraceLog:
-    """The last events of all requests in one ring, which show why a request was slow."""
+    """The latest trace events of all requests, in one ring. They show why a request was slow."""
 
     def __init__(self) -> None:
         self.now = 0.0  # time of the next events; Scheduler.submit(), plan() and commit() set it
@@ -83,8 +83,11 @@ class TraceLog:
         return [event for event in self._events if event.request_id == request_id]
 
     def since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """Returns the number of all events, and those after the first `count` that are in the ring, oldest first."""
-        assert 0 <= count <= self._count, "more events than there were"
+        """Returns the number of events since the start, and the events after the first `count` that are still in the ring.
+
+        The events are sorted, oldest first.
+        """
+        assert 0 <= count <= self._count, "count is at most the number of events"
         latest = list(islice(reversed(self._events), self._count - count))
         return self._count, latest[::-1]
 
@@ -121,11 +124,11 @@ class RequestLifecycle:
 
     @property
     def pages_may_come_back(self) -> bool:
-        """Whether pages may become free without a step: an operation has some, or a reservation has a time limit."""
+        """Whether pages may become free without a step: an operation uses pages, or a reservation has a time limit."""
         return self._reservations.may_end or (self._tiers is not None and self._tiers.num_running > 0)
 
     def enqueue(self, request: Request) -> None:
-        """Adds a new request to the waiting queue or to the gate."""
+        """Adds a new request to the waiting queue or to the grammar gate."""
         progress, config = request.progress, self.config
         self._counters.requests_total += 1
         self._counters.resumed_total += progress.num_given > 0
@@ -140,7 +143,7 @@ class RequestLifecycle:
             self._watch(request.deadline, request)
         if config.waiting_timeout_s and not progress.num_given:  # another worker has already run a request with given output
             self._watch(request.arrival + config.waiting_timeout_s, request)
-        assert self._adds_up, "each request stands in one queue"
+        assert self._adds_up, "each request is in one queue"
 
     def refuse(self, peer: int, handle: int, request_id: str, ending: Finish) -> None:
         """Emits the terminal output of a request that was not queued."""
@@ -149,13 +152,13 @@ class RequestLifecycle:
         self._outputs.add_refusal(peer, replace(ending, handle=handle, request_id=request_id))
 
     def ungate(self, request: Request) -> None:
-        """Moves a request from the gate to the waiting queue."""
+        """Moves a request from the grammar gate to the waiting queue."""
         self._queues.ungate(request)
         self._trace.add(request.request_id, TraceKind.UNGATED, 0)
-        assert self._adds_up, "each request stands in one queue"
+        assert self._adds_up, "each request is in one queue"
 
     def begin_import(self, request: Request) -> bool:
-        """Makes a waiting request wait for an import if other tiers have more of its prefix than the tree, and reading pays.
+        """Moves a waiting request to the imports if another tier has more of its prefix than the tree, and reading is faster.
 
         Returns:
             Whether the request has left the waiting queue.
@@ -171,20 +174,18 @@ class RequestLifecycle:
             return False
         self._queues.begin_import(request)
         self._trace.add(request.request_id, TraceKind.IMPORTING, limit * self.config.page_size)
-        assert self._adds_up, "each request stands in one queue"
+        assert self._adds_up, "each request is in one queue"
         return True
 
     def end_import(self, seq: int) -> None:
-        """Moves a request back to the waiting queue. Its imported pages are pinned; missing pages are computed."""
+        """Moves a request from the imports back to the waiting queue. Its imported pages are pinned; it computes the others."""
         request = self._queues.end_import(seq)
         self._leave_source(request)
         self._trace.add(request.request_id, TraceKind.IMPORTED, sum(request.kv.imported.values()) * self.config.page_size)
-        assert self._adds_up, "each request stands in one queue"
+        assert self._adds_up, "each request is in one queue"
 
     def release_pins(self) -> bool:
-        """Releases pins of waiting requests, because running requests need pages.
-
-        These are pins of imported pages, and of reservations whose prompt waits.
+        """Releases the pins of waiting requests on imported pages and on their reservations, because running requests need pages.
 
         Returns:
             Whether any pin was released.
@@ -211,13 +212,16 @@ class RequestLifecycle:
             self.announce(request)
         if progress.queue_s < 0:
             self._note_first_admission(request, cached, now)
-        assert self._adds_up, "each request stands in one queue, the running ones with a slot each"
+        assert self._adds_up, "each request is in one queue, and running requests have a slot each"
         return lease
 
     def announce(self, request: Request) -> None:
-        """Adds the computed pages of a prompt to its reservation, and reports their number to the gateway."""
+        """Adds the computed pages of a prompt to its reservation, and reports the number of pages to the gateway.
+
+        Does nothing if no page is new, or if the reservation has ended since it was opened.
+        """
         room, lease = request.kv.reservation, request.kv.lease
-        assert room is not None and lease is not None, "a request that is announced runs and has a reservation"
+        assert room is not None and lease is not None, "pages are announced for running requests with a reservation"
         count = int(self._memory.slots.num_shared[lease.slot])
         if count <= request.kv.num_announced or (request.kv.num_announced and not self._reservations.stands(room)):
             return
@@ -250,22 +254,22 @@ class RequestLifecycle:
         columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
         columns.num_out[slot] = columns.planned_out[slot] = len(output_ids)
         columns.target[slot] = request.num_prompt_tokens + len(output_ids)
-        assert columns.computed[slot] < columns.target[slot], "the tokens that became known are computed already"
+        assert columns.computed[slot] < columns.target[slot], "the KV of the added tokens is not computed"
 
     def retract(self, request: Request, flight_step: int, plan_step: int, preempted: bool = False) -> None:
         """Takes the lease of a running request. The request keeps its output, and its computed pages stay cached.
 
         Args:
             request: an extending or decoding request.
-            flight_step: the uncommitted step, or -1.
-            plan_step: the plan that retracts the request.
+            flight_step: number of the uncommitted step, or -1.
+            plan_step: number of the step whose plan retracts the request.
             preempted: whether a more urgent request needs the memory.
         """
         lease, progress = request.kv.lease, request.progress
         assert lease is not None
         slot = lease.slot
         sampled_in_flight = self._columns.planned_out[slot] > self._columns.num_out[slot] and not self._columns.redundant[slot]
-        assert flight_step >= 0 or not sampled_in_flight, "a token in flight has a step in flight"
+        assert flight_step >= 0 or not sampled_in_flight, "a token in flight belongs to a step in flight"
         self._release(request, lease)
         self._queues.retract(request)
         request.rekey()
@@ -283,7 +287,7 @@ class RequestLifecycle:
             self._counters.retractions_total += 1
             self._counters.retracted_input_tokens_total += request.num_prompt_tokens
             self._counters.retracted_output_tokens_total += len(progress.output_ids)
-        assert self._adds_up, "each request stands in one queue"
+        assert self._adds_up, "each request is in one queue"
 
     def end(self, request: Request, ending: Finish, now: float) -> None:
         """Ends a request in any phase but FINISHED, frees its memory and emits its terminal output."""
@@ -301,7 +305,7 @@ class RequestLifecycle:
         elif request.kv.num_announced:
             self._reservations.leave_asker((request.peer, request.handle))
         self._trace.add(request.request_id, TraceKind.ENDED, len(request.progress.output_ids))
-        assert self._adds_up, "a request that has ended stands in no queue and has no slot"
+        assert self._adds_up, "an ended request is in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
         self._counters.aborts_total += aborted
         self._counters.grammar_aborts_total += aborted and request.params.grammar is not None
@@ -310,17 +314,17 @@ class RequestLifecycle:
         self._outputs.add_finish(request, _finish(request, ending, now, room_pages))
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
-        """Returns the requests that have reached a time limit, each once, with the message to their clients."""
+        """Returns the requests that have reached a time limit, each with the message to its client."""
         out: dict[int, tuple[Request, str]] = {}
         for at, request in self._deadlines.due(now, self._queues.by_key):
             if at >= request.deadline:
-                out.setdefault(request.seq, (request, "the request's time is over"))
+                out.setdefault(request.seq, (request, "the request has reached its time limit"))
             elif request.progress.queue_s < 0:
                 out.setdefault(request.seq, (request, "the request waited too long in the queue"))
         return list(out.values())
 
     def _note_first_admission(self, request: Request, cached: int, now: float) -> None:
-        """Counts the prompt and its prefix hit of `cached` tokens, and starts the limit of the running time."""
+        """Counts the prompt and its prefix hit of `cached` tokens, and starts the time limit of running requests."""
         progress = request.progress
         progress.queue_s = now - request.arrival
         progress.num_cached_tokens = min(cached, request.num_prompt_tokens)
@@ -333,7 +337,7 @@ class RequestLifecycle:
             self._watch(request.deadline, request)
 
     def _cached_from(self, request: Request) -> dict[Tier, int]:
-        """Returns the tokens of the prefix hit by the tier that had them when the request arrived."""
+        """Returns the number of tokens of the prefix hit by the tier from which they came."""
         left, found = request.progress.num_cached_tokens, {}
         for tier, pages in request.kv.imported.items():
             found[Tier(tier)] = min(left, pages * self.config.page_size)
@@ -341,10 +345,10 @@ class RequestLifecycle:
         return {Tier.DEVICE: left} | found
 
     def _open_room(self, request: Request, now: float) -> int:
-        """Reserves the computed pages of a request for the worker that continues it. An ended reservation opens again.
+        """Completes the reservation of a request for the decode worker that continues it. An ended reservation opens again.
 
         Returns:
-            The number of reserved pages; 0 if the request's salt was deleted.
+            The number of reserved pages; 0 if no page is cached, for example because the request's salt was deleted.
         """
         room, tokens = request.kv.reservation, request.tokens().tobytes()
         assert room is not None, "a request that is handed over has a reservation"
@@ -376,7 +380,7 @@ class RequestLifecycle:
         """Frees the slot and the pages of a request. Its committed pages stay in the tree."""
         request.progress.num_sent = int(self._columns.sent[lease.slot])
         committed = int(self._columns.committed[lease.slot])
-        assert committed <= request.num_prompt_tokens + len(request.progress.output_ids), "KV of tokens that nobody knows"
+        assert committed <= request.num_prompt_tokens + len(request.progress.output_ids), "KV is of prompt and output tokens"
         self._memory.release(lease, request.tokens()[:committed].tobytes())
         self._columns.end(lease.slot)
         request.kv.lease = None

@@ -1,4 +1,4 @@
-"""The queues of the requests of one worker, and the legal moves between them.
+"""The queues of one worker's requests, and the allowed moves between them.
 
 add ──► gate ◄──────────┐
  │        │             │ importing
@@ -38,13 +38,13 @@ class RequestQueues:
         self.extending: list[Request] = []  # EXTEND, in the order of admission
         self.decoding: list[Request] = []  # DECODE, in the order of their last chunks
         self.shares = Shares()
-        # Whether admission stops until a running request leaves (docs/design/scheduler.md#admission-and-budgets).
+        # Whether no request is admitted until a running request ends (docs/design/scheduler.md#admission-and-budgets).
         self.batch_is_full = False
         self._slots: NDArray[np.int64] | None = None
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a lease, gated ones included."""
+        """Number of requests without a lease, including gated requests."""
         return len(self.waiting) + len(self.gate) + len(self.importing)
 
     @property
@@ -73,12 +73,12 @@ class RequestQueues:
         return self.num_waiting + self.num_running == len(self.by_key) and self.num_running == num_leased
 
     def add(self, request: Request) -> bool:
-        """Adds a new request to the waiting queue, or to the gate if its grammar or its given output is not ready.
+        """Adds a new request to the waiting queue, or to the grammar gate if its grammar or its given output is not ready.
 
         Returns:
             Whether the request is in the waiting queue.
         """
-        assert (request.peer, request.handle) not in self.by_key, "two requests of one handle"
+        assert (request.peer, request.handle) not in self.by_key, "(peer, handle) identifies one request"
         self.by_key[request.peer, request.handle] = request
         if request.routing_key:
             self.by_routing_key[request.routing_key] += 1
@@ -90,20 +90,20 @@ class RequestQueues:
         return False
 
     def ungate(self, request: Request) -> None:
-        """Moves a request from the gate to the waiting queue."""
+        """Moves a request from the grammar gate to the waiting queue."""
         self.gate.leave(request)
         request.move(Phase.WAITING)
         self._wait(request, back=request.progress.num_given > 0)
 
     def begin_import(self, request: Request) -> None:
-        """Moves a waiting request to the requests that wait for an import."""
+        """Moves a request from the waiting queue to `importing`."""
         self.waiting.remove(request)
         self._unshare(request)
         request.move(Phase.GATED)
         self.importing[request.seq] = request
 
     def end_import(self, seq: int) -> Request:
-        """Moves a request from the imports back to the waiting queue, and returns it."""
+        """Moves a request from `importing` back to the waiting queue, and returns it."""
         request = self.importing.pop(seq)
         request.move(Phase.WAITING)
         self._wait(request, back=request.progress.num_given > 0 or request.progress.queue_s >= 0)
@@ -111,13 +111,13 @@ class RequestQueues:
         return request
 
     def admit(self, request: Request) -> None:
-        """Moves a waiting request to the extending ones. The caller sets its lease before the next call of decoding_slots()."""
+        """Moves a waiting request to `extending`. The caller sets its lease before the next call of decoding_slots()."""
         self.waiting.remove(request)
         request.move(Phase.EXTEND)
         self.extending.append(request)
 
     def decode(self, request: Request) -> None:
-        """Moves an extending request to the decoding ones."""
+        """Moves a request from `extending` to `decoding`."""
         request.move(Phase.DECODE)
         self._unshare(request)
         self.extending.remove(request)
@@ -125,7 +125,7 @@ class RequestQueues:
         self._slots = None
 
     def extend_again(self, request: Request) -> None:
-        """Moves a decoding request back to the extending ones."""
+        """Moves a request from `decoding` back to `extending`."""
         request.move(Phase.EXTEND)
         self._share(request)
         self.decoding.remove(request)
@@ -176,9 +176,9 @@ class RequestQueues:
     def _share(self, request: Request) -> None:
         """Adds the request to its flow.
 
-        Resets batch_is_full if the flow had no request, because the flow may be next in turn.
+        Resets batch_is_full if the flow was empty, because a request of this flow may be the next to be admitted.
         """
-        assert request.flow is None, "a request is of one flow, once"
+        assert request.flow is None, "a request is in at most one flow"
         request.flow = self.shares.enter(request.payer, request.weight)
         if request.flow.num_pending == 1 and self.shares.num_flows > 1:
             self.batch_is_full = False

@@ -1,6 +1,6 @@
 """The state of a request: its phase, its parameters, its columns while it has a slot, and its outputs.
 
-The scheduler is the only writer, and only `move` changes a phase.
+Only the scheduler's thread writes it, and only Request.move() changes the phase.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from rootstock_llm.services.worker.core.kv.memory import Lease
 from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
 from rootstock_llm.services.worker.core.requests.shares import Flow, Payer
 
-STOP_IDS = 8  # stop token ids per slot in the column; requests with more ids are marked as special
-CHARS_PER_TOKEN = 2  # lower limit for most text
+STOP_IDS = 8  # stop token ids per slot in SlotColumns; requests with more ids are marked as special
+# Assumed number of characters per token when the length of a stop string in tokens is estimated. Most texts have more.
+CHARS_PER_TOKEN = 2
 _UNLIMITED = 1 << 62
 
 
@@ -62,39 +63,41 @@ _LEGAL: dict[Phase, tuple[Phase, ...]] = {
 
 @dataclass(slots=True, eq=False)
 class RequestProgress:
-    """Output tokens of one request, their logprobs, and the request's counts."""
+    """The output tokens of one request with their logprobs, and the counters of the request."""
 
     output_ids: list[int] = field(default_factory=list)
     num_given: int = 0  # first output tokens, which another worker sampled
     num_followed: int = 0  # given tokens that the matcher has accepted
     num_sent: int = 0  # output tokens sent to the gateway; SlotColumns.sent counts them while the request runs
-    # Logprobs of the output tokens after the given ones, if the client wants them.
+    # Logprobs of the output tokens that were sampled here, if the client asks for logprobs.
     logprobs: list[RowLogprobs] = field(default_factory=list)
-    logprob_planned: int = 0  # prompt positions below this one have their logprobs planned
-    logprob_done: int = 0  # prompt positions below this one have their logprobs committed
-    queue_s: float = -1.0  # seconds from arrival to the first admission; -1 before it
+    logprob_planned: int = 0  # a planned step computes the logprobs of all prompt positions below this one
+    logprob_done: int = 0  # the logprobs of all prompt positions below this one are committed
+    queue_s: float = -1.0  # seconds from arrival to the first admission; -1 before the first admission
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit covered at the first admission
     num_retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
-    flight_step: int = -1  # uncommitted step at the retraction whose sampled token still counts; -1 for none
-    parked_step: int = -1  # plan that retracted the request; the same plan does not admit it again
+    # Step that was uncommitted when the request was retracted, if its sampled token still counts; otherwise -1.
+    flight_step: int = -1
+    parked_step: int = -1  # step whose plan retracted the request; the same plan does not admit it again
 
 
 @dataclass(slots=True, eq=False)
 class RequestKv:
-    """KV that one request uses, finds in tiers, or reserves for another worker."""
+    """The state of one request's KV: token key, lease, imports and reservation."""
 
     token_key: bytes = b""  # tokens as bytes, which the radix tree compares; set by Request.rekey()
     lease: Lease | None = None  # set exactly in the phases EXTEND and DECODE
     page_keys: list[bytes] = field(default_factory=list)  # page keys of the first pages
     num_tier_lookups: int = 0  # searches of other tiers since the request last began to wait
     imported: Counter[str] = field(default_factory=Counter)  # pages that arrived from each tier
-    cached_from: dict[Tier, int] = field(default_factory=dict)  # num_cached_tokens by the tier that had them
-    prefix_seen: int = -1  # largest number of bytes of token_key that were cached while it waited for more; -1: it never waited
-    prefix_passes: int = 0  # admission passes that it has waited since then
-    source: KvSource | None = None  # pages in another worker that the request may still need, or None
-    reservation: KvReservation | None = None  # reserves the pages for the worker that continues after the next token
-    num_announced: int = 0  # pages that were added to the reservation
+    cached_from: dict[Tier, int] = field(default_factory=dict)  # num_cached_tokens by the tier from which they came
+    # For PrefixGate: largest number of bytes of token_key that were cached while the request waited; -1: it never waited.
+    prefix_seen: int = -1
+    prefix_passes: int = 0  # admission passes that the request has waited since prefix_seen last rose
+    source: KvSource | None = None  # reservation in another worker from which pages may still be read
+    reservation: KvReservation | None = None  # reservation for a decode worker; unset if the request decodes here
+    num_announced: int = 0  # number of pages in the reservation
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +107,7 @@ class Request:
     RequestQueues changes the phase. RequestLifecycle, the planners and the committer write `progress` and `kv`.
     """
 
-    seq: int  # order of arrival, unique
+    seq: int  # unique; rises in the order of arrival
     peer: int  # the worker's number for the gateway stream
     handle: int  # the gateway's number for the request
     request_id: str
@@ -112,21 +115,21 @@ class Request:
     params: SamplingParams
     stop_token_ids: tuple[int, ...]
     namespace: str  # name of the radix tree
-    rank: int  # order of urgency; lower ranks are served first
+    rank: int  # see SchedulerConfig.rank(); lower ranks are served first
     interval: int  # output tokens per message to the gateway
     arrival: float
-    deadline: float  # absolute; inf for none; the first admission may lower it
-    tail_tokens: int  # last output tokens that probably contain any of the stop strings
-    reuse_limit: int  # tokens that a prefix hit may cover
+    deadline: float  # time limit, absolute; inf: none; running_timeout_s may lower it at the first admission
+    tail_tokens: int  # number of last output tokens in which stop strings are searched first, see finish.py
+    reuse_limit: int  # number of tokens that a prefix hit may cover
     routing_key: str = ""
     session: SessionTurn | None = None
-    session_number: int = 0  # number of the session; another session may reuse the name
-    prediction: NDArray[np.int32] = field(default_factory=no_tokens)
-    payer: Payer = (b"", 0, 0)  # the flow that its prompt tokens are charged to
-    weight: float = 1.0  # weight of the payer's share
+    session_number: int = 0  # unique number of the session, whose name another session may reuse
+    prediction: NDArray[np.int32] = field(default_factory=no_tokens)  # see Submit
+    payer: Payer = (b"", 0, 0)  # name of the flow whose share pays for the prompt tokens
+    weight: float = 1.0  # weight of the tenant's share
     phase: Phase = Phase.WAITING
     matcher: Matcher | None = None
-    flow: Flow | None = None  # set while prompt tokens are left to plan and no gate outside of the queue holds the request
+    flow: Flow | None = None  # set while the request waits or extends and some of its tokens are not planned
     queued_tokens: int = 0  # prompt and output tokens when the request last began to wait
     held: int = 0  # tokens of KV set aside while a gate holds the request in the queue; 0 if no gate holds it
     progress: RequestProgress = field(default_factory=RequestProgress)
@@ -138,7 +141,7 @@ class Request:
 
     @property
     def most_outputs(self) -> int:
-        """Largest number of output tokens on this worker, given ones included."""
+        """Largest number of output tokens, including given output, that the request may have on this worker."""
         most = self.params.max_new_tokens if self.params.samples else 0
         return most if self.kv.reservation is None else min(most, self.progress.num_given + 1)
 
@@ -150,8 +153,8 @@ class Request:
     def jump(self) -> bool:
         """Whether tokens that the grammar forces are appended without sampling.
 
-        Such tokens have no logprobs, and penalties and sets of allowed tokens do not apply to them. A request with any of these
-        samples each token. A request that another worker continues gets its forced tokens there.
+        Forced tokens have no logprobs, and penalties, biases and sets of allowed tokens do not apply to them. A request that uses
+        one of these features samples each token. A request that is handed over gets its forced tokens on the other worker.
         """
         params = self.params
         steered = params.banned_token_ids or params.allowed_token_ids or params.logit_bias
@@ -175,7 +178,7 @@ class Request:
         self.kv.token_key = self.tokens().tobytes()
 
     def prefix_limit(self) -> int:
-        """Returns the tokens that a prefix hit may cover at this admission. The hidden states of later ones must be computed."""
+        """Returns the number of tokens that a prefix hit may cover at the next admission. The model must compute later tokens."""
         if self.params.prompt_logprobs_from >= 0 and self.progress.logprob_done < self.num_prompt_tokens:
             return min(self.reuse_limit, self.progress.logprob_done - 1)
         return self.reuse_limit
@@ -184,7 +187,7 @@ class Request:
 def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float, revision: str = "") -> Request:
     """Creates a request from a message that refusal() accepts.
 
-    A request with given output is like a retracted one: its output and the logprobs of its prompt count as sent.
+    If the message has given output, this output and the logprobs of the prompt count as sent to the gateway.
 
     Args:
         message: the message.
@@ -237,7 +240,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
 
 
 def _tail_tokens(stops: Sequence[str]) -> int:
-    """Estimates the number of last tokens that contain any of the stop strings."""
+    """Returns an estimate of the number of tokens of the longest stop string, plus 4."""
     return max((len(stop) for stop in stops), default=0) // CHARS_PER_TOKEN + 4
 
 
@@ -251,10 +254,10 @@ class SlotColumns:
         def column() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
             return np.zeros(num_slots, dtype=np.int64)
 
-        self.epoch = column()  # rises when the slot is freed; a step compares it to find rows whose lease has ended
+        self.epoch = column()  # rises when the slot is freed, so that a commit finds rows whose lease has ended since the plan
         self.computed = column()  # tokens whose KV the planned steps have written or will write
         self.committed = column()  # tokens whose KV the committed steps have written
-        self.target = column()  # prompt and output at the admission or the last grammar jump, where extending ends
+        self.target = column()  # tokens of prompt and output at the admission or the last grammar jump; the extend ends there
         self.planned_out = column()  # output tokens, including those in flight
         self.num_out = column()  # committed output tokens
         self.sent = column()  # output tokens that were sent to the gateway
@@ -264,12 +267,13 @@ class SlotColumns:
         self.peer = column()
         self.handle = np.zeros(num_slots, dtype=np.uint64)
         self.draftable = np.zeros(num_slots, dtype=np.bool_)  # may get draft tokens
-        self.special = np.zeros(num_slots, dtype=np.bool_)  # the end of the request depends on more than stop_ids and lengths
+        # Whether the end of the request depends on more than the columns stop_ids and the lengths, such as stop strings.
+        self.special = np.zeros(num_slots, dtype=np.bool_)
         self.masked = np.zeros(num_slots, dtype=np.bool_)  # sampling needs the grammar's mask
         self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)  # the client wants logprobs of output tokens
         self.predicted = np.zeros(num_slots, dtype=np.bool_)  # the client has sent a prediction
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
-        # The token that the step in flight samples is already known and counted.
+        # Whether the token that the step in flight samples is already known and counted, because the grammar forced it.
         self.redundant = np.zeros(num_slots, dtype=np.bool_)
         self.stop_ids = np.full((num_slots, STOP_IDS), -1, dtype=np.int64)
 
@@ -310,13 +314,13 @@ class SlotColumns:
         self.planned_out[slot] = self.num_out[slot]
 
     def end(self, slot: int) -> None:
-        assert self.committed[slot] <= self.computed[slot], "a step was committed that was not planned"
-        assert self.sent[slot] <= self.num_out[slot] <= self.planned_out[slot], "told, committed and planned outputs"
+        assert self.committed[slot] <= self.computed[slot], "only planned tokens are committed"
+        assert self.sent[slot] <= self.num_out[slot] <= self.planned_out[slot], "sent <= committed <= planned outputs"
         self.epoch[slot] += 1
 
 
 class Outputs:
-    """The outputs that the loop has not taken yet: one PeerOutput for each gateway and step."""
+    """The outputs that the loop has not taken yet, one PeerOutput per gateway."""
 
     def __init__(self) -> None:
         self._peers: dict[int, PeerOutput] = {}
@@ -328,7 +332,7 @@ class Outputs:
         return output
 
     def add_rows(self, peer: int, handles: list[int], counts: list[int], tokens: list[int]) -> None:
-        assert len(handles) == len(counts) <= len(tokens), "each handle has a count, and a token at least"
+        assert len(handles) == len(counts) <= len(tokens), "each handle has a count of at least one token"
         output = self._peer(peer)
         output.handles += handles
         output.counts += counts
@@ -349,9 +353,9 @@ class Outputs:
         request.progress.num_sent = len(request.progress.output_ids)
 
     def add_logprobs(self, request: Request, first: int, end: int) -> None:
-        """Adds the logprobs of the output tokens from `first` to `end`, if wanted. The same message has these tokens."""
+        """Adds the logprobs of the output tokens [first, end) to the message with these tokens, if the client wants them."""
         if request.wants_logprobs:
-            assert request.progress.num_given <= first < end, "logprobs are of tokens sampled here"
+            assert request.progress.num_given <= first < end, "only tokens that were sampled here have logprobs"
             rows = request.progress.logprobs[first - request.progress.num_given : end - request.progress.num_given]
             self._peer(request.peer).logprobs.append((request.handle, rows))
 

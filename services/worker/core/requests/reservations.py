@@ -1,12 +1,25 @@
-"""The KV reservations of this worker, and the KV sources that its requests need no longer.
+"""The KV reservations that this worker offers, and the remote reservations that it no longer reads.
 
-A reservation pins the pages of a prompt and has no slot. It opens with the first computed pages and grows with further pages. It
-is whole when the prompt is computed.
+A reservation pins the pages of a prompt and has no slot. RequestLifecycle is the owner. The states are:
 
-A reservation ends when its reader or its gateway has left, when its time limit is reached, or when the device pages are reset. If
-it ends while it grows, it opens once more when it is whole. While it grows, only its request can end it, and a reader cannot. Its
-time runs, and its pins may be released, only while that request waits. A reader's release names an opening and has no effect
-after a later opening. RequestLifecycle is the owner.
+  GROWING   the request computes its prompt, and each chunk adds pages; no time limit
+  WAITING   the request was retracted before its prompt was computed; the time limit runs
+  COMPLETE  the prompt is computed and the request has ended; the time limit runs
+  ENDED     the pages are unpinned
+
+  none ──► GROWING       the first pages of the prompt are computed
+  GROWING ──► WAITING    the request is retracted
+  WAITING ──► GROWING    the request is admitted again
+  GROWING ──► COMPLETE   the request is handed over
+  WAITING ──► COMPLETE   the same, after the retraction of a request whose last token was in flight
+  WAITING ──► ENDED      the time limit is reached, or running requests need pages
+  COMPLETE ──► ENDED     the time limit is reached, or the reader releases the reservation
+  ENDED ──► COMPLETE     the request is handed over after its reservation ended in the state WAITING
+  any ──► ENDED          the request ends without a handover or is aborted later, its gateway stream ends, its salt is deleted,
+                         or the device pages are reset
+
+Each addition of pages is an opening with a number. A reader's release names the opening that was read, and has no effect after a
+later opening.
 """
 
 from __future__ import annotations
@@ -28,30 +41,30 @@ from rootstock_llm.services.worker.core.kv.tree_node import TreeNode
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An open reservation."""
+    """A reservation in any state but ENDED."""
 
     room: KvReservation
     opening: int  # number of the last opening
     asker: tuple[int, int]  # (peer, handle) of its request
     node: TreeNode  # end of its pages in the tree
     memory: KVMemory
-    until: float  # time limit; inf while its request computes
-    whole: bool  # whether the whole prompt is computed
+    until: float  # time limit, absolute; inf in the state GROWING
+    whole: bool  # True in the state COMPLETE
 
 
 class KvReservations:
-    """The open reservations by number, and the events for the executor."""
+    """The reservations that have not ended, and the events for the executor."""
 
     def __init__(self, hold_s: float) -> None:
-        """Starts empty. A reservation ends after `hold_s` seconds if its reader does not end it."""
+        """Starts empty. `hold_s` is the time limit of reservations in seconds."""
         self._hold_s = hold_s
         self._held: dict[int, _Held] = {}  # by number
         self._opened: list[OpenReservation] = []
         self._closed: list[KvReservation] = []
-        self._left: list[KvSource] = []  # KV sources that this worker needs no longer
+        self._left: list[KvSource] = []  # remote reservations that this worker no longer reads
         self._freed = False  # whether a reservation has ended since the last expire()
         self._openings = 0
-        self.next_look = inf  # time from which on expire() has something to do
+        self.next_look = inf  # expire() has nothing to do before this time
         self.opened_total = 0
         self.expired_total = 0  # reservations that reached their time limit
 
@@ -60,7 +73,7 @@ class KvReservations:
 
     @property
     def may_end(self) -> bool:
-        """Whether a reservation has a time limit, so that it may end without a step."""
+        """Whether a reservation has a time limit, so that its pages may become evictable without a step."""
         return any(held.until < inf for held in self._held.values())
 
     def stands(self, room: KvReservation) -> bool:
@@ -75,7 +88,7 @@ class KvReservations:
             node: end of the pages in the tree.
             memory: the owner of the pages.
         """
-        assert node.depth == len(opened.pages) > 0, "a room has the pages up to its node"
+        assert node.depth == len(opened.pages) > 0, "a reservation has the pages up to its node"
         memory.pin(node)
         self._openings += 1
         held = self._held.get(opened.room.number)
@@ -83,50 +96,50 @@ class KvReservations:
             self._held[opened.room.number] = _Held(opened.room, self._openings, asker, node, memory, inf, False)
             self.opened_total += 1
         else:
-            assert not held.whole and node.depth >= held.node.depth, "a room grows while its prompt is computed"
+            assert not held.whole and node.depth >= held.node.depth, "a reservation grows only while its prompt is computed"
             held.memory.unpin(held.node)
             held.opening, held.node, held.until = self._openings, node, inf
         self._opened.append(replace(opened, opening=self._openings))
 
     def complete(self, room: KvReservation, now: float) -> None:
-        """Marks an open reservation as whole. From now on its time runs, and its reader may end it."""
+        """Moves an open reservation to the state COMPLETE, and starts its time limit. Its reader may now release it."""
         held = self._held[room.number]
         held.whole = True
         self._run_out(held, now)
 
     def wait(self, room: KvReservation, now: float) -> None:
-        """Starts the time limit of a growing reservation, if it is open, because its request was retracted."""
+        """Moves a reservation to the state WAITING, if it is open, because its request was retracted."""
         if (held := self._held.get(room.number)) is not None:
             self._run_out(held, now)
 
     def go_on(self, room: KvReservation) -> None:
-        """Removes the time limit of a growing reservation, because its request computes again."""
+        """Moves a reservation to the state GROWING, if it is open, because its request is admitted again."""
         if (held := self._held.get(room.number)) is not None:
             held.until = inf
 
     def let_go(self) -> bool:
-        """Ends the reservations of waiting prompts, because running requests need pages. Returns whether there were any."""
+        """Ends all reservations in the state WAITING, because running requests need pages. Returns whether there were any."""
         waiting = [held for held in self._held.values() if not held.whole and held.until < inf]
         for held in waiting:
             self._end(held)
         return bool(waiting)
 
     def leave(self, left: ReservationReleased) -> None:
-        """Ends a whole reservation that its reader has released, unless it was opened again since.
+        """Ends a reservation that its reader has released, if it is COMPLETE and the reader has read its last opening.
 
-        A growing reservation stays, because another reader may follow.
+        Otherwise the reservation stays, because another reader may follow.
         """
         held = self._held.get(left.room.number)
         if held is not None and held.room == left.room and held.whole and held.opening == left.opening:
             self._end(held)
 
     def leave_asker(self, asker: tuple[int, int]) -> None:
-        """Ends the reservations of a request that was cancelled, because no reader will come."""
+        """Ends the reservations of an aborted request, because no worker will read them."""
         for held in [each for each in self._held.values() if each.asker == asker]:
             self._end(held)
 
     def leave_peer(self, peer: int) -> None:
-        """Ends the reservations of a gateway whose stream has ended, because no reader will come."""
+        """Ends the reservations of a gateway whose stream has ended, because no worker will read them."""
         for held in [each for each in self._held.values() if each.asker[0] == peer]:
             self._end(held)
 
@@ -149,12 +162,12 @@ class KvReservations:
             self._end(held)
 
     def end_retired(self) -> None:
-        """Ends the reservations in retired trees, because a reader would copy the deleted pages to another worker."""
+        """Ends the reservations in retired trees. Otherwise readers would copy pages of a deleted salt to other workers."""
         for held in [each for each in self._held.values() if is_retired(_tree_of(each.node))]:
             self._end(held)
 
     def done_with(self, source: KvSource) -> None:
-        """Records that this worker needs a reservation in another worker no longer."""
+        """Records that this worker no longer reads a reservation in another worker."""
         self._left.append(source)
 
     def take(self) -> ReservationEvents | None:
@@ -173,8 +186,8 @@ class KvReservations:
     def _end(self, held: _Held) -> None:
         """Ends a reservation and unpins its pages.
 
-        They are unpinned as used pages, so that the tree offers them for a copy. The end of their request may not have offered
-        them.
+        Unpins them with used=True, so that the tree offers them for a backup. When their request ended, the reservation's pin may
+        have prevented that.
         """
         self._freed = True
         self.next_look = -inf

@@ -1,8 +1,10 @@
 """Sessions: conversations whose turns build on each other, with their KV cached between turns.
 
-A turn is a finished request's whole context, prompt and output. It is stored as the tokens that it adds to its parent turn. Later
-turns append to any turn, or branch from it. An aborted turn leaves the session unchanged. A turn holds its path in the radix
-tree: held pages are evicted after all others, so that sessions delay no admission, and evicted pages are computed again.
+A stored turn is the context of a finished request: its prompt and its output. It is stored as the tokens that it adds to its
+parent turn. A new turn continues any stored turn. An aborted turn leaves the session unchanged.
+
+A stored turn holds its path in the radix tree, so that its pages are evicted after pages without a hold. Sessions do not delay
+admissions, because held pages can be evicted. A later turn computes evicted pages again.
 
     open ──► turn ──► turn ──► …      closed by a message, or ttl_s after the end of the last turn
                └────► turn            (a session with a running turn does not expire)
@@ -26,7 +28,7 @@ I32 = NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A finished turn. Its context is the first `kept` tokens of the parent's context, followed by `added`."""
+    """A stored turn. Its context is the first `kept` tokens of the parent's context, followed by `added`."""
 
     parent: _Turn | None
     kept: int
@@ -42,7 +44,7 @@ class _Turn:
             parts.append(turn.added[: max(end - turn.kept, 0)])
             end, turn = min(end, turn.kept), turn.parent
         context = np.concatenate(parts[::-1])
-        assert len(context) == self.kept + len(self.added), "a turn's parents hold what it keeps of them"
+        assert len(context) == self.kept + len(self.added), "the parent's context has at least `kept` tokens"
         return context
 
 
@@ -58,13 +60,13 @@ class _RunningTurn:
 class _Session:
     """An open session."""
 
-    number: int  # unique; another session may reuse the name
-    capacity: int  # limit of the tokens of all turns
+    number: int  # unique, because another session may reuse the name
+    capacity: int  # limit of num_tokens
     ttl_s: float
     expires: float  # absolute time; not used while a turn runs
     turns: dict[str, _Turn] = field(default_factory=dict)  # by request id, oldest first
     running: dict[str, _RunningTurn] = field(default_factory=dict)  # unfinished turns, by request id
-    num_tokens: int = 0  # tokens that turns have added
+    num_tokens: int = 0  # sum of the stored turns' added tokens
 
     @property
     def room(self) -> int:
@@ -79,7 +81,7 @@ class SessionTable:
         self.config = config
         self._sessions: dict[str, _Session] = {}
         self._next_number = 0
-        self._first_expiry = float("inf")  # no session expires before this time
+        self._first_expiry = float("inf")  # lower bound of the time at which the next session expires
         self._forgotten: set[str] = set()  # names of the sessions that the last close_all() closed
         self.num_tokens = 0  # stored tokens of all sessions
 
@@ -93,20 +95,20 @@ class SessionTable:
         """Opens a session.
 
         Args:
-            session_id: its name.
-            capacity: limit in tokens; 0 for the configured capacity, which is also the largest.
-            ttl_s: lifetime after the last turn; 0 for the configured lifetime.
+            session_id: name of the session.
+            capacity: limit in tokens; 0 for the configured capacity. Larger values are reduced to the configured capacity.
+            ttl_s: lifetime in seconds after the last turn; 0 for the configured lifetime.
             now: present time.
 
         Returns:
             The reason why the session could not be opened; empty if it is open.
         """
         if not session_id:
-            return "a session has an id"
+            return "a session needs an id"
         if session_id in self._sessions:
-            return "the session is open"
+            return "the session is already open"
         if len(self._sessions) >= self.config.max_sessions:
-            return f"the worker holds {self.config.max_sessions} sessions and takes no more"
+            return f"the worker has {self.config.max_sessions} open sessions, which is its limit"
         ttl_s = ttl_s or self.config.session_ttl_s
         capacity = min(capacity or self.config.session_capacity, self.config.session_capacity)
         self._next_number += 1
@@ -116,7 +118,7 @@ class SessionTable:
         return ""
 
     def close(self, session_id: str, memory: KVMemory) -> bool:
-        """Forgets a session. Its running turns continue and are not stored.
+        """Closes a session and deletes its turns. Its running turns continue and are not stored.
 
         Returns:
             False if no session has this name.
@@ -127,11 +129,11 @@ class SessionTable:
         for turn in session.turns.values():
             memory.unhold(turn.node)
         self.num_tokens -= session.num_tokens
-        assert self.num_tokens >= 0, "the sessions hold less than one of them"
+        assert self.num_tokens >= 0, "the sum over all sessions is at least that of one session"
         return True
 
     def close_all(self, memory: KVMemory) -> None:
-        """Closes all sessions, because the memory is reset. Refusals of later turns name this reason."""
+        """Closes all sessions, because the memory is reset. Later turns are refused with this reason."""
         self._forgotten = set(self._sessions) or self._forgotten
         for session_id in list(self._sessions):
             self.close(session_id, memory)
@@ -145,9 +147,9 @@ class SessionTable:
         self._first_expiry = min(waiting, default=float("inf"))
 
     def resolve(self, message: Submit) -> Submit | str:
-        """Returns the message with the whole prompt, and with max_new_tokens limited by the context and the session's capacity.
+        """Returns the message with the parent's context before its prompt, or the reason why the turn cannot run.
 
-        If the turn cannot run, returns the reason.
+        Limits max_new_tokens by the model's context and the session's capacity.
         """
         turn = message.session
         assert turn is not None
@@ -157,10 +159,10 @@ class SessionTable:
             why = "was forgotten: the worker's memory was released, or its weights replaced" if forgotten else "is not open here"
             return f"there is no such session: it {why}"
         if message.request_id in session.turns or message.request_id in session.running:
-            return f"the session has a turn {message.request_id}"
+            return f"the session already has a turn {message.request_id}"
         parent = turn.parent or next(reversed(session.turns), "")
         if parent and parent not in session.turns:
-            state = "is still running" if parent in session.running else "is not there"
+            state = "is still running" if parent in session.running else "does not exist"
             return f"turn {parent} of the session {state}"
         added = prompt = message.prompt_ids
         if parent and len(before := self._kept(session.turns[parent], turn)):
@@ -169,17 +171,17 @@ class SessionTable:
             prompt = np.concatenate([before, added])
         room = min(self.config.context_len - len(prompt), session.room - len(added))
         if session.room <= len(added):
-            return f"the session is full: it holds {session.capacity} tokens over its turns"
+            return f"the session is full: its turns may have {session.capacity} tokens together"
         params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, max(room, 1)))
         offset = len(prompt) - len(added)
         return replace(message, prompt_ids=prompt, params=params, session=replace(turn, parent=parent, offset=offset))
 
     def begin(self, request: Request) -> None:
-        """Reserves the tokens that a resolved turn may add. Called when the turn is queued."""
+        """Reserves capacity for the tokens that a turn may add. Called with the result of resolve(), when the turn is queued."""
         turn = request.session
         assert turn is not None
         session = self._sessions[turn.session_id]
-        assert 0 <= turn.offset <= request.num_prompt_tokens, "a turn that was not resolved"
+        assert 0 <= turn.offset <= request.num_prompt_tokens, "resolve() has set the offset"
         assert request.request_id not in session.running, "a turn runs twice"
         request.session_number = session.number
         reserved = request.num_prompt_tokens - turn.offset + request.params.max_new_tokens
@@ -188,8 +190,8 @@ class SessionTable:
     def end(self, request: Request, node: TreeNode | None, memory: KVMemory, now: float) -> None:
         """Ends a turn and stores it unless it was aborted.
 
-        If the parent turn was replaced while the turn ran, the turn is stored with its whole context, provided that the session's
-        capacity suffices.
+        If the parent turn was deleted while the turn ran, the turn is stored without a parent, with its whole context. If the
+        session has too little capacity for that, the turn is not stored.
 
         Args:
             request: the request of the turn.
@@ -209,7 +211,8 @@ class SessionTable:
             return
         if turn.replace and turn.parent:
             self._forget_children(session, turn.parent, memory)
-        parent = began.parent if session.turns.get(turn.parent) is began.parent else None  # another turn may have reused its name
+        # Compares the turn itself, because another turn may have the parent's name now.
+        parent = began.parent if session.turns.get(turn.parent) is began.parent else None
         kept = turn.offset if parent else 0
         added = request.tokens()[kept:]
         if parent is not began.parent and len(added) > session.room:
@@ -251,4 +254,4 @@ class SessionTable:
     def _count(self, session: _Session, tokens: int) -> None:
         session.num_tokens += tokens
         self.num_tokens += tokens
-        assert 0 <= session.num_tokens <= session.capacity, "a turn was let in that the session has no room for"
+        assert 0 <= session.num_tokens <= session.capacity, "stored turns do not exceed the session's capacity"

@@ -1,9 +1,9 @@
 """Fair shares of prompt tokens by tenant and weight, and within a tenant by batch. A tenant's single requests count as one batch.
 
 This is start-time fair queueing (Goyal, Vin, Cheng, 1996) over prompt tokens, in two levels. The flow with the smallest virtual
-start is next, and each planned chunk advances its start. A flow that returns begins at the virtual time, so that an idle flow
-accumulates no share. A flow that was served without competition is at most one chunk behind. Outputs are not counted, because the
-admission to this worker weighs them.
+start is served next, and each planned chunk advances its start. A flow that had no requests begins at the virtual time, so that
+it has saved no share. The start of a flow that was alone is at most one chunk after the virtual time. Output tokens are not
+counted, because the gateways weigh them when they send requests to this worker.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Tenant:
     weight: float = 1.0
     now: float = 0.0  # virtual time of its flows
     num_flows: int = 0  # flows with pending requests
-    # Flows with pending requests. The flow of single requests stays without pending requests, too.
+    # Flows with pending requests, and the flow of single requests even if it has no pending request.
     flows: dict[Payer, Flow] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """The requests of one batch, or the single requests of one tenant."""
+    """The requests of one batch, or all single requests of one tenant, with their virtual start."""
 
     payer: Payer
     tenant: Tenant
@@ -38,7 +38,7 @@ class Flow:
 
     @property
     def turn(self) -> tuple[float, float]:
-        """The sort key of the flow; the flow with the smallest one is next. Charges of other flows never lower it."""
+        """The sort key of the flow. The flow with the smallest sort key is served next. Charges of other flows never lower it."""
         return self.tenant.start, self.start
 
 
@@ -79,7 +79,7 @@ class Shares:
             self.num_flows -= 1
             if flow.payer[2]:
                 del flow.tenant.flows[flow.payer]
-            assert self.num_flows >= flow.tenant.num_flows >= 0, "each flow is one tenant's"
+            assert self.num_flows >= flow.tenant.num_flows >= 0, "num_flows is the sum over the tenants"
 
     def charge(self, flow: Flow, tokens: int) -> None:
         """Charges newly planned prompt tokens to a flow."""
@@ -91,16 +91,16 @@ class Shares:
         flow.start += tokens
 
     def pending(self) -> dict[Payer, int]:
-        """Returns the number of pending requests of each flow that has any, for checks."""
+        """Returns the number of pending requests by flow, for checks. Flows without pending requests are left out."""
         flows = [flow for tenant in self._tenants.values() for flow in tenant.flows.values()]
         return {flow.payer: flow.num_pending for flow in flows if flow.num_pending}
 
     def _last(self, tenant: Tenant) -> float:
-        """Returns the start of a new batch, which is after the tenant's other flows, so that new batches cannot delay them."""
+        """Returns the start of a new batch: the latest start of the tenant's flows, so that a new batch cannot delay them."""
         return max((flow.start for flow in tenant.flows.values() if flow.num_pending), default=tenant.now)
 
     def _tenant(self, name: bytes) -> Tenant:
-        if len(self._tenants) >= MAX_TENANTS:  # forgets tenants without requests, and their lag of at most one chunk
+        if len(self._tenants) >= MAX_TENANTS:  # drops tenants without requests
             self._tenants = {each.name: each for each in self._tenants.values() if each.num_flows}
         tenant = self._tenants[name] = Tenant(name, self._now)
         return tenant

@@ -1,8 +1,8 @@
 """The waiting queue, and the orders in which requests are admitted and lose their lease. RequestQueues owns the queue.
 
-Without another policy, requests are served by rank. Within a rank, requests that lost their lease come first, then requests by
-arrival. A request that an admission gate holds keeps its index, and passes skip it until the gate frees it. With priority
-scheduling, an order of a policy applies within equal ranks (docs/design/scheduler.md#policies; thresholds as in SGLang).
+The queue is sorted by rank. Within a rank, requests that lost their lease come first, then the others by arrival. The policy fcfs
+serves this order; other policies sort the requests of each rank (docs/design/scheduler.md#policies). A request that a gate holds
+stays in its position, and admission passes skip it until the gate frees it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNod
 from rootstock_llm.services.worker.core.requests.request import Request
 from rootstock_llm.services.worker.core.requests.shares import Flow
 
-IN_BATCH_CHECK_THRESHOLD = 32  # tokens of a hit above which a request is not considered for in-batch sharing
-IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # shared tokens for which a request waits behind an earlier waiting request
+# Thresholds of in-batch prefix caching, in tokens; names and values as in SGLang.
+IN_BATCH_CHECK_THRESHOLD = 32  # a request with a longer prefix hit is not compared with other waiting requests
+IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # a request that shares this many first tokens with an earlier one is served later
 
 
 @dataclass(slots=True)
 class _Rank:
-    """The requests of one rank."""
+    """The waiting requests of one rank."""
 
     fresh: dict[int, Request] = field(default_factory=dict)  # requests that never ran, by seq, in order of arrival
-    flows: dict[Flow, dict[int, Request]] = field(default_factory=dict)  # the same requests, by flow
-    back: list[Request] = field(default_factory=list)  # requests that ran before, by arrival
+    flows: dict[Flow, dict[int, Request]] = field(default_factory=dict)  # the requests of `fresh`, by flow and seq
+    back: list[Request] = field(default_factory=list)  # requests that ran before, in order of arrival
 
 
 @dataclass(slots=True)
 class HeldCapacity:
-    """The slots and the KV that are set aside for held requests."""
+    """The slots and the KV that stay free for held requests, so that less urgent requests do not take them."""
 
     slots: int = 0
     tokens: int = 0  # upper limit of their KV in tokens
@@ -81,7 +82,7 @@ class WaitingQueue:
             if request.progress.queue_s >= 0:
                 self._have_run.add(request.seq)
         else:
-            assert request.seq not in rank.fresh, "a request stands in the queue twice"
+            assert request.seq not in rank.fresh, "a request is in the queue once"
             assert request.flow is not None, "a waiting request has prompt tokens to plan"
             rank.fresh = _with(rank.fresh, request)
             rank.flows[request.flow] = _with(rank.flows.get(request.flow, {}), request)
@@ -104,13 +105,13 @@ class WaitingQueue:
                 del rank.flows[request.flow]
         self._size -= 1
         self.num_tokens -= request.queued_tokens
-        assert 0 <= self._size <= self.num_tokens, "each that waits has a token"
+        assert 0 <= self._size <= self.num_tokens, "each waiting request has at least one token"
         if not rank.fresh and not rank.back:
             self._order.remove(request.rank)
 
     def hold(self, request: Request, tokens: int) -> None:
-        """Holds a request for a gate. `tokens` is the upper limit of its KV, 1 or more."""
-        assert tokens > 0 and not request.held, "a request is held once"
+        """Makes passes skip a request until free(). `tokens` is the upper limit of its KV, 1 or more, which stays free for it."""
+        assert tokens > 0 and not request.held, "a request is held at most once"
         kept = self._kept.get(request.rank)
         if kept is None:
             kept = self._kept[request.rank] = HeldCapacity()
@@ -121,18 +122,18 @@ class WaitingQueue:
 
     def free(self, request: Request) -> None:
         """Ends the hold of a request, so that the next pass looks at it again."""
-        assert request.held > 0, "a request is freed that no gate holds"
+        assert request.held > 0, "only held requests are freed"
         kept = self._kept[request.rank]
         kept.add(-1, -request.held)
-        assert kept.slots >= 0 and kept.tokens >= 0, "more is given back than was kept"
+        assert kept.slots >= 0 and kept.tokens >= 0, "free() returns what hold() has set aside"
         if not kept.slots:
-            assert not kept.tokens, "tokens are kept for nobody"
+            assert not kept.tokens, "tokens are set aside only for held requests"
             del self._kept[request.rank]
         request.held = 0
         self.num_held -= 1
 
     def kept_from(self, rank: int) -> HeldCapacity:
-        """Returns the slots and the KV set aside for held requests that are more urgent than `rank`."""
+        """Returns the slots and the KV that a request of rank `rank` must leave free for more urgent held requests."""
         if not self.num_held or rank == self._order[0]:
             return HeldCapacity()
         above = [kept for each, kept in self._kept.items() if each < rank]
@@ -143,14 +144,14 @@ class WaitingQueue:
         return {rank: replace(kept) for rank, kept in self._kept.items()}
 
     def last_fresh(self) -> Request | None:
-        """Returns the last request in the order of service that never ran, or None."""
+        """Returns the last request of the queue that never ran, or None."""
         for rank in reversed(self._order):
             if fresh := self._ranks[rank].fresh:
                 return next(reversed(fresh.values()))
         return None
 
     def __iter__(self) -> Iterator[Request]:
-        """Yields all requests in the order of service, including held ones. The queue must not change during the iteration."""
+        """Yields all requests in the queue's order, including held requests. The queue must not change during the iteration."""
         for rank in self._order:
             yield from self._ranks[rank].back
             yield from self._ranks[rank].fresh.values()
@@ -160,19 +161,19 @@ class WaitingQueue:
         return tuple(self._order)
 
     def back(self, rank: int) -> list[Request]:
-        """Returns the requests of the rank that ran before, by arrival, including held ones."""
+        """Returns the requests of the rank that ran before, by arrival, including held requests."""
         return list(self._ranks[rank].back)
 
     def flows(self, rank: int) -> dict[Flow, list[Request]]:
-        """Returns the requests of the rank that never ran, by flow and arrival, including held ones."""
+        """Returns the requests of the rank that never ran, by flow and arrival, including held requests."""
         return {flow: list(requests.values()) for flow, requests in self._ranks[rank].flows.items()}
 
     def eligible(self) -> list[Request]:
-        """Returns the requests that are not held, in the order of service."""
+        """Returns the requests that are not held, in the queue's order."""
         return [request for request in self if not request.held] if self.num_held else list(self)
 
     def first(self) -> Request | None:
-        """Returns the first request in the order of service that is not held, or None."""
+        """Returns the first request of the queue that is not held, or None."""
         for rank in self._order:
             mine = self._ranks[rank]
             for request in mine.back:
@@ -206,7 +207,7 @@ class WaitingQueue:
 def _with(requests: dict[int, Request], request: Request) -> dict[int, Request]:
     """Adds the request, and returns the dictionary in order of arrival.
 
-    It is a new dictionary if the request arrived before the last one.
+    The result is a new dictionary if the request arrived earlier than the last request of the dictionary.
     """
     came_back = bool(requests) and next(reversed(requests)) > request.seq
     requests[request.seq] = request
@@ -220,7 +221,7 @@ class _Hit:
     request: Request
     node: TreeNode | None  # end of the hit
     num_tokens: int
-    later: bool  # an earlier waiting request will compute its prefix
+    later: bool  # an earlier waiting request has the same uncached prefix and will compute it
 
 
 def service_order(
@@ -241,7 +242,7 @@ def service_order(
         running: the decoding requests, for the policy `routing-key`.
         memory: the tree, for policies by prefix.
         random: generator for the policy `random`.
-        several: whether several flows share the worker. The policy then orders the requests of each flow.
+        several: whether more than one flow has requests. Then flows are served fairly, and the policy orders each flow.
     """
     policy = effective_policy(config, len(queue))
     if policy is SchedulePolicy.FCFS:
@@ -260,16 +261,16 @@ def service_order(
             order = [requests[i] for i in random.permutation(len(requests)).tolist()]
         case SchedulePolicy.ROUTING_KEY:
             order = _by_routing_key(requests, running)
-    assert len(order) == len(requests), "an order of all that may be looked at"
+    assert len(order) == len(requests), "a policy drops no request"
     order.sort(key=lambda r: r.rank)
     return fairly(order) if several else iter(order)
 
 
 def effective_policy(config: SchedulerConfig, num_waiting: int) -> SchedulePolicy:
-    """Returns the policy in effect.
+    """Returns the policy in effect: the configured one, or fcfs in two cases.
 
-    `lpm` costs one match per waiting request, so that a long queue is served in order of arrival. Policies by prefix need the
-    radix cache.
+    - `lpm` with a queue above the threshold, because `lpm` costs one search of the radix tree per waiting request.
+    - A policy by prefix without the radix cache.
     """
     if config.schedule_policy is SchedulePolicy.LPM and num_waiting > config.lpm_fallback_threshold:
         return SchedulePolicy.FCFS
@@ -279,9 +280,9 @@ def effective_policy(config: SchedulerConfig, num_waiting: int) -> SchedulePolic
 
 
 def _hits(requests: Sequence[Request], memory: KVMemory) -> list[_Hit]:
-    """Returns the hits of the requests, for in-batch prefix caching.
+    """Returns the prefix hits of the requests.
 
-    The first request with an uncached prefix computes it. Other requests with this prefix are marked as later.
+    If several requests have the same uncached prefix, the first of them will compute it, and the others are marked as `later`.
     """
     first_of: set[tuple[str, bytes]] = set()
     hits = []
@@ -300,7 +301,7 @@ def _hits(requests: Sequence[Request], memory: KVMemory) -> list[_Hit]:
 def _by_dfs_weight(hits: Sequence[_Hit]) -> list[Request]:
     """Orders requests depth first through the radix tree, beginning with the branch with the most waiting requests.
 
-    The requests of a node follow those below it. Later requests, and requests without a hit, are last.
+    The requests of a node follow the requests below the node. Requests marked as `later`, and requests without a hit, are last.
     """
     own: dict[TreeNode, list[Request]] = defaultdict(list)
     weight: Counter[TreeNode] = Counter()
@@ -326,7 +327,7 @@ def _by_dfs_weight(hits: Sequence[_Hit]) -> list[Request]:
 def _add_weight(
     node: TreeNode, weight: Counter[TreeNode], children: dict[TreeNode, list[TreeNode]], roots: list[TreeNode]
 ) -> None:
-    """Counts a request at `node` and at its ancestors."""
+    """Adds 1 to the weight of `node` and of its ancestors. `children` and `roots` get the nodes that had no weight."""
     walk: TreeNode | None = node
     while walk is not None:
         seen = walk in weight
@@ -345,28 +346,28 @@ def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> 
 
 
 def victim_order(request: Request) -> tuple[int, int, int]:
-    """Returns the sort key of retraction. The least urgent request is first, then the least output, then the longest prompt."""
+    """Returns the sort key of retraction: least urgent first, then shortest output, then longest prompt."""
     return -request.rank, len(request.progress.output_ids), -request.num_prompt_tokens
 
 
 def preemption_order(request: Request) -> tuple[int, int]:
-    """Returns the sort key of preemption. The least urgent request is first, then the latest arrival."""
+    """Returns the sort key of preemption: least urgent first, then latest arrival."""
     return -request.rank, -request.seq
 
 
 def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Request]) -> list[Request]:
-    """Returns the running requests that `request` may displace, in order. They are less urgent by more than the threshold."""
+    """Returns the running requests that are less urgent than `request` by more than the threshold, in order of preemption."""
     victims = [r for r in running if r.rank - request.rank > config.priority_preemption_threshold]
     return sorted(victims, key=preemption_order)
 
 
-# Fair between flows (docs/design/scheduler.md#shares)
+# Fairness between flows (docs/design/scheduler.md#shares)
 
 
 def fairly(requests: Iterable[Request]) -> Iterator[Request]:
-    """Yields requests that are sorted by rank, fairly between the flows of each rank.
+    """Yields the requests, which are sorted by rank, fairly between the flows of each rank.
 
-    The turns of the flows are compared again after each request.
+    After each request, the turns of the flows are compared again, because an admission changes them.
     """
     for _, alike in groupby(requests, key=lambda r: r.rank):
         flows: dict[Flow, list[Request]] = {}
@@ -377,7 +378,7 @@ def fairly(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
-    """Yields the requests of WaitingQueue.in_turn(), but fairly between flows if they never ran."""
+    """Yields the requests of WaitingQueue.in_turn(). The requests of a rank that never ran are sorted fairly between flows."""
     for rank in queue.ranks():
         back, flows = queue.back(rank), queue.flows(rank)
         yield from [request for request in back if not request.held]
@@ -387,7 +388,7 @@ def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
 def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
     """Yields the waiting requests that precede the extending request `first`.
 
-    They are more urgent, or equally urgent with an earlier turn of their flow.
+    These are more urgent, or are equally urgent and belong to a flow with an earlier turn.
     """
     assert first.flow is not None, "an extending request has prompt tokens to plan"
     for rank in queue.ranks():

@@ -1,8 +1,8 @@
 """Copies of cached pages to lower tiers: from the device to the host, and from the host to the storage if there is one.
 
-Pages are copied before their eviction, in the order of the queue. A path is copied from its beginning, because only prefixes from
-the beginning can be found. The number of running copies is limited; a page that is evicted before its turn is lost and counted.
-No step waits for a copy. Tiers is the owner.
+Pages are copied before their eviction, in the order of the queue. A path is copied from its beginning, because a later request
+can only use a whole prefix. The number of running copies is limited. If a page is evicted before its copy began, it is lost and
+counted. No step waits for a copy. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from rootstock_llm.services.worker.core.tiers.host_index import HostIndex
 from rootstock_llm.services.worker.core.tiers.kept_blocks import KeptBlocks
 from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, PageKeys, tag_of
 
-LOOKS = 16  # nodes that one plan looks at
-MOST_BACK_UPS = 8  # running copies to the host; a turn, which begins new ones, may take as long as a large step
-MOST_PATH_SHARE = 2  # one prompt may have at most 1/2 of the host's pages
-MOST_STORED_SHARE = 2  # at most 1/2 of the host's pages may wait for the storage
-MOST_QUOTA_SHARE = 2  # one prompt may have at most 1/2 of its salt's quota in the storage
+LOOKS = 16  # nodes of the queue that plan() examines per call
+# Largest number of running copies to the host. Several run at a time, because new copies begin once per turn of the loop, and a
+# turn may take as long as a large step.
+MOST_BACK_UPS = 8
+# Divisors: at most 1/2 of the total.
+MOST_PATH_SHARE = 2  # host pages of one prompt, of all host pages
+MOST_STORED_SHARE = 2  # host pages that wait for the storage, of all host pages
+MOST_QUOTA_SHARE = 2  # pages of one prompt in the storage, of its salt's quota
 
 
 @dataclass(slots=True)
@@ -37,8 +40,8 @@ class _BackUp:
     node: TreeNode  # pinned node of the path that has the copied pages
     memory: KVMemory
     blocks: list[KeptBlock]  # blocks with tokens in the copied pages
-    counts: bool = True  # whether the host caches the pages when the copy ends
-    forgotten: bool = False  # whether the device pages are dropped when the copy ends
+    counts: bool = True  # whether the host caches the copied pages when the copy ends
+    forgotten: bool = False  # whether the tree drops the device pages when the copy ends
 
 
 class Backups:
@@ -72,7 +75,8 @@ class Backups:
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
         self._most_salted = max(stored_salt_pages // MOST_QUOTA_SHARE, 1) if stored_salt_pages else 0
         self._looked_at: TreeNode | None = None  # node whose path _look() copies
-        self._looked, self._looked_keys = 0, list[bytes]()  # number of first keys that lower tiers have; keys of its path
+        # Page keys of the path to _looked_at, and the number of first keys that lower tiers have.
+        self._looked, self._looked_keys = 0, list[bytes]()
         host.on_gone = self.gone
         self._copying: dict[int, _BackUp] = {}  # running copies to the host, by op_id
         self._storing: PageOperation | None = None  # running write to the storage
@@ -80,7 +84,7 @@ class Backups:
         self._to_store: deque[PageOperation] = deque()  # writes that wait for the running one
         self._on_their_way: set[bytes] = set()  # keys that are being copied to the host
         self._to_be_stored: set[bytes] = set()  # keys of the running and the waiting writes
-        self._num_to_store = 0  # number of their pages
+        self._num_to_store = 0  # number of pages of the running and the waiting writes
         # Host pages written; pages written to the storage; pages not stored because too many waited or a write failed; operations
         # that did not move all of their pages.
         self.backed_up_pages_total = self.stored_pages_total = self.unstored_pages_total = self.failed_total = 0
@@ -133,7 +137,8 @@ class Backups:
             self._blocks.changed(operation.keys[:count])
             self._blocks.named(copy.blocks)
         self._host.give_back(operation.host_pages[count:])
-        self._host.touch([key for part in _path(copy.node) for key in part.page_keys])  # evicts the path's beginning last
+        # Touches the whole path, so that its beginning is evicted last.
+        self._host.touch([key for part in _path(copy.node) for key in part.page_keys])
         copy.memory.unpin(copy.node)
         self.backed_up_pages_total += count
         if fact.count < len(operation.keys):
@@ -151,7 +156,7 @@ class Backups:
 
         Args:
             pages_too: whether the device pages are dropped as well when the copies end.
-            tag: tag of the salt whose copies are meant; without it, all copies.
+            tag: tag of the salt whose copies are discarded, or None for all copies.
         """
         self._looked_at = None
         for copy in self._copying.values():
@@ -169,7 +174,7 @@ class Backups:
         self.forget_waiting()
 
     def forget_waiting(self, tag: bytes | None = None) -> None:
-        """Drops the waiting writes to the storage. With a tag, drops only those of its salt."""
+        """Drops the waiting writes to the storage, or only those of the salt with the given tag."""
         waiting, self._to_store = self._to_store, deque()
         for operation in waiting:
             if tag is None or tag_of(operation.keys[0]) == tag:
@@ -183,14 +188,14 @@ class Backups:
         self._looked_at = None
 
     def gone(self, key: bytes) -> None:
-        """Records that a tier has lost a page. Its node counts as copied only while another tier has the page."""
+        """Records that a tier has lost a page. If no other lower tier has the page, its node no longer counts as copied."""
         if self._blocks is not None:
             self._blocks.changed((key,))
         if not self._is_kept(key) and (node := self._queue.backed.pop(key, None)) is not None:
             node.backed = False
 
     def _put_off(self, node: TreeNode) -> None:
-        """Removes a node from the queue, if it is the first one. Its next use offers it again."""
+        """Removes a node from the queue if it is the first node. Its next use offers it again."""
         if self._queue.first() is node:
             self._queue.drop(node)
         self._looked_at = None
@@ -199,8 +204,8 @@ class Backups:
         """Begins a copy of the next pages on the path to `node` that no lower tier has.
 
         Returns:
-            The operation. None if the node was dropped, because its path is copied, retired or beyond its salt's quota, and None
-            if the host tier has no free page.
+            The operation. None if the host tier has no free page, or if the node was dropped from the queue, because its path is
+            copied, retired or beyond its salt's quota.
         """
         path = _path(node)
         if is_retired(_tree_of(path)):
@@ -220,7 +225,7 @@ class Backups:
             begin = part.depth - len(part.pages)
             operation = self._copy(node, part, begin, at - begin, min(part.depth, len(keys)) - begin, memory)
             if operation is None and self._host.is_full(tag_of(keys[0])):
-                self._put_off(node)  # other salts do not wait until this one has pages
+                self._put_off(node)  # so that other salts do not wait until this salt has free pages
             if operation is not None and self._blocks is not None:
                 names = self._blocks.unnamed(path, keys, at, at + len(operation.keys))
                 self._copying[operation.op_id].blocks = names
@@ -237,7 +242,7 @@ class Backups:
     def _copy(
         self, offered: TreeNode, node: TreeNode, begin: int, first: int, limit: int, memory: KVMemory
     ) -> PageOperation | None:
-        """Begins a copy of pages of one node, as many as one operation may have.
+        """Begins a copy of consecutive pages of one node, at most the pages of one operation.
 
         Args:
             offered: node of the queue.
@@ -265,11 +270,11 @@ class Backups:
         return operation
 
     def _is_kept(self, key: bytes) -> bool:
-        """Returns whether a lower tier has the page, or is getting it."""
+        """Returns whether a lower tier has the page, or a running copy will give it the page."""
         return key in self._host or key in self._on_their_way or (self._stored is not None and key in self._stored)
 
     def _path_keys(self, path: list[TreeNode]) -> list[bytes]:
-        """Returns the page keys of the whole path. Missing keys are made and stored in the nodes."""
+        """Returns the page keys of the whole path. Computes missing page keys and stores them in the nodes."""
         tree = _tree_of(path)
         keys: list[bytes] = []
         for node in path:
@@ -280,9 +285,9 @@ class Backups:
         return keys
 
     def _name(self, path: list[TreeNode], keys: list[bytes]) -> None:
-        """Records the blocks of a path that lower tiers have completely.
+        """Records the blocks of a path of which lower tiers have all pages.
 
-        Some of its pages may have been copied before their tokens were known, or by other workers.
+        Some pages may have been copied by other workers, or before the blocks that end in later pages were known.
         """
         if self._blocks is not None:
             self._blocks.named(self._blocks.unnamed(path, keys, 0, len(keys)))
@@ -291,8 +296,8 @@ class Backups:
         """Queues writes of pages that the host has and the storage lacks.
 
         Args:
-            keys: page keys of consecutive pages of a path. If the prompt is longer than its salt's share, only its beginning is
-                stored.
+            keys: page keys of consecutive pages of a path. If the path has more pages than one prompt of the salt may have in the
+                storage, only its first pages are stored.
             first: index in the path of the first page.
         """
         if self._stored is None:

@@ -1,9 +1,9 @@
-"""The index of the host tier: the page of host memory that has the KV of each page key. The executor has the memory itself.
+"""The index of the host tier, which maps page keys to pages of host memory. The executor has the memory itself.
 
 Each page is in exactly one state: free, being written by an operation, cached under its key, or forgotten while an operation
 reads it; free + writing + cached + forgotten = total. A page that an operation reads is pinned. The least recently used page is
-evicted first. The keys of a prompt are used in reverse order, so that a prefix outlives the pages that follow it. A salt at its
-quota evicts its own pages. Tiers is the owner.
+evicted first. The pages of a prompt are marked as used in reverse order, so that its last page is evicted first. If a salt is at
+its quota, new pages of the salt evict pages of the same salt. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostIndex:
         self._written_for: Counter[bytes] = Counter()  # number of pages being written, by tag
         self._pins: Counter[int] = Counter()  # number of operations that read a page
         self._forgotten: set[int] = set()  # pages that become free when their last reader ends
-        # Pages evicted for other pages; pages evicted because their salt was at its quota.
+        # Pages evicted because the tier was full; pages evicted because a salt was at its quota.
         self.evicted_total = self.over_quota_total = 0
 
     def __contains__(self, key: object) -> bool:
@@ -76,11 +76,11 @@ class HostIndex:
         A salt at its quota evicts only its own pages.
 
         Args:
-            count: wanted pages.
-            tag: tag of the salt that the pages belong to.
+            count: largest number of pages.
+            tag: tag of the pages' salt.
 
         Returns:
-            int32[n], n <= count.
+            The pages as int32[n], n <= count.
         """
         if self._has_quota(tag):
             while self._num_of(tag) + count > self._salt_pages and self._evict_own(tag):
@@ -95,7 +95,7 @@ class HostIndex:
 
     def put(self, keys: Sequence[bytes], pages: I32) -> None:
         """Caches written pages under their keys. If a key is cached already, its new page is freed."""
-        assert len(keys) == len(pages), "a page for each key"
+        assert len(keys) == len(pages), "each key has a page"
         for key, page in zip(reversed(keys), reversed(pages.tolist()), strict=True):
             self._end_writing(page)
             if key in self._cached:
@@ -184,7 +184,7 @@ class HostIndex:
         return self._salt_pages > 0 and tag != UNSALTED
 
     def _num_of(self, tag: bytes) -> int:
-        """Returns the number of the salt's pages that are cached or being written."""
+        """Returns the number of the salt's pages that are cached or are being written."""
         return len(self._of_salt.get(tag, ())) + self._written_for[tag]
 
     def _hold(self, key: bytes, page: int) -> None:
@@ -202,7 +202,7 @@ class HostIndex:
         return self._cached.pop(key)
 
     def _use(self, key: bytes) -> None:
-        """Makes the key the most recently used one."""
+        """Marks a key as the most recently used."""
         self._cached.move_to_end(key)
         if (tag := tag_of(key)) != UNSALTED:
             self._of_salt[tag].move_to_end(key)

@@ -1,9 +1,10 @@
 """Imports: prefixes that are read from another tier or a remote worker into device pages, for waiting requests.
 
-- Arrived pages are published in the tree and pinned until their request is admitted or ends. Missing pages are computed.
-- One operation reads a page for all requests that wait for it. A page that the tree has is not read.
-- A request stops waiting when computing the rest would be faster, or when no pages are available. The operation continues. Its
-  pages stay quarantined until its fact, and later requests can use them.
+- Imported pages are published in the radix tree, and pinned until their request is admitted or ends. The request computes pages
+  that no operation has imported.
+- If several requests wait for a page, one operation reads it for all of them. Pages in the tree are not read.
+- A request stops waiting when computing the other pages would be faster, or when no device pages are available. Its running
+  operations continue. Their pages stay quarantined until the operation's fact, and later requests can use them.
 - Pins are released when running requests need pages.
 
 Tiers is the owner.
@@ -24,8 +25,8 @@ from rootstock_llm.services.worker.core.tiers.lanes import HOST, STORAGE, Lanes,
 from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys, leading
 from rootstock_llm.services.worker.core.tiers.rates import Rates
 
-MOST_QUARANTINED_SHARE = 2  # operations may write at most 1/2 of the pool's pages at a time
-MOST_AT_ONCE = 32  # operations that one request begins at a time
+MOST_QUARANTINED_SHARE = 2  # divisor: operations may write at most 1/2 of the pool's pages at a time
+MOST_AT_ONCE = 32  # largest number of operations that begin at a time for one request
 _KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH, Tier.PEER: OperationKind.PULL}
 
 
@@ -52,20 +53,20 @@ class Imports:
             rates: estimates of reading and computing.
             lanes: the running operations.
             at_once: largest number of pages of an operation.
-            load_at_once: the same for a load from the host, which arrives layer by layer.
+            load_at_once: largest number of pages of a load from the host, which arrives layer by layer.
             ids: op_ids of new operations.
         """
         self._keys, self._host, self._ids, self._rates = keys, host, ids, rates
         self._at_once, self._load_at_once = at_once, load_at_once
         self._stored: Collection[bytes] = () if stored is None else stored
         self._waits: dict[int, Wanted] = {}  # waiting requests and prefetches, by seq
-        self._due: dict[int, Wanted] = {}  # requests that the next plan() moves on; the others wait for an operation
+        self._due: dict[int, Wanted] = {}  # waiting requests for which the next plan() begins operations or ends the wait
         self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}  # pinned nodes, by seq
         self._freed = False  # whether pins were released since the last take_freed()
         self._lanes = lanes
         self.imported_pages_total: Counter[Tier] = Counter()  # pages that arrived, by tier
         self.prefetched_pages_total = 0  # pages that arrived before their request
-        # Computed pages that a tier had at the admission; operations with missing pages; reads from remote workers without any
+        # Pages that were computed although a tier had them; operations with missing pages; reads from remote workers without a
         # page.
         self.recomputed_pages_total = self.failed_total = self.refused_pulls_total = 0
 
@@ -80,7 +81,7 @@ class Imports:
         return seq in self._waits
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Makes a request wait if another tier has more of its prompt than the tree, and reading is faster than computing.
+        """Makes a request wait if another tier has more of its prompt than the tree, and reading it is faster than computing it.
 
         Returns:
             Whether the request waits.
@@ -96,7 +97,7 @@ class Imports:
         return True
 
     def plan(self, memory: KVMemory, now: float, in_flight: bool) -> tuple[list[PageOperation], list[int]]:
-        """Begins operations for the requests that are due.
+        """Begins operations for the requests in `_due`.
 
         Args:
             memory: the owner of the device pages.
@@ -120,7 +121,7 @@ class Imports:
         return operations, ready
 
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
-        """Ends the wait and the pin of a request that is admitted with `hit` pages. `keys` are its first page keys."""
+        """Ends the wait and the pin of a request that is admitted with a hit of `hit` pages. `keys` are its first page keys."""
         rest = keys[hit:]
         self.recomputed_pages_total += leading(rest, self._host) or leading(rest, self._stored)
         self._stop_waiting(seq)
@@ -137,8 +138,8 @@ class Imports:
         return freed
 
     def take_over(self, seq: int, by: int) -> None:
-        """Ends the wait of the prefetch `seq` and passes its pin to its request `by`, which will search for pages itself."""
-        assert by not in self._pinned, "a request that has just come has nothing yet"
+        """Ends the wait of the prefetch `seq`, and passes its pin to the request `by`, which then searches for further pages."""
+        assert by not in self._pinned, "a request that has just arrived has no pin"
         self._stop_waiting(seq)
         if (pinned := self._pinned.pop(seq, None)) is not None:
             self._pinned[by] = pinned
@@ -164,7 +165,7 @@ class Imports:
                 wanted.arrived[tier] += shared
         for wanted in running.waits:
             if count == len(operation.keys) or _room_of(wanted) != _room_of(running.wanted):
-                self._due[wanted.seq] = wanted  # the missing pages are those of another reservation
+                self._due[wanted.seq] = wanted  # the operation read another reservation than the request's source
             else:
                 self._let_go(wanted)
         return True
@@ -196,25 +197,26 @@ class Imports:
         return memory.peek(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)[1] // memory.page_size
 
     def _is_elsewhere(self, wanted: Wanted, at: int) -> bool:
-        """Returns whether page `at` of the prompt is in a tier, in a remote worker or on its way. Makes the page keys."""
+        """Returns whether page `at` of the prompt is in a lower tier, in a remote worker, or being read. Computes page keys."""
         self._keys.extend(wanted.keys, self._keys.root(wanted.tree), wanted.tokens, wanted.limit)
         key, source = wanted.keys[at], wanted.source
         here = key in self._host or key in self._stored or key in self._lanes.coming
         return here or (source is not None and at < source.num_pages)
 
     def _is_had(self, wanted: Wanted, place: Place, count: int) -> bool:
-        """Returns whether reading `count` pages pays and the lane has no late operation.
+        """Returns whether reading `count` pages is faster than computing them, and the lane has no late operation.
 
-        A prefetch is considered once for each chunk. Only its request itself may raise the rate.
+        For a prefetch, a negative result does not raise the rate of reading (see Rates.reading_pays), because this is called once
+        per chunk of the prompt.
         """
         pays = self._rates.reading_pays
         return not self._lanes.is_stuck(place.lane) and pays(place.tier, count, place.lane, forgives=not wanted.ahead)
 
     def _run(self, wanted: Wanted, first: int) -> tuple[Place | None, int]:
-        """Finds the place of page `first`, and the number of pages from there on that are in the same place and not on their way.
+        """Returns the place of page `first`, and the number of consecutive pages in the same place that are not being read.
 
         Returns:
-            (None, 0) if the page is on its way or in no place.
+            (None, 0) if page `first` is being read or is in no place.
         """
         rest = wanted.keys[first : wanted.limit]
         if not rest or rest[0] in self._lanes.coming:
@@ -224,16 +226,16 @@ class Imports:
                 return place, self._before_coming(rest[:count])
         source = wanted.source
         if source is not None and source.num_pages > first:
-            assert isinstance(source, KvSource), "a source says where its pages are read"
+            assert isinstance(source, KvSource), "the source of a prompt is a KvSource"
             return Place(Tier.PEER, source), self._before_coming(rest[: source.num_pages - first])
         return None, 0
 
     def _before_coming(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of first keys that are not on their way."""
+        """Returns the number of first keys whose pages are not being read."""
         return next((at for at, key in enumerate(keys) if key in self._lanes.coming), len(keys))
 
     def _move_on(self, wanted: Wanted, memory: KVMemory, began: float | None) -> list[PageOperation]:
-        """Pins the request's hit, and begins the next operations for it.
+        """Pins the request's prefix hit, and begins the next operations for it.
 
         Returns:
             The new operations. Empty if the request waits for a running operation, or if no page is left to read.
@@ -255,7 +257,7 @@ class Imports:
     def _begin_more(
         self, wanted: Wanted, node: TreeNode, first: int, memory: KVMemory, began: float | None
     ) -> list[PageOperation]:
-        """Begins consecutive operations, if reading pays, while pages are available. The request waits for the first one."""
+        """Begins consecutive operations while reading pays and pages are available. The request waits for the first of them."""
         operations: list[PageOperation] = []
         at, prover = first, _prover(wanted)
         while len(operations) < MOST_AT_ONCE:
@@ -296,9 +298,9 @@ class Imports:
         return running
 
     def _room(self, wanted: Wanted, first: int, memory: KVMemory) -> int:
-        """Returns the number of pages that an operation may take, or 0 or less for none.
+        """Returns the number of device pages that an operation may take; 0 or less if it may take none.
 
-        The pages that are left must suffice to compute the request from page `first` on, even if no running operation succeeds.
+        The other pages must suffice to compute the request from page `first` on, even if all running operations fail.
         """
         rest = -(-len(wanted.tokens) // (TOKEN_BYTES * memory.page_size)) - first + 1
         quarantined = memory.pages.num_pages // MOST_QUARANTINED_SHARE - len(memory.quarantined)
@@ -308,7 +310,7 @@ class Imports:
         """Publishes the first `count` pages of an operation.
 
         Returns:
-            The number of published pages; 0 if the tree lacks a page before them.
+            The number of published pages; 0 if a preceding page of the prompt is not in the tree.
         """
         wanted, operation, memory = running.wanted, running.operation, running.memory
         if not count:
@@ -323,7 +325,7 @@ class Imports:
         return count
 
     def _comes(self, wanted: Wanted) -> bool:
-        """Returns whether the request waits for pages and may need further operations."""
+        """Returns whether the request waits for a running operation, after which it may need further operations."""
         return self._waits.get(wanted.seq) is wanted and not wanted.let_go
 
     def _stop_waiting(self, seq: int) -> None:
@@ -333,7 +335,7 @@ class Imports:
             self._lanes.forget(wanted)
 
     def _let_go(self, wanted: Wanted) -> None:
-        """Ends the wait of a request. The next plan() returns its seq."""
+        """Ends the wait of a request, so that the next plan() returns its seq."""
         wanted.let_go = True
         self._due[wanted.seq] = wanted
 

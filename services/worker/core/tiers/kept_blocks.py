@@ -1,8 +1,8 @@
 """The blocks of the prefix index in the tiers below the device, each with the slowest tier of its pages.
 
-A page key says nothing about tokens, and a block's name is known only on the device. Each copy of pages therefore carries the
-names of their blocks, and a storage stores these names with the pages. A block is known while a tier has one of its pages, which
-bounds the number of blocks. Tiers is the owner.
+The name of a block is computed from tokens, which only the radix tree has; page keys do not reveal them. Each copy of pages to a
+lower tier therefore carries the names of their blocks, and a storage stores these names with the pages. A block is forgotten when
+no lower tier has a page of it, so that the number of known blocks is bounded. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KeptBlocks:
 
         Args:
             events: log of cache events.
-            host: page keys in the host tier. The caller reports each change of host and storage at once.
+            host: page keys in the host tier. The caller reports each change of host and stored at once, by changed().
             stored: page keys in the storage.
             page_size: tokens of a page.
             revision: revision of the weights.
@@ -44,13 +44,13 @@ class KeptBlocks:
         return len(self._keys)
 
     def unnamed(self, path: Sequence[TreeNode], keys: Sequence[bytes], first: int, end: int) -> list[KeptBlock]:
-        """Returns the unknown blocks with tokens in the pages [first, end) of a path.
+        """Returns the blocks with tokens in the pages [first, end) of a path that are not known yet.
 
         Args:
-            path: nodes from below the root on.
-            keys: page keys of the path's first pages. A block is left out if its last page has no key here.
-            first: first page.
-            end: page after the last one.
+            path: the nodes of the path, without the root.
+            keys: page keys of the path's first pages. A block whose last page is after these pages is left out.
+            first: index of the first page.
+            end: index after the last page.
         """
         names = [name for node in path for name in node.blocks]
         size = self._page_size
@@ -69,7 +69,7 @@ class KeptBlocks:
         return tuple(KeptBlock(name, self._weights, self._keys[name]) for name, key in named if self._keys[name][-1] == key)
 
     def named(self, blocks: Iterable[KeptBlock]) -> None:
-        """Adds blocks of which a lower tier has at least one page. Ignores blocks of other weights."""
+        """Adds blocks of which a lower tier has a page. Ignores blocks that were computed with other weights."""
         for block in blocks:
             if block.weights != self._weights or not self._is_anywhere(block.keys):
                 continue
@@ -84,7 +84,7 @@ class KeptBlocks:
                 self._tell(name)
 
     def replace_weights(self, revision: str) -> None:
-        """Forgets all blocks, because no request asks for blocks of other weights."""
+        """Forgets all blocks, because requests do not use KV of other weights."""
         self._weights = _weights(revision)
         for name in list(self._keys):
             self._forget(name)
@@ -94,9 +94,9 @@ class KeptBlocks:
         out = []
         for name, keys in islice(self._keys.items(), MOST_CHECKED):
             if self._events.tier_below(name) is not self._tier(keys):
-                out.append("a block is told to be in another tier than its pages")
+                out.append("a block is reported in another tier than its pages")
             if not self._is_anywhere(keys):
-                out.append("a block is known that no tier has a page of")
+                out.append("a block is known although no tier has a page of it")
         return out
 
     def _add(self, name: bytes, keys: tuple[bytes, ...]) -> None:

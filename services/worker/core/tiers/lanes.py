@@ -1,7 +1,7 @@
 """The running import operations by lane. A lane is a tier or a remote worker, which performs its reads one after another.
 
-Lanes records which operation of a lane has its turn, since when, and whether it is late. Imports begins and ends the operations.
-Tiers is the owner.
+Lanes records which operation of a lane is being performed, since when, and whether it is late. Imports begins and ends the
+operations. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rootstock_llm.services.worker.core.tiers.rates import Rates
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The tier or remote worker that an operation reads from."""
+    """The tier or the remote worker from which an operation reads."""
 
     tier: Tier
-    source: KvSource | None = None  # reservation to read; set for remote workers only
+    source: KvSource | None = None  # reservation in the remote worker; unset for tiers of this worker
 
     @property
     def lane(self) -> str:
@@ -39,14 +39,14 @@ class RunningImport:
 
     operation: PageOperation
     place: Place
-    wanted: Wanted  # request or prefetch that it was begun for
-    node: TreeNode  # pinned node before its pages, or before the pages of the preceding operation
+    wanted: Wanted  # the request or prefetch for which it began
+    node: TreeNode  # pinned node before its pages, or before those of a preceding operation that is not published yet
     first: int  # index in the prompt of its first page
     memory: KVMemory
-    began: float | None  # time at which all previously launched steps had ended; unset until then
+    began: float | None  # time at which all steps launched before this operation had ended; unset until then
     waits: list[Wanted] = field(default_factory=list)  # requests and prefetches that wait for it
     counts: bool = True  # whether its pages are published when it ends
-    late: bool = False  # computing its pages would be faster; no further request waits for it
+    late: bool = False  # whether computing its pages would be faster than waiting; no further request waits for it
 
 
 class Lanes:
@@ -56,11 +56,11 @@ class Lanes:
         """Starts without operations. Measured times are recorded in `rates`."""
         self._rates = rates
         self._running: dict[int, RunningImport] = {}
-        # Time at which the last operation of a lane ended; only lanes with running operations.
+        # By lane with running operations: time at which the lane's last operation ended.
         self._free_at: dict[str, float] = {}
         self.coming: dict[bytes, RunningImport] = {}  # running operation by the key of each page that it reads
-        self.num_landing = 0  # loads whose facts came early and whose last bytes have not arrived
-        self.given_up_total = 0  # operations that requests stopped waiting for
+        self.num_landing = 0  # loads with an early fact (Fact.early) whose last bytes have not arrived
+        self.given_up_total = 0  # operations for which requests stopped waiting
 
     def __len__(self) -> int:
         return len(self._running)
@@ -78,7 +78,7 @@ class Lanes:
         self.coming |= dict.fromkeys(running.operation.keys, running)
 
     def step_ended(self, now: float) -> None:
-        """Starts the time of operations that had to wait for a step, because all steps launched before them have ended."""
+        """Sets `began` of operations that had to wait for a step, because all steps launched before them have ended now."""
         for running in self:
             if running.began is None:
                 running.began = now
@@ -99,21 +99,21 @@ class Lanes:
         return running
 
     def landed(self, pages: int, seconds: float, now: float) -> None:
-        """Records that the oldest early load is complete. The next load has its turn from now on."""
-        assert self.num_landing, "only what was told of early lands later"
+        """Records that the oldest load with an early fact is complete. The time of the next load starts now."""
+        assert self.num_landing, "an early fact precedes the end of its load"
         self.num_landing -= 1
         self._rates.moved(Tier.HOST, pages, seconds)
         if any(running.place is HOST for running in self):
             self._free_at[HOST.lane] = now
 
     def void(self, is_of: Callable[[Wanted], bool]) -> None:
-        """Discards the results of operations that were begun for matching prompts, and ends all waits for them."""
+        """Discards the results of operations that began for prompts with is_of(prompt), and ends all waits for them."""
         for running in self:
             if is_of(running.wanted):
                 running.counts, running.waits = False, []
 
     def wait_for(self, running: RunningImport, wanted: Wanted) -> None:
-        assert running.operation.op_id in self._running, "nobody waits for what has ended"
+        assert running.operation.op_id in self._running, "requests wait for running operations"
         running.waits.append(wanted)
 
     def is_awaited(self, wanted: Wanted) -> bool:
@@ -132,11 +132,11 @@ class Lanes:
     def give_up_late(self, now: float, comes: Callable[[Wanted], bool]) -> list[Wanted]:
         """Ends the waits for late operations, and for the operations that follow them in their lanes.
 
-        The operations continue. Only the first operation of a lane can be late, because the others have not had their turn.
+        The operations continue. Only the first operation of a lane can be late, because the lane has not begun the others.
 
         Args:
             now: present time.
-            comes: returns whether a request still waits for an earlier operation and will then need the operation in question.
+            comes: returns whether a request waits for another running operation, after which it will need this one.
 
         Returns:
             The requests and prefetches whose wait has ended.
@@ -157,15 +157,16 @@ class Lanes:
         return let_go
 
     def _over(self, running: RunningImport, elapsed: float, comes: bool) -> list[Wanted]:
-        """Marks an operation as late if computing its pages would be faster than waiting, and ends such waits.
+        """Marks an operation as late if computing its pages would be faster than waiting for it, and ends these waits.
 
-        An operation that no request waits for can be late, too, because it delays the following ones. If its request still waits
-        for an earlier operation, it is judged together with the pages that follow, as if the request had reached it.
+        An operation for which no request waits can be late, too, because it delays the following operations of its lane. If its
+        request waits for another operation and will need this one later (`comes`), the comparison includes the request's pages
+        after those of the operation.
 
         Args:
             running: the first operation of a lane.
-            elapsed: seconds since its turn began.
-            comes: whether its request waits for an earlier operation.
+            elapsed: seconds since the lane began it.
+            comes: result of the function `comes` of give_up_late() for the operation's request.
 
         Returns:
             The requests and prefetches whose wait has ended.

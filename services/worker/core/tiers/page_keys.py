@@ -1,12 +1,12 @@
-"""Page keys: keyed 256-bit digests that name pages in tiers and between workers.
+"""Page keys: keyed 256-bit digests by which tiers and other workers identify pages.
 
-- The digest of a page covers the key of the previous page, or the root, and the tokens of the page.
+- The digest of a page covers the page key of the previous page, or the root for the first page, and the tokens of the page.
 - The root covers the model's layout (dtype, page size, layers, heads), the tree's name (weights, adapter, salt) and the cache
   group.
-- Without the secret, a key can neither be made nor compared with tokens. KV is served by these keys. The 64-bit block names of
-  the prefix index are only hints for routing.
-- A tag precedes the digest. It is a keyed digest of the salt, so that a store can count and delete the pages of one salt without
-  knowing the salt.
+- Without the secret, a page key can neither be computed from tokens nor compared with them. KV is read by page key. The 64-bit
+  block names of the prefix index are only hints for routing.
+- A tag precedes the digest. The tag is a keyed digest of the salt, so that a storage can count and delete the pages of one salt
+  without knowing the salt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ TAG_BYTES = 8
 DIGEST_BYTES = 32
 KEY_BYTES = TAG_BYTES + DIGEST_BYTES
 SECRET_BYTES = 32
-UNSALTED = bytes(TAG_BYTES)  # tag of KV that was computed without a salt; all clients share it, and it has no quota
-_OF_SALTS = b"salt"  # purpose of the digests of salts, which digests of pages do not have
+UNSALTED = bytes(TAG_BYTES)  # tag of KV without a salt, which all clients share and which has no quota
+_OF_SALTS = b"salt"  # personalization of the digests of salts, so that they differ from digests of pages
 
 
 class PageKeys:
@@ -32,11 +32,11 @@ class PageKeys:
         """Prepares the digests.
 
         Args:
-            secret: bytes[SECRET_BYTES]. Workers with a common store have the same secret.
-            layout: bytes that are equal for two pools whose pages are exchangeable.
+            secret: bytes[SECRET_BYTES]. Workers with a common storage have the same secret.
+            layout: bytes that describe a page's layout. If they are equal, two pools can exchange pages.
             page_size: tokens of a page.
         """
-        assert len(secret) == SECRET_BYTES, "a short secret can be guessed"
+        assert len(secret) == SECRET_BYTES, "the secret has SECRET_BYTES bytes"
         self._secret = secret
         self._layout = layout
         self._page_bytes = page_size * TOKEN_BYTES
@@ -52,22 +52,22 @@ class PageKeys:
         return self.tag(salt_of_tree(tree)) + self._digest(packed)
 
     def extend(self, keys: list[bytes], root: bytes, tokens: bytes, end: int) -> None:
-        """Appends the keys of further pages.
+        """Appends the page keys of the pages from len(keys) to end - 1.
 
         Args:
-            keys: page keys of the first pages, to which the others are appended.
+            keys: page keys of the prompt's first pages. Changed in place.
             root: root of the tree.
-            tokens: int32 as bytes, from the prompt's beginning.
-            end: page after the last one that gets a key.
+            tokens: tokens from the prompt's beginning, as bytes of int32.
+            end: number of page keys after the call.
         """
-        assert end * self._page_bytes <= len(tokens), "whole pages have keys"
+        assert end * self._page_bytes <= len(tokens), "only whole pages have page keys"
         link = keys[-1] if keys else root
         for at in range(len(keys) * self._page_bytes, end * self._page_bytes, self._page_bytes):
             link = link[:TAG_BYTES] + self._digest(link + tokens[at : at + self._page_bytes])
             keys.append(link)
 
     def after(self, link: bytes, tokens: bytes) -> list[bytes]:
-        """Returns the keys of the whole pages of `tokens`, which follow the page with the key `link`."""
+        """Returns the page keys of the whole pages of `tokens`, which follow the page with the page key or root `link`."""
         keys: list[bytes] = []
         self.extend(keys, link, tokens, len(tokens) // self._page_bytes)
         return keys
@@ -81,7 +81,7 @@ def tag_of(key: bytes) -> bytes:
 
 
 def leading(keys: Sequence[bytes], held: Container[bytes]) -> int:
-    """Returns the number of first keys that `held` contains."""
+    """Returns the number of keys before the first key that `held` does not contain."""
     count = 0
     for key in keys:
         if key not in held:

@@ -1,9 +1,8 @@
-"""Prefetches: first pages of prompts that are read from a prefill worker while it computes the rest.
+"""Prefetches: the first pages of a prompt are read from a prefill worker while it computes the other pages.
 
-Arrived pages are pinned for the request that will continue with the prompt. Nothing depends on a prefetch: if a read brings fewer
-pages than requested, no more pages of the prompt are prefetched, and the request reads or computes the missing ones. A prefetch
-ends when its request arrives, when its request is cancelled, when its gateway stream ends, and `hold_s` after its last message.
-Tiers is the owner.
+Imported pages are pinned for the request that will arrive with the prompt. If a read returns fewer pages than requested, the
+prefetch reads no further pages, and the request reads or computes them. A prefetch ends when its request arrives or is cancelled,
+when its gateway stream ends, and `hold_s` seconds after its last message. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 from rootstock_llm.services.worker.core.tiers.imports import Imports
 
-MOST_PREFETCHES = 1024  # prefetches at a time; requests beyond this limit read their pages when they arrive
+MOST_PREFETCHES = 1024  # largest number of prefetches; other requests read their pages when they arrive
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +38,7 @@ class Prefetches:
     def __init__(self, imports: Imports, hold_s: float) -> None:
         self._imports, self._hold_s = imports, hold_s
         self._prefetches: dict[Asker, _OpenPrefetch] = {}  # in the order in which they expire
-        # Time from which on expire() has something to do.
+        # expire() has nothing to do before this time.
         self.next_look = inf
 
     def __len__(self) -> int:
@@ -49,18 +48,18 @@ class Prefetches:
         return {prefetch.wanted.seq for prefetch in self._prefetches.values()}
 
     def begin(self, asker: Asker, wanted: Wanted, memory: KVMemory, now: float) -> None:
-        """Begins a prefetch, unless there is one for this request or MOST_PREFETCHES are running.
+        """Begins a prefetch, unless the request has one already or there are MOST_PREFETCHES of them.
 
-        The source of `wanted` names the pages that can be read already. begin() sets the limit of `wanted`.
+        `wanted.source` has the number of pages that can be read now, to which this sets `wanted.limit`.
         """
         if asker not in self._prefetches and len(self._prefetches) < MOST_PREFETCHES:
             self._prefetches[asker] = prefetch = _OpenPrefetch(wanted)
             self._look(asker, prefetch, memory, now)
 
     def more(self, asker: Asker, room: KvReservation, num_pages: int, memory: KVMemory, now: float) -> None:
-        """Reads further pages, because `num_pages` pages of the reservation can be read now.
+        """Begins to read further pages, because `num_pages` pages of the reservation can be read now.
 
-        Ignored if the request has no prefetch from this reservation.
+        Does nothing if the request has no prefetch from this reservation.
         """
         prefetch = self._prefetches.get(asker)
         source = None if prefetch is None else prefetch.wanted.source
@@ -69,10 +68,10 @@ class Prefetches:
             self._look(asker, prefetch, memory, now)
 
     def take(self, asker: Asker, seq: int) -> Counter[str]:
-        """Ends the prefetch of a request that has arrived as `seq`. The request gets its pins.
+        """Ends the prefetch of a request that has arrived as `seq`, and passes the prefetch's pins to the request.
 
         Returns:
-            The number of arrived pages by tier.
+            The number of imported pages by tier.
         """
         prefetch = self._prefetches.pop(asker, None)
         if prefetch is None:
@@ -99,12 +98,12 @@ class Prefetches:
             self.leave(asker)
 
     def _look(self, asker: Asker, prefetch: _OpenPrefetch, memory: KVMemory, now: float) -> None:
-        """Reads the pages that have become readable, and postpones the expiry of the prefetch.
+        """Begins to read the pages that have become readable, and postpones the expiry of the prefetch.
 
-        If a read is running, the following pages are read when it has ended.
+        If a read of this prefetch is running, the new pages are read when it has ended.
         """
         wanted, source = prefetch.wanted, prefetch.wanted.source
-        assert source is not None, "a prefetch reads from a worker"
+        assert source is not None, "a prefetch has a source"
         num_tokens = len(wanted.tokens) // TOKEN_BYTES
         wanted.limit = max(0, min(source.num_pages, memory.usable_pages(num_tokens, num_tokens)))
         self._prefetches[asker] = self._prefetches.pop(asker)
@@ -115,7 +114,7 @@ class Prefetches:
 
 
 def wanted_ahead(message: Prefetch, seq: int, config: SchedulerConfig, revision: str) -> Wanted:
-    """Creates the page search of a prefetch. A prompt that is too long for a request wants no pages."""
+    """Creates the page search of a prefetch. Its limit is 0 pages if the prompt is too long for a request."""
     namespace = tree_name(revision, cache_namespace(message.lora, message.salt))
     fits = len(message.prompt_ids) < config.context_len
     tokens = message.prompt_ids.tobytes() if fits else b""

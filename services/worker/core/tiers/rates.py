@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from rootstock_llm.services.worker.core.contracts.transfers import Tier
 
-FADES = 0.7  # weight of the earlier average when a new measurement arrives
-FORGIVES = 1.05  # factor by which a rate rises when it was too low for a request to read
-LARGE_TOKENS = 128  # least extended tokens of a step that is measured; in smaller steps, other work dominates
+FADES = 0.7  # weight of the earlier average when a new measurement is added
+# Factor by which the rate of a source rises each time when it is too low for a read, so that the source is measured again later.
+FORGIVES = 1.05
+LARGE_TOKENS = 128  # steps with fewer extended tokens are not measured, because other work dominates their time
 FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e10}  # assumed rates in bytes/s until a read was measured
-# Time of a read that does not depend on its size, including the operation's way through the loop's turns.
+# Seconds of a read apart from the transfer of its bytes. They include the time until the loop gets the operation's fact.
 LATENCY_S = {
     Tier.HOST: 1e-3,
     Tier.STORAGE: 5e-3,
     Tier.PEER: 5e-3,
 }
-MOST_LANES = 64  # remote workers whose rates are stored
-UNKNOWN_S = 1.0  # assumed time of computing any number of pages until a step was measured
+MOST_LANES = 64  # largest number of remote workers whose rates are stored
+UNKNOWN_S = 1.0  # assumed seconds for computing any number of pages, until a step was measured
 
 
 class Rates:
@@ -27,15 +28,15 @@ class Rates:
     def __init__(self, page_bytes: int, page_size: int) -> None:
         self._page_bytes, self._page_size = page_bytes, page_size
         self._bytes_s = dict(FIRST_BYTES_S)
-        # Bytes/s by remote worker, in the order of the last measurements.
+        # Rates in bytes/s by remote worker, least recently measured first.
         self._lanes: dict[str, float] = {}
-        # Time to compute one token; unset until a step was measured.
+        # Seconds for computing one token; unset until a step was measured.
         self._token_s: float | None = None
 
     def computed(self, extended: int, rows: int, seconds: float) -> None:
         """Records the time of a step.
 
-        Only large steps without decode rows are used, because other work has too much influence on the time of other steps.
+        Uses only steps of at least LARGE_TOKENS tokens without decode rows, because other work dominates the time of other steps.
 
         Args:
             extended: number of extended tokens.
@@ -46,20 +47,17 @@ class Rates:
             self._token_s = _faded(self._token_s, seconds / extended)
 
     def moved(self, source: Tier, pages: int, seconds: float, lane: str = "") -> None:
-        """Records the time of an operation that has read `pages` pages. Pages that it failed to read do not count."""
+        """Records the time of an operation that has read `pages` pages."""
         if pages and seconds > 0:
             self._measured(source, lane, _faded(self.bytes_s(source, lane), pages * self._page_bytes / seconds))
 
     def given_up(self, source: Tier, pages: int, seconds: float, lane: str = "") -> None:
-        """Lowers the rate after an operation has run for `seconds` without an end.
-
-        The new rate is at most `pages` pages in `seconds`.
-        """
+        """Lowers the rate to at most `pages` pages in `seconds`, because an operation has not ended after `seconds`."""
         if seconds > 0:
             self._measured(source, lane, min(self.bytes_s(source, lane), pages * self._page_bytes / seconds))
 
     def bytes_s(self, source: Tier, lane: str = "") -> float:
-        """Returns the rate in bytes/s. For remote workers without a lane, it is the rate of the fastest one."""
+        """Returns the rate in bytes/s. If `source` is PEER and `lane` is empty, this is the rate of the fastest remote worker."""
         if source is not Tier.PEER:
             return self._bytes_s[source]
         return self._lanes.get(lane, FIRST_BYTES_S[source]) if lane else max(self._lanes.values(), default=FIRST_BYTES_S[source])
@@ -77,8 +75,8 @@ class Rates:
             source: tier of the pages.
             pages: number of pages.
             lane: the remote worker, or "".
-            forgives: whether a negative result raises the rate a little. Otherwise, a source that is never read would never be
-                measured again. Callers set it once per request, not for each of several looks.
+            forgives: whether the result False raises the rate by FORGIVES. Without this, a source that is too slow once would
+                never be read and measured again. Callers set it once per request, even if they call this several times.
         """
         pays = self._token_s is None or self.reading_s(source, pages, lane) < self.computing_s(pages)
         if not pays and forgives:
@@ -88,7 +86,7 @@ class Rates:
     def loses(self, source: Tier, pages: int) -> bool:
         """Returns whether reading the pages is slower than computing them. False if the time of computing is unknown.
 
-        For remote workers, this means the fastest one.
+        If `source` is PEER, this is for the fastest remote worker.
         """
         return self._token_s is not None and self.reading_s(source, pages) >= self.computing_s(pages)
 
@@ -104,14 +102,14 @@ class Rates:
     def is_over(self, source: Tier, pages: int, elapsed: float, rest: int, lane: str = "") -> bool:
         """Returns whether computing would now be faster than waiting for an operation that has not ended.
 
-        The comparison is for the operation's pages and the `rest` pages after them. A late operation is expected to take as long
-        again as it has taken so far.
+        The comparison is for the operation's pages and the `rest` pages after them. The operation is assumed to need at least as
+        much time again as it has needed so far.
 
         Args:
             source: tier of the pages.
             pages: pages of the operation.
-            elapsed: seconds since the operation's turn began.
-            rest: pages that the request still needs after those of the operation.
+            elapsed: seconds since the lane began the operation.
+            rest: number of pages that the request needs after those of the operation.
             lane: the remote worker, or "".
         """
         left = max(self.reading_s(source, pages, lane) - elapsed, 0.0) or elapsed
@@ -119,7 +117,7 @@ class Rates:
         return left + behind > self.computing_s(pages + rest)
 
     def _measured(self, source: Tier, lane: str, bytes_s: float) -> None:
-        """Stores a rate. If there are more than MOST_LANES remote workers, forgets the one measured longest ago."""
+        """Stores a rate. If there are more than MOST_LANES remote workers, drops the least recently measured of them."""
         if source is not Tier.PEER:
             self._bytes_s[source] = bytes_s
             return

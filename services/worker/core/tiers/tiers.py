@@ -1,6 +1,7 @@
 """The tiers of KV below the device: their content, copies to them, and imports from them.
 
-They are plain data: ids, keys and counts. The executor has the bytes. A worker without tiers has no Tiers object.
+This package has only ids, page keys and counts. The executor has the bytes of the pages. A worker without tiers has no Tiers
+object.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
 from rootstock_llm.services.worker.core.tiers.prefetches import Prefetches
 from rootstock_llm.services.worker.core.tiers.rates import Rates
 
-SELECTIVE_HITS = 2  # admissions on a path after which `write_through_selective` copies it
-LOOKED_AT_PAGES = 64  # pages for which stats() reports whether reading pays, and the share of time that it saves
+SELECTIVE_HITS = 2  # number of admissions on a path after which `write_through_selective` copies the path
+LOOKED_AT_PAGES = 64  # number of pages for which stats() compares reading and computing
 OPERATION_BYTES = 16 << 20  # limit of one operation, unless a single page is larger
-LOAD_BYTES = 1 << 30  # limit of one load from the host, which copies the first layer of all its pages first
+# Limit of one load from the host. It is higher, because a load copies layer by layer, and a step can begin with the first layers.
+LOAD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
     """The sizes and settings of the tiers."""
 
-    host_pages: int  # size of the host tier; 0: none
+    host_pages: int  # size of the host tier in pages
     has_storage: bool  # whether a storage tier is below the host tier
     page_bytes: int  # bytes of KV of one page
     page_size: int  # tokens of one page
-    policy: WritePolicy  # the pages that are copied to lower tiers
-    salt_pages: int  # host pages of one salt; 0: no limit
-    stored_salt_pages: int  # pages of one salt in the storage; 0: no limit
+    policy: WritePolicy
+    salt_pages: int  # largest number of host pages of one salt; 0: no limit
+    stored_salt_pages: int  # largest number of pages of one salt in the storage; 0: no limit
     hold_s: float  # seconds for which prefetched pages stay pinned after the last message about them
 
 
@@ -49,7 +51,7 @@ class Tiers:
     """The tiers of one worker; implements OtherTiers. The scheduler calls `prefetches` directly."""
 
     def __init__(self, limits: TierLimits, keys: PageKeys, events: CacheEventLog | None = None, revision: str = "") -> None:
-        """Starts with empty tiers. Facts report the present content of a storage.
+        """Starts with empty tiers. Facts then report the content of a storage.
 
         Args:
             limits: sizes and settings.
@@ -62,8 +64,8 @@ class Tiers:
         self._stored: set[bytes] = set()  # page keys in the storage
         stored = self._stored if limits.has_storage else None
         self.rates = Rates(limits.page_bytes, limits.page_size)
-        self._use = NO_USE  # state of the storage in its last fact
-        self._landed_at = -math.inf  # time at which the last early load was complete
+        self._use = NO_USE  # size and counters of the storage in its last fact
+        self._landed_at = -math.inf  # time at which the last load with an early fact was complete
         ids = count(1)
         at_once, load_at_once = (max(1, size // max(limits.page_bytes, 1)) for size in (OPERATION_BYTES, LOAD_BYTES))
         self._lanes = Lanes(self.rates)
@@ -123,7 +125,7 @@ class Tiers:
             memory: the owner of the device pages.
             now: present time.
             in_flight: whether a step is uncommitted.
-            begins: whether copies may begin. They may not while the loop waits until no operation uses device pages.
+            begins: whether copies may begin. False while the loop waits until no operation uses device pages.
 
         Returns:
             The new operations, and the seqs of the requests that stop waiting for an import.
@@ -139,7 +141,7 @@ class Tiers:
     def loads_since(self, then: float) -> bool:
         """Returns whether a load may have delayed a step that was planned at `then`.
 
-        The time of such a step says little about its computation.
+        The time of such a step is no measurement of its computation.
         """
         return self._lanes.num_landing > 0 or self._landed_at >= then
 
@@ -167,11 +169,11 @@ class Tiers:
             self._name(fact)
         before = self.num_running
         known = fact.op_id < 0 or self._imports.ended(fact, now) or self._backups.ended(fact)
-        assert known, "a fact of an operation that was never begun, or has ended"
+        assert known, "a fact belongs to a running operation"
         return self.num_running < before
 
     def replace_weights(self, revision: str) -> None:
-        """Forgets the host pages of the old weights. Their pages in a storage are never found again and age there."""
+        """Forgets the host pages of the old weights. Their pages in a storage are not found again; the storage evicts them."""
         self.clear((Tier.HOST,))
         if self._blocks is not None:
             self._blocks.replace_weights(revision)
@@ -183,7 +185,7 @@ class Tiers:
             self._blocks.named(fact.blocks)
 
     def clear(self, tiers: Sequence[Tier]) -> int:
-        """Forgets the content of the given tiers and returns the number of pages. The executor deletes the pages of a storage."""
+        """Forgets the pages of the given tiers and returns their number. The executor deletes the pages of a storage."""
         count = 0
         if Tier.HOST in tiers:
             self._backups.forget_waiting()
@@ -199,9 +201,9 @@ class Tiers:
         return count
 
     def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
-        """Forgets the pages of one salt, or those without a salt if it is empty. Returns the number of host pages.
+        """Forgets the pages of one salt, or the pages without a salt if `salt` is empty. Returns the number of host pages.
 
-        Keys in the storage stay until the executor reports their deletion. Until then, no read finds a page by such a key.
+        The page keys in the storage stay until the executor reports their deletion.
         """
         count, tag = 0, self._keys.tag(salt)
         if Tier.HOST in tiers:
@@ -216,7 +218,7 @@ class Tiers:
         return self._keys.tag(salt)
 
     def retired(self, names: Collection[str]) -> None:
-        """Ends the imports of trees whose salt was deleted. `names` are the trees' former names."""
+        """Ends the imports of trees whose salt was deleted. `names` are the names of the trees before the deletion."""
         self._imports.end_trees(names)
 
     def forget_tree(self) -> None:
@@ -230,9 +232,9 @@ class Tiers:
         """Returns one sentence per broken invariant, for checks."""
         out = []
         if not self.num_running and self._host.num_writing:
-            out.append("host pages are written by nobody")
+            out.append("host pages are being written although no operation writes them")
         if not self.num_running and not self.num_storing and self._host.num_pinned:
-            out.append("host pages are read by nobody")
+            out.append("host pages are pinned although no operation reads them")
         if self._blocks is not None:
             out += self._blocks.violations()
         return out
