@@ -57,7 +57,7 @@ TIERS = (
         "tiers",
         "services/worker/core/tiers/backups.py",
         ("if is_retired(_tree_of(path)):", "if False:"),
-        ("self._put_off(node)  # other salts", "pass  # other salts"),
+        ("self._put_off(node)  # so that other salts", "pass  # so that other salts"),
         ("keys = keys[: max(self._most_salted - first, 0)]", "pass"),
         ("self._host.most_pages(tag_of(keys[0])))]", "self._most)]"),
         only="test_rules_salts",
