@@ -25,11 +25,11 @@ class KernelFigures:
     gigabytes_per_second: float = 0.0
     percent_of_copy: float = 0.0  # share of the bandwidth of a large copy in the same run
     teraflops: float = 0.0
-    torch_microseconds: float | None = None  # time of the same work in plain torch; None without a comparison
-    # whether inputs came from memory; otherwise they came from the L2 cache, and more than 100 percent is possible
+    torch_microseconds: float | None = None  # time of the same work in plain torch, or None without a comparison
+    # Whether inputs came from memory. If they came from the L2 cache, percent_of_copy may exceed 100.
     cold: bool = False
-    error: str = ""  # reason why there are no figures, or ""
-    torch_error: str = ""  # reason why there are no figures of plain torch, or ""
+    error: str = ""  # reason why the kernel has no figures; empty if it has
+    torch_error: str = ""  # reason why plain torch has no figures; empty if it has
 
     def line(self) -> str:
         if self.error:
@@ -58,7 +58,7 @@ def figures_of(case: GpuCase, ours: Timing, plain: Timing | None, copy_bandwidth
 
 
 def write_json(path: Path, run: dict[str, str | float], kernels: list[KernelFigures]) -> None:
-    """Writes the figures. `run` has the facts that all kernels share: device, versions, copy bandwidth."""
+    """Writes the figures. `run` has the facts of the whole run: device, versions, copy bandwidth."""
     path.write_text(json.dumps({**run, "kernels": [asdict(figures) for figures in kernels]}, indent=1) + "\n")
 
 
@@ -82,7 +82,7 @@ def all_cases() -> Iterator[GpuCase]:
 def measured(case: GpuCase, timer: GpuTimer, copy_bandwidth: float) -> KernelFigures:
     """Times a case.
 
-    An error ends this case only: its figures then have the error. If plain torch fails, the kernel's figures stay.
+    If the kernel fails, the result has the error and no figures. If plain torch fails, the result has the kernel's figures.
     """
     try:
         ours = timer.time(case.make, case.bytes_moved, case.captures)

@@ -1,4 +1,4 @@
-"""Makes the cases of paged attention at the shapes of two dense models: decode steps, prompts, a chunk behind a long prefix."""
+"""Makes the cases of paged attention at the shapes of two dense models: decode steps, prompts, a chunk after a long prefix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = {"0.6B": 16, "8B": 32}  # number of query heads
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """Sizes of a batch: `rows` rows of `count` tokens each, behind `start` earlier ones."""
+    """Sizes of a batch: `rows` rows of `count` tokens each, after `start` earlier tokens each."""
 
     model: str
     rows: int
@@ -54,7 +54,7 @@ class AttentionSizes:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all pairs of a token and a token that it attends to."""
+        """Floating-point operations for all pairs of a token and a position to which it attends."""
         pairs = self.rows * (self.count * self.start + self.count * (self.count + 1) // 2)
         return 4 * pairs * self.heads * HEAD_DIM
 
@@ -69,7 +69,7 @@ def extend_sizes() -> list[AttentionSizes]:
 
 
 def rows_of(sizes: AttentionSizes, device: torch.device) -> RaggedRows:
-    """Returns rows on shuffled pages, as after a while of serving."""
+    """Returns rows on shuffled pages, like those of a worker that has served for some time."""
     width = -(-sizes.context // PAGE_SIZE)
     table = torch.randperm(sizes.rows * width, device=device).view(sizes.rows, width).int()
     positions = (torch.arange(sizes.count, device=device) + sizes.start).repeat(sizes.rows)

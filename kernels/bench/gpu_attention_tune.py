@@ -19,7 +19,7 @@ from rootstock_llm.kernels.triton.attention.attention_plan import Blocks, HeadSh
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
-    """Yields (blocks, splits) around those of a plan. The plan's own are left out unless it deals its splits."""
+    """Yields (blocks, splits) with values near those of a plan. The plan's values are left out unless it deals its splits."""
     lanes = [launch.blocks.m] if launch.one_token else [64, 128]
     splits = sorted({launch.splits} | ({1, 2, 4, 8, 16, 32} if launch.splits else set()))
     for m, n, warps, stages, split in product(lanes, [32, 64, 128], [4, 8], [2, 3, 4], splits):
@@ -32,7 +32,7 @@ def _work(sizes: AttentionSizes, launch: Launch, device: torch.device) -> Work:
 
 
 def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Iterator[tuple[float, Launch]]:
-    """Yields (microseconds, launch) of each launch that the device can hold, that of the plan first."""
+    """Yields (microseconds, launch) of the plan, and then of each other launch that the device can run."""
     call = call_of(sizes, device)
     shape: HeadShape = head_shape(call.q, call.k_pool, call.v_pool)
     plan = plan_call(shape, call.rows, len(call.q), call.window, device)
@@ -46,7 +46,7 @@ def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Itera
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the time of the plan, then the best five, for each shape. Returns 0; 2 if there is no GPU."""
+    """Prints the time of the plan and of the five fastest launches for each shape. Returns 0; 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="Text that the names of the shapes to run contain.")
     options = parser.parse_args(arguments)

@@ -12,7 +12,7 @@ from rootstock_llm.kernels.triton.attention.attention_plan import fixed_places, 
 from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 
 TOKENS = (1, 64, 256, 8192)
-MAX_CONTEXT = 32768  # context of the worker, which determines the fixed splits
+MAX_CONTEXT = 32768  # context of the benchmarked worker, which determines the fixed splits
 
 
 def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:

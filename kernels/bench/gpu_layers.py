@@ -117,7 +117,7 @@ def _write_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
 def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:
     """Makes a case without a comparison, because the kernel is torch's own for more than one row.
 
-    The vocabulary's logits are float32.
+    The layer that computes logits has float32 output.
     """
     wide = layer == "lm_head"
 
@@ -132,7 +132,7 @@ def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: i
 
 
 def _gated_case(shape: DecoderShape, tokens: int) -> GpuCase:
-    """Makes a case whose bytes are those of a kernel that keeps gate and up in registers."""
+    """Makes a case that counts the bytes of a kernel with gate and up in registers."""
 
     def make_with(which: type[TritonLayers] | None) -> Make:
         def make(device: torch.device) -> Work:
@@ -250,7 +250,7 @@ def _indices_case(rows: int, context: int) -> GpuCase:
 
 
 def step_cases(tokens: tuple[int, ...], context: int) -> list[GpuCase]:
-    """Makes the cases of a step's start. The largest count is the tokens of one row, the others are numbers of rows."""
+    """Makes the cases of a step's start. The largest of `tokens` is the length of one row, the others are numbers of rows."""
     found = [_resolve_case(tokens[-1], context, long=True)]
     for rows in tokens[:-1]:
         found += [_resolve_case(rows, context, long=False), _table_case(rows, context), _indices_case(rows, context)]

@@ -1,6 +1,6 @@
 """Makes the cases of the sampling kernels.
 
-They have 151,936 tokens and logits of normal noise, which is sharper than a random model's.
+The vocabulary has 151,936 tokens. The logits are normal noise, whose distribution is sharper than that of a random model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _plain_argmax(rows: int, device: torch.device) -> Work:
 
 
 def _plain_draw(rows: int, params: Params, device: torch.device) -> Work:
-    """Returns a draw by sorting, the usual form in torch."""
+    """Returns a draw that sorts the row, which is usual in torch."""
     logits = _logits(rows, device)
     top_k, top_p = int(params.get("TOP_K", VOCAB)), params.get("TOP_P", 1.0)
 

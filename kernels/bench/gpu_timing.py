@@ -1,7 +1,7 @@
-"""Times work on a CUDA device by events around replays of a CUDA graph, and takes the median. Launches are not in the time.
+"""Times work on a CUDA device by events around replays of a CUDA graph, and takes the median. The time does not include launches.
 
-A graph has many calls, which take turns over separate inputs. The inputs together are twice as large as the L2 cache if
-MAX_COPIES suffice for that. Otherwise they stay in the cache, as those of a small layer do between its kernels.
+A graph has many calls, which use separate inputs in turn. The inputs together are twice as large as the L2 cache, if at most
+MAX_COPIES inputs are needed for this. Otherwise they stay in the cache, like the inputs of a small layer between its kernels.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class GpuCase:
     """A kernel at one shape."""
 
     name: str
-    # allocates inputs and outputs, and returns the timed work: one call, without host work except the launch.
-    # It runs several times for separate inputs; the returned work keeps its inputs alive.
+    # Allocates inputs and outputs, and returns the timed work: one call, without host work except the launch. It is called
+    # several times for separate inputs. The returned work keeps its inputs alive.
     make: Make
     bytes_moved: int  # smallest number of bytes that one call reads and writes
     flops: int = 0  # floating-point operations of one call; 0: not reported
     captures: bool = True  # whether a CUDA graph can capture the work; otherwise each call is launched
-    plain: Make | None = None  # the same work in plain torch; None for no comparison
-    plain_captures: bool = True  # as `captures`, for plain torch
+    plain: Make | None = None  # the same work in plain torch, or None for no comparison
+    plain_captures: bool = True  # whether a CUDA graph can capture `plain`
 
 
 MAX_COPIES, MIN_CALLS, MIN_REPEATS, MAX_REPEATS = 16, 32, 5, 50
@@ -56,11 +56,11 @@ class GpuTimer:
         self._cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
 
     def time(self, make: Make, bytes_moved: int, captures: bool) -> Timing:
-        """Times the work that `make` returns. Without `captures`, the launches of a call are in its time."""
+        """Times the work that `make` returns. If `captures` is False, the time includes the launches of a call."""
         copies = copies_for(bytes_moved, self._cache_bytes)
         works = [make(self._device) for _ in range(copies)]
         calls = -(-MIN_CALLS // copies) * copies
-        for work in works:  # compiles kernels, and libraries allocate their workspaces
+        for work in works:  # so that kernels are compiled and libraries have allocated their workspaces
             work()
         torch.cuda.synchronize(self._device)
         repeat = _captured(works, calls) if captures else _in_turn(works, calls)
@@ -68,7 +68,7 @@ class GpuTimer:
         return Timing(median * 1e3, copies * bytes_moved >= 2 * self._cache_bytes)
 
     def copy_bandwidth(self) -> float:
-        """Returns the bytes per second, read and written together, of a copy of COPY_BYTES."""
+        """Returns the bandwidth of a copy of COPY_BYTES in bytes per second, the sum of bytes read and written."""
 
         def make(device: torch.device) -> Work:
             source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)

@@ -21,7 +21,7 @@ from torch import Tensor
 class PackedLinear:
     """The weight of a linear layer in the layout that one implementation of Kernels reads.
 
-    Only the implementation that made it may read it.
+    Only the implementation of Kernels that packed the weight may read it.
     """
 
     data: Tensor  # the weight: [N, K], or packed
@@ -44,7 +44,7 @@ class RaggedRows:
     num_tokens: Tensor  # int32[R]
     offsets: Tensor  # int32[R]: index of the row's first token in the batch
     positions: Tensor  # int32[T]
-    # int64[T]: page * S + offset in the page, where the token's key and value are written; below 0: not written
+    # int64[T]: where the token's key and value are written, as page * S + offset in the page; below 0: not written
     locations: Tensor
     max_context: int  # largest starts[r] + num_tokens[r]
 
@@ -69,9 +69,9 @@ class Kernels(Protocol):
 
     Deterministic implementations also guarantee results to the last bit, for one build and one set of CPU instructions:
 
-    - A row of linear(), of a norm or of an activation depends on that row alone.
-    - A token of paged_attention() depends on its own and the earlier tokens of its sequence alone. The number of other rows,
-      the chunks of a prompt and the page ids have no influence.
+    - A row of linear(), of a norm or of an activation depends on no other row.
+    - A token of paged_attention() depends only on the tokens of its sequence up to itself. The number of other rows, the chunks
+      of a prompt and the page ids have no influence.
     """
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -127,9 +127,9 @@ class Kernels(Protocol):
         Args:
             qkv: [T, (H + 2G) D]; q is rewritten in place.
             norms: weights [D] of the RMS norms of q and k, applied to each head before the rotation; None for no norms.
-            eps: eps of these norms.
+            eps: epsilon of these norms.
             cos_sin: float32[positions, D], cosines and then sines of D / 2 angles.
-            rows: the keys and values of its tokens are written at rows.locations and nowhere else.
+            rows: the tokens' rows. Keys and values are written only at rows.locations.
             k_pool: [P, G, S, D].
             v_pool: [P, G, S, D].
         """
@@ -137,7 +137,7 @@ class Kernels(Protocol):
     def paged_attention(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
-        """Computes out [T, H D]: each token attends to positions 0 .. its own of its row.
+        """Computes out [T, H D], in which each token attends to the positions of its row up to its own position.
 
         Args:
             out: [T, H D].
@@ -146,13 +146,13 @@ class Kernels(Protocol):
             v_pool: [P, G, S, D].
             rows: the row's page table gives the pages of the keys and values.
             scale: factor of the scores.
-            window: number of last positions, including the token's own, that a token attends to; 0 for all.
+            window: number of last positions, including the token's own position, to which a token attends; 0 for all.
         """
 
     def write_kv(self, keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
         """Writes keys [T, G, D] and values [T, G, E] to the pools [P, G, S, D] and [P, G, S, E].
 
-        They are written at rows.locations and nowhere else.
+        Writes only at rows.locations.
         """
 
     def general_attention(
@@ -178,5 +178,5 @@ class Kernels(Protocol):
             scale: as in paged_attention().
             window: as in paged_attention().
             softcap: scores become softcap * tanh(score / softcap); 0 for no cap (Gemma 2, arXiv 2408.00118, section 2).
-            sinks: [H], one more score in each softmax, which has no value; None for no sinks.
+            sinks: [H], an additional score in each softmax of the head, without a value; None for no sinks.
         """

@@ -6,7 +6,7 @@ import enum
 
 
 class RowFault(enum.IntEnum):
-    """A fault that ends the request of its row and of no other row.
+    """A fault of one row of a step. It ends the request of this row; the other requests of the step continue.
 
     Sampling kernels report NAN_LOGITS and NO_TOKEN_ALLOWED by these values, and 0 for no fault.
     """
@@ -14,5 +14,5 @@ class RowFault(enum.IntEnum):
     NAN_LOGITS = 1  # the largest raw logit is NaN or infinite
     OUT_OF_VOCAB = 2  # a token id of the row is outside the vocabulary
     NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave no token to sample
-    FAILED = 4  # the row's own parameters could not be applied
+    FAILED = 4  # the sampling parameters of the row could not be applied
     OUT_OF_MEMORY = 5  # the device has too little memory for the row's part of the step, even in the smallest pieces

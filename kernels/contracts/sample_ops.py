@@ -4,10 +4,10 @@ The module rootstock_llm.kernels.reference.layers and the classes CpuSampling an
 
 Letters in shapes: n rows of logits, V tokens of vocabulary, S slots. Columns are int32 unless a line states another dtype.
 
-A row passes these steps in this order:
+Each row is processed in this order:
 
 1. repetition, frequency and presence penalties
-2. further losses (DRY)
+2. losses, which are values subtracted from the logits of listed tokens (DRY)
 3. logit bias
 4. stop tokens, forbidden before min_new_tokens
 5. allowed token sets and the grammar's mask
@@ -35,7 +35,7 @@ class SlotColumn(enum.IntEnum):
     SEED_HIGH = 1  # upper 32 bits of the seed
     TEMPERATURE = 2  # float; 0: greedy
     TOP_K = 3  # below 1: no cut
-    TOP_P = 4  # float, at least 0; the most likely token stays at any value
+    TOP_P = 4  # float, at least 0; the most likely token can be sampled even if it is 0
     MIN_P = 5  # float; 0: no cut
     REPETITION = 6  # float; 1: no penalty
     FREQUENCY = 7  # float; 0: no penalty
@@ -47,18 +47,18 @@ class SlotColumn(enum.IntEnum):
     COUNTS = 13  # 1: the slot's row of `counts` is updated and used
     WORDS = 14  # 1: the slot's row of `words` is used
     TOP_N_SIGMA = 15  # float; 0: no cut
-    WIDTH = 16  # number of columns
+    WIDTH = 16  # number of the columns above
 
 
 SEEN = -(1 << 15)  # bit 15 of a count: the token occurs in the prompt; the other 15 bits count it in the output
 MAX_COUNT = (1 << 15) - 1
-NOBODY = -1  # slot of a row that is padding or is not sampled
+NOBODY = -1  # value of SampleRows.slots for a row that is padding or is not sampled
 MAX_TOP = 32  # largest number of top log probabilities per row
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """The sampling parameters of each slot, which stay on the device from the request's admission."""
+    """The sampling parameters of each slot, on the device. They are written when a request is admitted to the slot."""
 
     params: Tensor  # int32[S, SlotColumn.WIDTH]
     counts: Tensor  # int16[S, V]: occurrences of each token; see SEEN
@@ -100,12 +100,12 @@ class SampleKernels(Protocol):
     def edit_logits(self, edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
         """Fills the rows of `edited` that need edits.
 
-        A row needs edits if its position is below EDITED_UNTIL, or it has a mask or a loss. The other rows stay undefined. A
-        finite logit stays finite under the penalties. Formulas, with count c and output count o = c & MAX_COUNT:
+        A row needs edits if its position is below EDITED_UNTIL, or if it has a mask or a loss. The other rows are undefined.
+        Penalties do not make a finite logit infinite. The formulas, with count c and output count o = c & MAX_COUNT:
 
         - If c != 0, x becomes x / REPETITION if x > 0, else x * REPETITION (CTRL: Keskar et al., arXiv 1909.05858, section
           4.1).
-        - If o > 0, x then loses FREQUENCY * o + PRESENCE.
+        - If o > 0, FREQUENCY * o + PRESENCE is then subtracted from x.
 
         Args:
             edited: float32[n, V].
@@ -126,25 +126,27 @@ class SampleKernels(Protocol):
     ) -> None:
         """Chooses a token per row. Reads a row from `edited` if edit_logits() has filled it, else from `logits`.
 
-        A greedy row takes the maximum, and the lowest id among equals. Any other row passes these cuts:
+        A greedy row takes the token with the largest logit, and the lowest id among equal logits. Every other row is processed in
+        this order:
 
         1. temperature
         2. top-n-sigma (0: no cut)
-        3. top-k (below 1: no cut; the lowest ids stay among equals)
-        4. top-p of the tokens that are left (1: no cut)
+        3. top-k (below 1: no cut; among equal logits, the lowest ids remain)
+        4. top-p of the remaining tokens (1: no cut)
         5. min-p relative to the most likely token (0: no cut)
 
         The draw is the first id, in ascending order, whose cumulated mass exceeds u times the total mass. The uniform number u
         is a function of the seed and the position alone: rootstock_llm.kernels.reference.sampling.uniform.
 
         Top-n-sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", 2024) keeps each x with (max - x) / TEMPERATURE <=
-        TOP_N_SIGMA * sigma / TEMPERATURE. The maximum and its equals always stay. Except for the rounding of these quotients,
-        the same tokens stay at any temperature. sigma is the standard deviation of the row's finite edited logits, divided by
-        their number. Its sums are float64, so every implementation gets the same float32 sigma. All other numbers are float32.
+        TOP_N_SIGMA * sigma / TEMPERATURE. All tokens with the maximum logit remain. Apart from the rounding of these quotients,
+        the temperature has no influence on the remaining tokens. sigma is the standard deviation of the row's finite edited
+        logits (sqrt of the sum of squares divided by their number). Its sums are float64, so that every implementation gets the
+        same float32 sigma. All other numbers are float32.
 
-        A fault sets the token to 0: RowFault.NAN_LOGITS if the raw maximum is NaN or infinite, NO_TOKEN_ALLOWED if the edited
-        maximum is. Without a fault the kernel writes the token to relay at the row's slot and, if the slot has COUNTS,
-        increments counts[slot, token] up to MAX_COUNT.
+        A row has the fault RowFault.NAN_LOGITS if its raw maximum is NaN or infinite, otherwise NO_TOKEN_ALLOWED if its edited
+        maximum is NaN or infinite. The token of a row with a fault is 0. The token of any other row is also written to relay at
+        the row's slot and, if the slot has COUNTS, counted in counts[slot, token] up to MAX_COUNT.
 
         Args:
             tokens: int32[n], filled.
@@ -160,8 +162,8 @@ class SampleKernels(Protocol):
         """Measures log probabilities of raw logits without a copy of the vocabulary.
 
         Args:
-            out: filled; its K is at most MAX_TOP, and 0 asks for no top ones.
+            out: filled. Its K is at most MAX_TOP; 0 for no top log probabilities.
             logits: float32[N, V].
             tokens: int32[n]; the log probability of a token outside the vocabulary is -inf.
-            rows: int32[n], rows of logits to measure; for one below 0 the output stays undefined.
+            rows: int32[n], rows of logits to measure. The output of an entry below 0 is undefined.
         """

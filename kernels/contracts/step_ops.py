@@ -2,8 +2,8 @@
 
 The module rootstock_llm.kernels.reference.layers and the classes CpuKernels and TritonLayers implement the protocol.
 
-No call reads a device value on the host. Triton's kernels allocate no tensor, so a CUDA graph can capture each call; the host
-arguments and the tensors' addresses are then fixed. Columns are int32 unless a line states another dtype.
+No call reads a device value on the host. The Triton kernels allocate no tensor, so that a CUDA graph can capture each call with
+its host arguments and its tensors' addresses. Columns are int32 unless a line states another dtype.
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ class StepKernels(Protocol):
         """Fills input_ids, rows.positions and rows.locations of the step.
 
         Token i of row r has position starts[r] + i. Its location comes from the page table of slots[r]. The location is below 0
-        if the slot is below 0, if the position is outside the table, or if its page is below 0. Ids are clamped to 0 ..
-        vocab_size - 1. A row with num_tokens 0 has no tokens.
+        if the slot is below 0, if the position is outside the table, or if its page id is below 0. Token ids are clamped to
+        0 .. vocab_size - 1. A row with num_tokens 0 has no tokens.
 
         Args:
             input_ids: int64[T], filled.
             rows: the step's rows; positions int32[T] and locations int64[T] are filled.
-            given: int32[T], the ids of the first num_extend rows, at the tokens' own indices.
-            relay: int64[slots], the last sampled token per slot, which is the id of the tokens of the other rows.
-            unwritten: int32[1], increased by the number of relayed ids below 0 in slots of 0 and above; None: not counted.
+            given: int32[T], the token ids of the first num_extend rows; the other entries are not read.
+            relay: int64[slots], the last sampled token per slot, which is the token id of the other rows.
+            unwritten: int32[1], increased by the number of rows with a slot of 0 or above whose relay entry is below 0, because
+                no token was written; None: not counted.
             num_extend: number of rows whose ids are in `given`.
             page_size: tokens per page.
             vocab_size: number of token ids.
             max_tokens: upper bound of the tokens of any row.
-            known: int32[T], ids that replace relayed ones; below 0: use the relayed id. None: no id is known.
+            known: int32[T], token ids that are used instead of `relay`, where they are not below 0; None: `relay` is used.
         """
 
     def page_indices(self, out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:

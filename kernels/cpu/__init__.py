@@ -17,7 +17,7 @@ from rootstock_llm.kernels.cpu.library import CpuCopies, CpuKernels, CpuSampling
 from rootstock_llm.kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)
-COST = "2 to 7 times slower than on C++ kernels"  # measured in docs/reference/performance.md
+COST = "2 to 7 times slower than on C++ kernels"  # for the log; measured in docs/reference/performance.md
 Made = TypeVar("Made")
 
 

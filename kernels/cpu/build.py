@@ -1,8 +1,8 @@
 """Builds the C++ kernels into a shared library on first use.
 
-A library is stored under a digest of sources, compiler flags and CPU. A library that prebuild.py has made from the
-same sources for this class of CPU is preferred and needs no compiler. Two processes may build at the same time: each compiles
-in its own folder and renames the result.
+A library is stored under a digest of sources, compiler flags and CPU. A library that prebuild.py has made from the same sources
+for this class of CPU is preferred; it needs no compiler. Two processes may build at the same time: each of them compiles in a
+separate folder and renames the result.
 
 The instruction set levels are those of the x86-64 psABI; feature names are those of /proc/cpuinfo.
 """
@@ -38,7 +38,7 @@ class Variant:
     needs: frozenset[str]  # features that a CPU must have
 
 
-VARIANTS = (  # per machine: the best first, the baseline last
+VARIANTS = (  # by machine: from the fastest variant to the baseline, which every CPU of the machine can run
     Variant("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     Variant("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     Variant("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
@@ -48,7 +48,7 @@ VARIANTS = (  # per machine: the best first, the baseline last
 
 
 def cpu_features() -> frozenset[str]:
-    """Returns the features of the first CPU in /proc/cpuinfo; empty if there is no such file."""
+    """Returns the features of the first CPU in /proc/cpuinfo; empty if this file does not exist."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -65,7 +65,7 @@ def runnable(machine: str, features: frozenset[str]) -> list[Variant]:
 def buildable() -> list[Variant]:
     """Returns the variants of this machine's architecture.
 
-    Its compiler can build all of them, even if its CPU cannot run them.
+    A compiler on this machine can build them, even if the CPU cannot run them.
     """
     return [variant for variant in VARIANTS if variant.machine == platform.machine()]
 
@@ -74,26 +74,27 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
-PROJECT = Path(__file__).resolve().parents[2]  # of a checkout, where the package has links to the sources
+PROJECT = Path(__file__).resolve().parents[2]  # root of a checkout; in a checkout, the package consists of links
 COMPILERS = ("g++", "c++", "clang++")
 PACKAGE = "build-essential"  # Debian package with a compiler
-# No -ffast-math: NaN and infinity must survive. The last two options suppress false warnings in GCC's vector headers.
+# -ffast-math is not used, because kernels must handle NaN and infinity. The last two options suppress false warnings in GCC's
+# vector headers.
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default",
     "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
-COMPILE_TIMEOUT_S = 300  # for one file
+COMPILE_TIMEOUT_S = 300  # for each source file
 
 
 class BuildFailed(RuntimeError):
-    """The kernels cannot be built: there is no compiler, or it failed.
+    """The kernels cannot be built: there is no compiler, the compiler failed, or no folder is writable.
 
-    The message has the fault and names the package to install.
+    The message has the reason, and names the package to install if there is no compiler.
     """
 
 
 def _cpu_identity() -> str:
-    """Returns the parts of /proc/cpuinfo that native code depends on: architecture, model and instruction sets."""
+    """Returns the parts of /proc/cpuinfo on which native code depends: architecture, model and instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -165,7 +166,7 @@ def _key(options: tuple[str, ...], cpu: str, openmp: str) -> str:
 def _variant_name(variant: Variant) -> str:
     """Returns the file name of a prebuilt library.
 
-    It depends on the OpenMP runtime's file name and not on its folder, because torch loads the runtime first.
+    The digest in it covers the OpenMP runtime's file name and not its folder, because torch loads the runtime first.
     """
     openmp = _torch_openmp()
     return f"rootstock-{variant.name}-{_key(variant.options, variant.name, openmp.name if openmp else '')}.so"
@@ -179,7 +180,7 @@ def _compiler() -> str:
 
 
 def prebuild(variant: Variant, folder: Path) -> Path:
-    """Compiles the variant into an existing folder, unless the folder has it. Raises BuildFailed."""
+    """Compiles the variant into an existing folder, unless the folder has the library already. Raises BuildFailed."""
     target = folder / _variant_name(variant)
     if not target.is_file():
         _compile(_compiler(), variant.options, target)

@@ -1,8 +1,8 @@
 """Implements Kernels, StepKernels and SampleKernels with the C++ library, and copies of pages.
 
-Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses. Linear layers of bfloat16 use the CPU's
-dot products if it has them; all others are plain sums in order. torch's own products are not used, because their sums depend on
-the number of rows.
+Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses. Linear layers of bfloat16 use the dot
+product instructions of the CPU if it has them. All other linear layers add their products in the order of the depth. torch's
+matrix products are not used, because the order of their sums depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SAMPLING_SIGNATURES: dict[str, list[type]] = {
     "measure_logprobs": [POINTER] * 7 + [INT64] * 3 + [INT],
     "uniforms": [POINTER] * 3 + [INT64, INT],
 }
-BLOCK = 64  # columns per packed block
+BLOCK = 64  # output columns per packed block
 
 
 class CpuKernels:
@@ -74,7 +74,7 @@ class CpuKernels:
         self._functions[name](*arguments, self._threads)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        pool = torch.empty(shape, dtype=dtype)  # the system maps it on first touch, so the hint below is in time
+        pool = torch.empty(shape, dtype=dtype)  # not mapped before its first use, so that the hint below has an effect
         self._functions["prefer_huge_pages"](pool.data_ptr(), pool.numel() * pool.itemsize)
         return pool
 
@@ -229,7 +229,11 @@ def _is_ordered(weight: PackedLinear) -> bool:
 
 
 def _packed_columns(rows: int, gated: bool) -> Tensor:
-    """Returns int64: the weight row of each packed column; `rows`, one beyond the end, for padding."""
+    """Returns the weight row of each packed column as int64[n].
+
+    A padding column has the value `rows`, the index after the last row. A gated block has 32 gate columns and their 32 up
+    columns.
+    """
     if not gated:
         columns = torch.arange(-(-rows // BLOCK) * BLOCK)
         return columns.clamp(max=rows)
@@ -322,7 +326,10 @@ def _fits(edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) ->
 
 
 class CpuCopies:
-    """Copies many pieces of memory in one call without the interpreter lock. Raises OSError if the library cannot be loaded."""
+    """Copies many pieces of memory in one call, without the interpreter lock.
+
+    The constructor raises OSError if the library cannot be loaded.
+    """
 
     def __init__(self, path: Path) -> None:
         self._copy = bound(path, {"copy_pieces": [POINTER] * 3 + [INT64, INT]})["copy_pieces"]
@@ -334,7 +341,7 @@ class CpuCopies:
             to: int64[n], addresses.
             source: int64[n], addresses.
             sizes: int64[n], bytes.
-            streamed: whether writes bypass the caches, so that their contents stay.
+            streamed: whether writes bypass the caches, so that the data in the caches stays there.
 
         Raises:
             ValueError: the arrays have different lengths.
@@ -346,7 +353,7 @@ class CpuCopies:
 
 
 def bound(path: Path, signatures: Mapping[str, Sequence[type]]) -> dict[str, Any]:
-    """Returns each function rootstock_NAME, which returns nothing and releases the interpreter lock.
+    """Returns the functions rootstock_NAME by NAME. They return nothing and release the interpreter lock.
 
     Args:
         path: the shared library.

@@ -1,6 +1,6 @@
 """python -m rootstock_llm.kernels.cpu.prebuild: builds the C++ kernels for each class of CPU, into the prebuilt folder.
 
-Images use it: their CPU is unknown when they are built, and they carry no compiler.
+Container images use it, because they have no compiler and may run on any CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Implements every kernel in plain torch.
 
-These functions define the results that the C++ and Triton kernels are tested against, and they run on machines without a
-compiler. For shapes see rootstock_llm.kernels.contracts.ops and rootstock_llm.kernels.contracts.step_ops.
+These functions are the reference for tests of the C++ and Triton kernels. Machines without a compiler use them, too. For shapes
+see rootstock_llm.kernels.contracts.ops and rootstock_llm.kernels.contracts.step_ops.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """Returns the weight [N, K] unpacked."""
+    """Returns the weight [N, K] without packing it."""
     return PackedLinear(weight.contiguous(), bias, weight.shape[1], weight.shape[0], False)
 
 
@@ -118,7 +118,7 @@ def _weights(scores: Tensor, hidden: Tensor, softcap: float, sinks: Tensor | Non
         scores: float32[t, G, H / G, s].
         hidden: bool[t, s], whether the token does not attend to the position.
         softcap: as in Kernels.general_attention().
-        sinks: float32[G, H / G], one more score per softmax, whose weight is dropped; None for no sinks.
+        sinks: float32[G, H / G], an additional score per softmax, whose weight is dropped; None for no sinks.
     """
     capped = softcap * torch.tanh(scores / softcap) if softcap else scores
     masked = capped.masked_fill(hidden[:, None, None, :], -torch.inf)
@@ -139,7 +139,7 @@ def general_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Implements Kernels.general_attention() on any device, row by row, with the row's length read on the host."""
+    """Implements Kernels.general_attention() on any device, row by row. Reads the rows' lengths on the host."""
     page_size, kv_heads, num_heads = k_pool.shape[2], k_pool.shape[1], q.shape[1]
     grouped = None if sinks is None else sinks.float().view(kv_heads, -1)
     for row in range(len(rows.slots)):
@@ -158,7 +158,7 @@ def general_attention(
 
 
 def _pieces(count: int, size: int) -> list[tuple[int, int]]:
-    """Splits `count` into (first, length) of pieces of at most `size`."""
+    """Splits range(count) into pieces of at most `size`, and returns (first, length) of each piece."""
     return [(first, min(size, count - first)) for first in range(0, count, size)]
 
 
@@ -174,7 +174,8 @@ def paged_attention(
 def update_page_table(table: Tensor, updates: DevicePageTableUpdates) -> None:
     """Implements StepKernels.update_page_table() without reading a device value on the host.
 
-    It writes by index only. A skipped entry writes to the table's first entry the value that this entry has afterwards anyway.
+    All entries are written in one assignment by index. For an entry to skip, the assignment writes the table's first entry with
+    its final value.
     """
     width, steps = table.shape[1], min(table.shape[1], len(updates.pages))
     if not len(updates.slots) * steps:
@@ -190,7 +191,7 @@ def update_page_table(table: Tensor, updates: DevicePageTableUpdates) -> None:
 
 
 def _scatter(out: Tensor, places: Tensor, kept: Tensor, values: Tensor) -> None:
-    """Sets out[places] = values where `kept`, in place, without reading on the host how many there are."""
+    """Sets out[places] = values in place where `kept` is True, without reading the number of these places on the host."""
     longer = torch.cat((out, out.new_zeros(1)))
     longer[torch.where(kept, places, len(out)).flatten()] = values.to(out.dtype).flatten()
     out.copy_(longer[:-1])
@@ -208,7 +209,7 @@ def resolve_tokens(
     max_tokens: int,
     known: Tensor | None = None,
 ) -> None:
-    """Implements StepKernels.resolve_tokens() without reading a device value on the host, by tables of [R, max_tokens]."""
+    """Implements StepKernels.resolve_tokens() with tensors [R, max_tokens], without reading a device value on the host."""
     if not len(rows.slots) * max_tokens:
         return
     slots, width = rows.slots.long()[:, None], rows.page_table.shape[1]

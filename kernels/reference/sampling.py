@@ -1,7 +1,7 @@
 """Implements the sampling kernels in plain torch, row by row.
 
-These functions define the results that the C++ and Triton kernels are tested against. They read values on the host, so no CUDA
-graph can capture them. For shapes see rootstock_llm.kernels.contracts.sample_ops.
+These functions are the reference for tests of the C++ and Triton kernels. They read values on the host, so that no CUDA graph can
+capture them. For shapes see rootstock_llm.kernels.contracts.sample_ops.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.row_fault import RowFault
 from rootstock_llm.kernels.contracts.sample_ops import MAX_COUNT, Measured, SampleRows, SlotColumn, SlotTable
 
-FIRST_CANDIDATES = 256  # number of most likely tokens that top-p tries first; each further try takes 16 times more
+FIRST_CANDIDATES = 256  # number of most likely tokens that top-p ranks first; if they are too few, it ranks 16 times more
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
-    """Returns the ascending ids of the `count` largest of float32[V]; among equals the lowest ids."""
+    """Returns the ascending ids of the `count` largest of float32[V]; of equal logits, those with the lowest ids."""
     least = torch.topk(logits, count).values[-1]
     above = (logits > least).nonzero().squeeze(1)
     level = (logits == least).nonzero().squeeze(1)[: count - len(above)]
@@ -26,13 +26,13 @@ def largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _nucleus(logits: Tensor, ids: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, bool]:
-    """Returns the smallest set of most likely tokens of `ids` whose mass reaches top_p, and whether all of `ids` reach it.
+    """Returns the smallest set of most likely tokens of `ids` whose probability reaches top_p, and whether `ids` suffice for it.
 
     Args:
         logits: float32[V].
         ids: int64[k], the tokens to choose from.
-        total: log of the mass that probabilities are relative to.
-        top_p: share of that mass (nucleus sampling: Holtzman et al., arXiv 1904.09751, section 3.1).
+        total: log of the sum of exp(logit) over all tokens, by which probabilities are normalized.
+        top_p: share of the total (nucleus sampling: Holtzman et al., arXiv 1904.09751, section 3.1).
 
     Returns:
         The ids in ascending order.
@@ -63,7 +63,7 @@ def tempered(logits: Tensor, temperature: float, top_n_sigma: float) -> Tensor:
 
     The maximum must be finite. top_n_sigma of 0 or less cuts nothing.
     """
-    scaled = (logits - logits.max()) / temperature  # the maximum is subtracted first so that a tiny temperature cannot overflow
+    scaled = (logits - logits.max()) / temperature  # subtracts first, so that a tiny temperature cannot overflow
     if top_n_sigma <= 0.0:
         return scaled
     sigma = logits[logits.isfinite()].double().std(correction=0).float()
@@ -71,13 +71,13 @@ def tempered(logits: Tensor, temperature: float, top_n_sigma: float) -> Tensor:
 
 
 def support(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor | None:
-    """Returns the ascending ids that top-k, then top-p and then min-p leave; None if nothing is cut.
+    """Returns the ascending ids that remain after top-k, then top-p and then min-p; None if nothing is cut.
 
     Args:
         logits: float32[V], the result of tempered().
         top_k: below 1: no cut.
-        top_p: share of the mass that top-k leaves; 1: no cut.
-        min_p: least probability relative to the most likely token; 0: no cut (Nguyen et al., arXiv 2407.01082, section 3).
+        top_p: share of the probability that remains after top-k; 1: no cut.
+        min_p: smallest probability relative to the most likely token; 0: no cut (Nguyen et al., arXiv 2407.01082, section 3).
     """
     ids: Tensor | None = None
     if 0 < top_k < len(logits):
@@ -91,7 +91,7 @@ def support(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor | 
 
 
 def draw_token(logits: Tensor, ids: Tensor | None, uniform: float) -> int:
-    """Draws by the inverse cumulated mass over ids in ascending order: the first id whose mass exceeds uniform * total.
+    """Returns the first id, in ascending order, whose cumulated mass (the sum of exp(logit)) exceeds uniform * total mass.
 
     Args:
         logits: float32[V], the result of tempered().
@@ -101,7 +101,7 @@ def draw_token(logits: Tensor, ids: Tensor | None, uniform: float) -> int:
     kept = logits if ids is None else logits[ids]
     mass = (kept - kept.max()).exp_().cumsum(0, dtype=torch.float64)
     place = int(torch.searchsorted(mass, mass[-1] * uniform, right=True))
-    if place >= len(mass):  # by rounding no mass exceeds the product: take the last id that has any mass
+    if place >= len(mass):  # no mass exceeds the product because of rounding: take the last id with a mass above 0
         place = int(torch.searchsorted(mass, mass[-1]))
     return place if ids is None else int(ids[place])
 
@@ -132,7 +132,7 @@ class SlotParams:
 
 
 def _mixed(value: int) -> int:
-    """Returns the finaliser of splitmix64 (Steele et al., OOPSLA 2014; constants: Stafford's Mix13) of a 64-bit value."""
+    """Returns splitmix64's finalizer of a 64-bit value (Steele et al., OOPSLA 2014, with the constants of Stafford's Mix13)."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & UINT64
     value = (value ^ value >> 27) * 0x94D049BB133111EB & UINT64
     return value ^ value >> 31
@@ -158,7 +158,7 @@ def _is_edited(row: int, rows: SampleRows, params: SlotParams) -> bool:
 def _penalized(x: Tensor, counts: Tensor, params: SlotParams) -> Tensor:
     """Applies the penalties of SampleKernels.edit_logits() to the logits of one row.
 
-    The products are float64 and are clamped to float32's range, so a finite logit stays finite.
+    The products are float64 and are clamped to float32's range, so that a finite logit does not become infinite.
 
     Args:
         x: float32[V].

@@ -1,7 +1,7 @@
 """Defines the parts that all launches share: block sizes, chained launches, and the counter that finds the last program.
 
-Chained launches use programmatic dependent launch: a kernel starts while the kernel before it still runs, which hides the
-launch latency. Each program of a chained kernel follows these steps:
+Chained launches use CUDA's programmatic dependent launch: a kernel starts while the previous kernel runs, which hides the launch
+latency. Each program of a chained kernel follows these steps:
 
 1. It calls begin_next().
 2. It may read data that no kernel writes, such as weights.
@@ -53,9 +53,9 @@ def chained(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def begin_next(CHAINED: tl.constexpr):
-    """Allows the next kernel to be launched once every program has called this.
+    """Allows the launch of the next kernel when every program has called this.
 
-    That kernel itself waits for the end of this one.
+    The next kernel waits by wait_for_last() for the end of this kernel.
     """
     if CHAINED:
         cuda.gdc_launch_dependents()
@@ -63,9 +63,9 @@ def begin_next(CHAINED: tl.constexpr):
 
 @triton.jit
 def wait_for_last(CHAINED: tl.constexpr):
-    """Waits until the kernel before this one has ended.
+    """Waits until the previous kernel has ended.
 
-    Before this call, a program does not write, and it reads only data that no kernel writes.
+    Before this call, a program writes nothing and reads only data that no kernel writes.
     """
     if CHAINED:
         cuda.gdc_wait()
@@ -73,7 +73,7 @@ def wait_for_last(CHAINED: tl.constexpr):
 
 @triton.jit
 def take_turn(CHAINED: tl.constexpr):
-    """Calls begin_next() and wait_for_last(), for a kernel that has no work to do between them."""
+    """Calls begin_next() and wait_for_last(). For kernels without work between these calls."""
     begin_next(CHAINED)
     wait_for_last(CHAINED)
 
@@ -82,13 +82,13 @@ def take_turn(CHAINED: tl.constexpr):
 def last_to_end(arrivals, programs):
     """Returns whether this program is the last of `programs` to call this.
 
-    The last program sees all stores of the other programs. It sets the counter back to 0.
+    The last program sees all stores of the other programs, and resets the counter to 0.
 
     Args:
         arrivals: pointer to an int32 counter, 0 before the first call.
         programs: number of programs that share the counter.
     """
-    tl.debug_barrier()  # all threads have stored before a thread increments the counter
+    tl.debug_barrier()  # so that all threads have stored before a thread increments the counter
     arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
     if arrived == programs - 1:
         tl.store(arrivals, 0)

@@ -1,6 +1,6 @@
 """Copies pieces of pages from host memory into a device's pools, one layer per launch.
 
-The kernel reads the host memory in place. It uses few programs, so that concurrent steps keep most of the device: the bus
+The kernel reads the host memory in place. It uses few programs, so that most of the device is free for concurrent steps. The bus
 limits the speed of the copy.
 """
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rootstock_llm.kernels.contracts.ops import misfit, require_contiguous
 
-PROGRAMS, BLOCK, WARPS = 32, 2048, 8  # 16 KiB per program: half a MiB in flight hides the latency of the bus
+# 2048 elements of 8 bytes are 16 KiB per program. The 512 KiB of all programs in flight hide the latency of the bus.
+PROGRAMS, BLOCK, WARPS = 32, 2048, 8
 
 
 @triton.jit(
@@ -40,7 +41,7 @@ def bring_pieces(rows: Tensor, pages: Tensor, parts: Tensor) -> None:
 
     Args:
         rows: int64[n], addresses of rows that the device can read.
-        pages: int64[n], the page of the pools that each row goes to.
+        pages: int64[n], the page of the pools to which each row is copied.
         parts: int64[p, 3], for each part of a row: address of its pool, bytes of a page there, offset of the part in the row.
 
     Raises:

@@ -1,8 +1,8 @@
-// Paged attention of any type and head size. A tile has the queries of some tokens of one row and key/value head. It computes the
-// scores of its keys a block at a time, stores all of them, and then adds up the values a block at a time.
+// Paged attention of any type and head size. A tile has the queries of some tokens of one row and key/value head. It computes and
+// stores the scores of all of its keys, block by block, and then adds up the weighted values, block by block.
 //
-// A query's result is the same in any tile: each score is a sum over lanes in one order, and each number of the result is one chain
-// over the keys that the query attends to.
+// A query's result does not depend on its tile: the lanes of each score are added in a fixed order, and each element of the result is
+// one chain of additions over the keys to which the query attends.
 
 #include "attention.h"
 
@@ -16,7 +16,7 @@
 namespace rootstock {
 namespace {
 
-constexpr int64_t kTileRows = 6;               // queries whose values are added up together
+constexpr int64_t kTileRows = 6;               // number of queries for which values are added up together
 constexpr int64_t kMostQueries = 48;           // largest number of queries of a tile
 constexpr int64_t kScores = int64_t{1} << 17;  // largest number of scores of a tile, unless kTileRows queries have more
 constexpr int64_t kWidenFrom = 3;              // smallest number of queries for which a block of keys or values is widened in memory
@@ -44,7 +44,7 @@ template <typename T> void widen_to(float* target, const T* source, int64_t coun
     std::fill(target + count, target + padded, 0.0f);
 }
 
-// Finds the offsets in the pools of all keys and values that the tile attends to, in one pass over the page table.
+// Finds the offsets in the pools of all keys and values to which the tile attends, in one pass over the page table.
 template <typename T> void locate(const Tile<T>& tile) {
     const int64_t page_size = tile.job.page_size;
     auto& places = tile.scratch.places;
@@ -68,7 +68,8 @@ void score_block(float* scores, const float* query, const S* const (&keys)[kWidt
     store(scores, sum_each(sums) * scale);
 }
 
-// Computes the scores of a block of keys, for the queries that attend to any of them. The last key fills up the block.
+// Computes the scores of a block of keys for the queries that attend to any of these keys. An incomplete block is filled up with its
+// last key.
 template <typename T> void score(const Tile<T>& tile, int64_t block, bool wide) {
     const T* keys[kWidth];
     const float* widened[kWidth];
@@ -91,7 +92,8 @@ template <typename T> void score(const Tile<T>& tile, int64_t block, bool wide) 
     }
 }
 
-// Turns scores into weights in place and returns the inverse of their sum. The buffer has one more vector after the scores.
+// Turns scores into weights in place, and returns the inverse of the sum of the weights. The buffer has one more vector after the
+// scores.
 float soften(float* scores, int64_t count) {
     const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
     std::fill(scores + count, scores + padded, -std::numeric_limits<float>::infinity());
@@ -106,8 +108,8 @@ float soften(float* scores, int64_t count) {
     return 1.0f / sum;
 }
 
-// Adds the values of keys begin .. end - 1 to the sums of ROWS queries. If step is not 0, `values` has the values of the keys from
-// `block` on, step elements apart. If step is 0, a value lies in the pool at its key's place.
+// Adds the weighted values of keys begin .. end - 1 to the sums of ROWS queries. If step is not 0, `values` has the values of the
+// keys from `block` on, step elements apart. If step is 0, the values are in the pool, at the offsets of their keys.
 template <int ROWS, int VECTORS, typename T, typename S>
 void mix_columns(const Tile<T>& tile, int64_t query, int64_t begin, int64_t end, int64_t block, const S* values, int64_t step,
                  int64_t column) {
@@ -147,8 +149,8 @@ void mix_rows(const Tile<T>& tile, int64_t query, int64_t begin, int64_t end, in
     walk.template operator()<1>();
 }
 
-// Adds up the values of a block for ROWS queries: the keys that some queries attend to one query at a time, before and after the
-// keys that all of them attend to.
+// Adds up the values of a block for ROWS queries. Keys to which all of these queries attend are added for all queries together. The
+// keys before and after them are added one query at a time.
 template <int ROWS, typename T, typename S>
 void mix(const Tile<T>& tile, int64_t query, int64_t block, int64_t end, const S* values, int64_t step) {
     const int64_t behind = query + ROWS - 1;  // the last query has the latest first key and the latest last key
@@ -214,7 +216,7 @@ template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int
         widen_to(scratch.queries.data() + q * depth, job.query(tile.token + q / job.group(), head(q)), job.head_dim, depth);
     }
     std::fill(tile.sums(0), tile.sums(queries), 0.0f);
-    // Keys and values of another type than float, or not in whole vectors, are first widened in memory. The numbers are the same.
+    // Keys and values that are not float, or not whole vectors, are first converted to float in memory, without rounding.
     const bool wide = job.head_dim != depth || (!std::is_same_v<T, float> && queries >= kWidenFrom);
     for (int64_t block = 0; block < end - begin; block += kWidth) score(tile, block, wide);
     for (int64_t q = 0; q < queries; ++q) {

@@ -1,6 +1,6 @@
 // Scores and values of a block of keys for few queries, as in decoding. Reading limits the speed, so keys and values are not packed.
 //
-// Each number is the same chain of dot products as in a packed tile, so a token's bits do not depend on the size of its tile.
+// Each element is the same chain of dot products as in a packed tile, so that a token's bits do not depend on the size of its tile.
 
 #include "attention_tile.h"
 #include "vector16.h"

@@ -1,8 +1,8 @@
 // Attention of many tokens of a row, as in a prefill: FlashAttention (arXiv 2205.14135, section 3.1) with bfloat16 products.
 //
 // A tile of queries walks over its keys in blocks of 64. It packs keys and values once, unless it has few queries
-// (attention_few.cpp). Scores, weights and sums stay in the second-level cache. Blocks begin at multiples of 64, and a masked key adds
-// 0. So in ordered jobs, a query's result does not depend on the other queries of its tile.
+// (attention_few.cpp). Scores, weights and sums stay in the second-level cache. Blocks begin at multiples of 64, and a masked key
+// adds 0. In ordered jobs, a query's result therefore does not depend on the other queries of its tile.
 
 #include <vector>
 
@@ -42,8 +42,8 @@ void gather_queries(const Tile& tile) {
     std::fill(tile.o, tile.o + tile.queries * tile.wide, 0.0f);
 }
 
-// Finds the offsets in the pools of positions begin .. end - 1, and fills the rest with the last one. It walks over the page table
-// once, because a division per key would cost more than the key's dot product.
+// Finds the offsets in the pools of positions begin .. end - 1, and fills the rest of the array with the last offset. It reads the
+// page table once in order, because a division per key would take longer than the key's dot product.
 void locate(const Tile& tile, int64_t begin, int64_t end, int64_t (&places)[kPlaces]) {
     const Attention<bf16>& job = tile.job;
     const int64_t count = std::min(kPlaces, end - begin);

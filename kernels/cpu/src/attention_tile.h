@@ -28,9 +28,9 @@ struct Tile {
     bool few() const { return queries < kFewQueries; }
 };
 
-// Compute the same bits as make_scores_by_parts and mix_values of attention_tile.cpp, for less than kFewQueries queries. Keys and
-// values are read from the pools and brought into order in registers. count is the number of the block's keys. places has kPlaces
-// element offsets in the pools: the block's, those of the next block, which is prefetched, and the last one again to the end.
+// These compute the same bits as make_scores_by_parts and mix_values of attention_tile.cpp, for fewer than kFewQueries queries. Keys
+// and values are read from the pools and reordered in registers. count is the number of the block's keys. places has kPlaces element
+// offsets in the pools: those of the block, those of the next block, which is prefetched, and then the last offset repeated.
 void score_few(const Tile& tile, const int64_t* places, int64_t count);
 void mix_few(const Tile& tile, const int64_t* places, int64_t count);
 

@@ -9,7 +9,7 @@
 
 namespace {
 
-// Copies past the caches, so that a concurrent step keeps their contents. The target's lines are not read before they are written.
+// Copies without the caches, so that the cached data of a concurrent step stays. The target's lines are not read before the writes.
 void stream(char* to, const char* from, int64_t bytes) {
     int64_t at = 0;
 #if defined(__SSE2__)

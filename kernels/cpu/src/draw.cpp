@@ -12,10 +12,10 @@ namespace rootstock {
 namespace {
 
 constexpr int64_t kBlock = 64;
-constexpr int64_t kLikely = 256;  // most likely tokens that top-p tries before all are ranked
+constexpr int64_t kLikely = 256;  // number of most likely tokens that top-p ranks first; if they are too few, it ranks all
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// The row that is drawn from: mass[i] = exp((x[i] - peak) / temperature), with the sum and the largest logit of each block.
+// The row from which a token is drawn: mass[i] = exp((x[i] - peak) / temperature), with the sum and the largest logit of each block.
 struct Row {
     const float* x;
     int64_t size;
@@ -113,8 +113,8 @@ float bound_of_top(const Row& row, int64_t k) {
     return highest[k - 1];
 }
 
-// Returns the ids of logits from bound on that the cuts may leave, most likely first, the lower id first among equals. All tokens
-// below the least mass together have less mass than top_p leaves out, so none of them is in the nucleus.
+// Returns the ids of the logits >= bound that may remain after the cuts, most likely first, and the lower id first among equal
+// logits. All tokens below the smallest mass together have less mass than 1 - top_p, so that they are not in the nucleus.
 std::vector<int64_t> candidates(const Row& row, const Rule& rule, bool ranked, float bound) {
     const double outside = (1.0 - rule.top_p) * row.total / static_cast<double>(row.size) * 0.999;
     const double least = ranked ? 0.0 : std::max<double>(outside, rule.min_p);

@@ -1,4 +1,4 @@
-// Linear layers over packed bfloat16 weights. Memory limits the speed for one row, the dot-product unit for thousands of rows.
+// Linear layers with packed bfloat16 weights. Memory limits the speed for one row, and the dot-product unit for thousands of rows.
 //
 // A block of 64 columns stays in the second-level cache while all rows are multiplied by it, and the next block is prefetched.
 

@@ -1,5 +1,5 @@
-// Linear layers of any type and depth. A row's bits do not depend on other rows: each number is one chain of products in the order of
-// the depth.
+// Linear layers of any type and depth. A row's bits do not depend on other rows, because each element is one chain of products in the
+// order of the depth.
 
 #include <algorithm>
 #include <type_traits>
@@ -53,7 +53,7 @@ template <typename T, int ROWS> void run_tile(const Ordered<T>& job, int64_t row
         const float* x = widened<ROWS>(job.x + row * job.depth + begin, job.depth, n, wide);
         const T* w = job.w + (block * job.depth + begin) * kColumns + first;
         for (int64_t k = 0; k < n; ++k) {
-            // Without both pragmas the compiler keeps the sums in memory.
+            // Without both pragmas, the compiler stores the sums in memory instead of registers.
 #pragma GCC unroll 16
             for (int v = 0; v < kVectors; ++v) {
                 const Vector columns = load(w + k * kColumns + v * kWidth);

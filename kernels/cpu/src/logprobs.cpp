@@ -36,7 +36,7 @@ float log_mass(const float* x, int64_t size) {
     return static_cast<float>(peak + std::log(total));
 }
 
-// Finds the num largest logits in falling order, the lower id first among equals; -1 and -inf beyond the vocabulary.
+// Finds the num largest logits in descending order, the lower id first among equal logits; -1 and -inf beyond the vocabulary.
 void rank(int32_t* ids, float* values, int64_t num, const float* x, int64_t size) {
     int64_t held = 0;
     for (int64_t first = 0; first < size; first += kBlock) {

@@ -1,5 +1,5 @@
-// Loops over equal pieces of work. Each thread walks through its own range in order, so that prefetching the next piece pays. It then
-// takes pieces from the other ranges, so that a thread that has lost its core does not delay the loop.
+// Loops over equal pieces of work. Each thread takes the pieces of its range in order, so that it can prefetch the next piece. It then
+// takes pieces from the other ranges, so that a thread without a core does not delay the loop.
 #pragma once
 
 #include <algorithm>

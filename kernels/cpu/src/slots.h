@@ -29,7 +29,7 @@ struct Rows {
     const int32_t *slots, *positions, *mask_rows, *loss_offsets;
 };
 
-// Returns whether edit_logits fills the row, so that select_tokens reads it from there.
+// Returns whether edit_logits fills the row. If so, select_tokens reads the edited logits.
 inline bool is_edited(const Rows& rows, int64_t row, const Slot& slot) {
     return rows.positions[row] < slot.number(kEditedUntil) || rows.mask_rows[row] >= 0 ||
            rows.loss_offsets[row + 1] > rows.loss_offsets[row];

@@ -1,4 +1,5 @@
-// Vectors of float32 of the CPU's width: loads from both types, sums over lanes in one order, and the number that fits the registers.
+// Vectors of float32 of the CPU's width: loads from float32 and bfloat16, sums over lanes in a fixed order, and the number of vectors
+// that fit the registers.
 #pragma once
 
 #include <utility>
@@ -28,8 +29,8 @@ inline Vector load(const bf16* source) {
 
 inline void store(float* target, Vector values) { *reinterpret_cast<Vector*>(target) = values; }
 
-// Returns the vectors per row of a tile whose sums, a vector of columns and a broadcast number fit the registers. The result is at
-// most `most`, a power of two.
+// Returns the number of vectors per row of a tile for which all sums, a vector of columns and a broadcast element fit the registers.
+// The result is a power of two and at most `most`.
 constexpr int vectors_of(int rows, int most) {
     while (rows * most + 2 > kRegisters) most /= 2;
     return most;

@@ -27,11 +27,11 @@ from rootstock_llm.kernels.triton.launch import chained
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Memory for the partial results of splits. One launch at a time may use it; captured graphs keep its addresses."""
+    """Memory for the partial results of splits. Launches use it one at a time. Captured graphs have its addresses."""
 
     partials: Tensor  # float32[lanes, E]: weighted means
     levels: Tensor  # float32[lanes]: log2 of the softmax sums
-    arrivals: Tensor  # int32[counters]: ended splits per tile; 0 between launches
+    arrivals: Tensor  # int32[counters]: number of ended splits per tile; 0 between launches
 
     def holds(self, launch: Launch, value_dim: int) -> bool:
         """Whether the scratch is large enough for the launch."""
@@ -126,8 +126,8 @@ def run_attention(
         shape: the result of head_shape() for these tensors.
         launch: the plan.
         scratch: memory for splits; None if the plan has none.
-        merge_apart: whether a second launch merges the splits. By default, the last split of a tile to end merges them. Plans
-            with `extra` or `fixed` splits do not support it.
+        merge_apart: whether a second launch merges the splits. Otherwise, the program that ends last for a tile merges the tile's
+            splits. Plans with `extra` or `fixed` splits do not support a second launch.
 
     Raises:
         ValueError: the tensors do not fit, or the scratch is too small.
@@ -186,7 +186,7 @@ def run_attention(
         UPCAST=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
-        enable_fp_fusion=not launch.fixed,  # the compiler would fuse different operations in different variants
+        enable_fp_fusion=not launch.fixed,  # fusion differs between variants and changes bits
         **chained(out.device),
     )
     if merge_apart and splits > 1:

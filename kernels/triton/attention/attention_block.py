@@ -21,7 +21,7 @@ def dot(a, b, c, UPCAST: tl.constexpr):
 
 @triton.jit
 def load_rows(base, offsets, inside, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Loads [len(offsets), BLOCK] elements, 0 from column DIM on and, if MASKED, in rows that are not `inside`."""
+    """Loads [len(offsets), BLOCK] elements. Columns from DIM on and, if MASKED, rows that are not `inside` are 0."""
     columns = tl.arange(0, BLOCK)
     pointers = base + offsets[:, None] + columns[None, :]
     if MASKED:
@@ -66,8 +66,8 @@ def fold_keys(
 ):
     """Adds positions begin .. end - 1 of a sequence to acc [M, E], total [M] and peak [M], which are float32.
 
-    acc is the weighted sum of values, total the sum of weights and peak the largest score, relative to which weights are
-    computed.
+    acc is the weighted sum of the values, total is the sum of the weights, and peak is the largest score. A weight is
+    exp2(score - peak).
 
     Args:
         acc: float32[M, E].
@@ -80,16 +80,16 @@ def fold_keys(
         begin: first position.
         end: last position + 1.
         positions: int32[M], position of each query.
-        window: number of last positions that a query attends to, with HAS_WINDOW.
-        score_scale: factor of the scores, log2(e) or 1 / softcap included.
+        window: number of last positions to which a query attends, with HAS_WINDOW.
+        score_scale: factor of the scores, which includes log2(e) or, with HAS_SOFTCAP, 1 / softcap.
         cap_scale: softcap * log2(e), with HAS_SOFTCAP.
         MASKED: False: every query attends to every position, and end - begin is a multiple of BLOCK_N. True: nothing is read
             from `end` on.
         CAUSAL: with MASKED, a query attends to positions up to its own, within its window.
     """
     lanes = tl.arange(0, BLOCK_N)
-    # Page ids are loaded one block ahead: the loads of keys then depend on no load of the same iteration, so the compiler's
-    # pipeline uses all its stages for keys and values.
+    # Page ids are loaded one block ahead, so that loads of keys do not depend on a load of the same iteration. The compiler then
+    # uses all stages of its pipeline for keys and values.
     pages = tl.load(table + (begin + lanes) // PAGE_SIZE, mask=begin + lanes < end, other=0)
     for first in range(begin, end, BLOCK_N):
         places = first + lanes
@@ -97,7 +97,7 @@ def fold_keys(
         page = tl.maximum(pages, 0).to(tl.int64) * (NUM_KV_HEADS * PAGE_SIZE)
         place = page + places % PAGE_SIZE
         k = load_rows(k_head, place * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, MASKED)
-        # Values are masked too, because memory beyond the end may hold NaN, and 0 times NaN is NaN.
+        # Values are masked, too, because memory after the end may contain NaN, and 0 * NaN is NaN.
         v = load_rows(v_head, place * VALUE_DIM, inside, VALUE_DIM, BLOCK_E, MASKED)
         ahead = places + BLOCK_N
         pages = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
@@ -113,7 +113,7 @@ def fold_keys(
                     seen = seen & (places[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(peak, tl.max(scores, 1))
-        # Under a window a query may have attended to no key yet, and -inf - -inf is NaN.
+        # With a window, a query may have attended to no key yet, so that peak is -inf; -inf - -inf is NaN.
         level = tl.where(raised == float("-inf"), 0.0, raised) if MASKED and CAUSAL else raised
         weights = tl.exp2(scores - level[:, None])
         kept = tl.exp2(peak - level)
@@ -157,8 +157,8 @@ def fold_tile(
     Args:
         lower: first position of the split.
         upper: last position + 1 of the split.
-        begin: first position that a token of the tile attends to.
-        end: last such position + 1.
+        begin: first position to which a token of the tile attends.
+        end: last position to which a token of the tile attends, + 1.
         position: position of the tile's first token.
         ONE_TOKEN: the tile has one token, which attends to all positions of the split.
         ROUNDED: with ONE_TOKEN, the split may begin before the token's window.

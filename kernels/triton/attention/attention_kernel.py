@@ -19,8 +19,8 @@ from rootstock_llm.kernels.triton.attention.attention_tiles import find_lanes, f
 from rootstock_llm.kernels.triton.launch import last_to_end, take_turn
 
 
-# Triton compiles no variant for a step's numbers or for the alignment of its columns in a larger buffer.
-# The kernel is one function of 120 lines: its parameters are most of them, and a helper would repeat them.
+# do_not_specialize: Triton compiles no variants for numbers and alignments that change from step to step.
+# The kernel is one function of 120 lines, because most of them are parameters, which a helper would repeat.
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "window", "split_capacity"],
     do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
@@ -31,12 +31,12 @@ def attention_kernel(
     k_pool,  # [P, G, S, D]
     v_pool,  # [P, G, S, E]
     page_table,  # int32[slots, pages]
-    slots,  # int32[R], as the next three
+    slots,  # int32[R], like starts, num_tokens and offsets
     starts,
     num_tokens,
     offsets,
     sinks,  # [H]; any pointer without HAS_SINKS
-    partials,  # float32[splits * BLOCK_M, E]; any pointer without SPLIT, as the next two
+    partials,  # float32[splits * BLOCK_M, E]; without SPLIT, this and the next two may be any pointer
     levels,  # float32[splits * BLOCK_M]
     arrivals,  # int32[tiles of tokens and heads that may be split], 0 before and after the launch
     out_stride,
@@ -63,9 +63,9 @@ def attention_kernel(
     MAX_SPLITS: tl.constexpr,  # largest number of splits of a row, with DEAL
     ONE_TOKEN: tl.constexpr,  # rows from first_row on have one token each; otherwise rows 0 .. num_rows - 1 have any number
     SPLIT: tl.constexpr,
-    DEAL: tl.constexpr,  # with ONE_TOKEN: rows get splits by their length; otherwise the grid's second axis has a tile's splits
+    DEAL: tl.constexpr,  # with ONE_TOKEN: rows get splits by their lengths; otherwise the grid's second axis is a tile's splits
     FIXED: tl.constexpr,  # splits have MIN_BLOCKS blocks of keys and begin at multiples of their size; without DEAL
-    MERGE: tl.constexpr,  # the last split of a tile to end merges all of them; otherwise merge_kernel does
+    MERGE: tl.constexpr,  # the program that ends last for a tile merges its splits; otherwise merge_kernel merges them
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -75,11 +75,11 @@ def attention_kernel(
 ):
     """Computes TILE_TOKENS tokens of one row times HEADS query heads, packed into BLOCK_M lanes, over one split of their keys.
 
-    With DEAL, the grid has one tile per row and `extra` more, which compute further splits of long rows. So the grid has no
-    idle programs except for the part of `extra` that no row needs.
+    With DEAL, the grid has one tile per row and `extra` tiles for further splits of long rows. The programs of tiles that no row
+    needs return at once.
 
-    With FIXED, a token's result depends on the keys that it attends to alone, to the last bit, if all launches have the same
-    blocks. Splits are computed and merged in the same way by several programs (SPLIT) and by a single one.
+    With FIXED, a token's result depends only on the keys to which it attends, to the last bit, if all launches have the same
+    block sizes. Several programs (SPLIT) and a single program compute and merge the splits in the same order.
     """
     # fmt: off
     take_turn(CHAINED)

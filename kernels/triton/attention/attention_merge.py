@@ -27,7 +27,7 @@ def store_means(
     BLOCK_E: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Stores acc / total to out [T, H, E], with each head's sink in the total; 0 if a lane attends to no position."""
+    """Stores acc / total to out [T, H, E], after adding each head's sink to total; 0 if a lane attends to no position."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         raised = tl.maximum(peak, sink)
@@ -50,9 +50,9 @@ def split_number(split, first, rest, step):
 def split_places(dealt, part, across, extra, split_capacity, DEAL: tl.constexpr):
     """Returns (counter, step, first, rest): the index of the tile's counter, and the arguments of split_number().
 
-    With DEAL, the splits beyond one per row lie in the order of the rows; `dealt` of them belong to earlier rows. The first
-    split of a row that is split lies `extra` splits behind its second one. Without DEAL, a tile's splits lie side by side,
-    `split_capacity` per tile.
+    With DEAL, the splits beyond one per row are stored in the order of the rows; `dealt` of them belong to earlier rows. The
+    first split of a row with several splits is stored `extra` splits after its second split. Without DEAL, a tile's splits are
+    adjacent, with space for `split_capacity` splits per tile.
     """
     if DEAL:
         counter = dealt * across + part
@@ -79,7 +79,7 @@ def split_means(acc, total, peak):
 
 @triton.jit
 def take_split(acc, total, peak, means, level):
-    """Adds one split to (acc [M, E], total [M], peak [M]), which begin as 0, 0 and -inf."""
+    """Adds one split to (acc [M, E], total [M], peak [M]), whose initial values are 0, 0 and -inf."""
     raised = tl.maximum(peak, level)
     base = tl.where(raised == float("-inf"), 0.0, raised)
     kept, weight = tl.exp2(peak - base), tl.exp2(level - base)
@@ -146,8 +146,8 @@ def fold_splits(
 ):
     """Computes the fixed splits split, split + programs, … of a tile; see fold_tile().
 
-    With SPLIT, the function stores each split at kept + its number if the tile has several, and returns
-    (acc [M, E], total [M], peak [M]) of the last one. Without SPLIT, it returns these of all splits together.
+    With SPLIT, if the tile has several splits, stores each of them at index kept + its number in partials and levels, and returns
+    (acc [M, E], total [M], peak [M]) of the last split. Without SPLIT, returns these values of all splits together.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -187,13 +187,13 @@ def merge_splits(
 ):
     """Returns (acc [LANES, E], total [LANES], peak [LANES]) of the first lanes of the tile's `used` splits.
 
-    store_split() has stored the splits.
+    The splits were stored by store_split().
     """
     lanes = tl.arange(0, LANES)
     acc = tl.zeros([LANES, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([LANES], dtype=tl.float32)
     peak = tl.full([LANES], float("-inf"), dtype=tl.float32)
-    # The loads of several splits are in flight at a time if the registers suffice.
+    # Unrolling keeps the loads of several splits in flight if there are enough registers.
     for split in tl.range(0, used, loop_unroll_factor=4 if LANES * BLOCK_E <= 4096 else 1):
         at = split_number(split, first, rest, step).to(tl.int64) * BLOCK_M + lanes
         level = tl.load(levels + at, mask=valid, other=float("-inf"))
@@ -234,7 +234,7 @@ def merge_tile(
     store_means(out, acc, total, peak, sinks, offset + own, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
 
 
-# Triton compiles no variant for a step's numbers or for the alignment of its columns in a larger buffer.
+# do_not_specialize: Triton compiles no variants for numbers and alignments that change from step to step.
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "window", "splits"],
     do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
@@ -265,7 +265,7 @@ def merge_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merges the splits of attention_kernel with SPLIT, without DEAL and MERGE. The grid is that kernel's first axis."""
+    """Merges the splits of attention_kernel with SPLIT, without DEAL and MERGE. The grid is the first axis of its grid."""
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     across = NUM_KV_HEADS * CHUNKS

@@ -12,10 +12,12 @@ import triton
 
 MIN_DOT = 16  # smallest number of rows and columns of a tensor core product
 MAX_SPLITS = 64
-SPLIT_PLACES = 256  # smallest number of positions per split: the merge of a smaller one costs more than it saves
-DECODE_PROGRAMS = 8  # programs per multiprocessor of a split launch; it runs three at a time, so uneven rows balance
+SPLIT_PLACES = 256  # smallest number of positions per split; merging smaller splits takes longer than it saves
+# Programs per multiprocessor of a split decode launch. Three of them run at a time; the others balance rows of uneven lengths.
+DECODE_PROGRAMS = 8
 EXTEND_PROGRAMS = 2
-FIXED_PLACES, FIXED_SPLITS = 512, 32  # smallest number of positions per fixed split; most splits of the longest context
+# Smallest number of positions per fixed split; largest number of fixed splits of the longest context.
+FIXED_PLACES, FIXED_SPLITS = 512, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,9 @@ class Blocks:
     num_stages: int  # num_stages - 1 blocks are in flight at a time
 
 
-# The keys of these tables: the larger of key and value size, rounded up to a power of two, and the bytes of an element. A Hopper
-# multiprocessor has 227 KiB of shared memory and 64 Ki registers; wgmma takes 64 query lanes per warp group. No entry spills
-# registers on sm_90.
+# These tables are indexed by the larger of key and value size, rounded up to a power of two, and by the bytes of an element. A
+# Hopper multiprocessor has 227 KiB of shared memory and 64 Ki registers; wgmma takes 64 query lanes per warp group. No entry
+# spills registers on sm_90.
 WIDE_BLOCKS: dict[tuple[int, int], Blocks] = {  # for prompts that fill the device
     (64, 2): Blocks(128, 128, 8, 3),
     (128, 2): Blocks(128, 64, 8, 3),
@@ -61,8 +63,8 @@ DECODE_BLOCKS: dict[tuple[int, int], Blocks] = {  # for rows of one token: 32 Ki
     (128, 4): Blocks(16, 32, 8, 2),
     (256, 4): Blocks(16, 32, 8, 2),
 }
-SMALLEST_BLOCKS = Blocks(16, 16, 8, 1)  # for sizes that no table has
-MAX_DECODE_LANES = 64  # query heads of one program if its results fit the registers: values of at most WIDEST columns
+SMALLEST_BLOCKS = Blocks(16, 16, 8, 1)  # for sizes that are in no table
+MAX_DECODE_LANES = 64  # query heads of one program; its results fit the registers if values have at most WIDEST columns
 WIDEST = 256
 
 
@@ -78,7 +80,7 @@ class HeadShape:
 
     @property
     def size(self) -> int:
-        """Number of columns that a program pads keys and values to, at least 64."""
+        """Number of columns to which a program pads keys and values, at least 64."""
         return max(64, int(triton.next_power_of_2(max(self.head_dim, self.value_dim))))
 
     def blocks(self, table: dict[tuple[int, int], Blocks]) -> Blocks:
@@ -93,9 +95,9 @@ class Launch:
 
     - even: each tile has `splits` splits, the grid's second axis.
     - dealt (extra > 0): the device gives long rows more splits, `extra` in total beyond one per row. `splits` is then 1.
-    - fixed: splits have min_blocks blocks each and begin at multiples of their size, so a token's result does not depend on the
-      launch. A tile has at most split_capacity of them. Each of its `splits` programs takes every splits-th one; if `splits` is
-      0, one program takes all.
+    - fixed: splits have min_blocks blocks each and begin at multiples of their size, so that a token's result does not depend on
+      the launch. A tile has at most split_capacity splits. Program i of a tile's `splits` programs computes the splits i,
+      i + splits, …; if `splits` is 0, one program computes all splits.
     """
 
     first_row: int
@@ -120,7 +122,7 @@ class Launch:
     def scratch_lanes(self) -> int:
         """Query lanes of partial results.
 
-        Dealt splits need twice their own: the rows that they belong to also store a first split.
+        Dealt splits need twice their number, because each row with dealt splits also stores its first split.
         """
         if self.extra:
             return 2 * self.dealt_programs * self.blocks.m
@@ -135,12 +137,12 @@ class Launch:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Returns the multiprocessors of a GPU; 4 on other devices, where programs run in turn."""
+    """Returns the number of multiprocessors of a GPU; 4 for other devices, where programs run one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def choose_splits(programs: int, wanted: int, max_context: int) -> int:
-    """Returns the splits per tile so that `programs` tiles make about `wanted` programs.
+    """Returns the number of splits per tile with which `programs` tiles make about `wanted` programs.
 
     A split gets at least SPLIT_PLACES positions of the longest context.
     """
@@ -148,15 +150,15 @@ def choose_splits(programs: int, wanted: int, max_context: int) -> int:
 
 
 def reach(max_context: int, window: int) -> int:
-    """Returns the largest number of positions that a token attends to."""
+    """Returns the largest number of positions to which a token attends."""
     return min(max_context, window) if window else max_context
 
 
 def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
     """Returns (scratch_lanes, counters) that no plan of plan_decode() or plan_extend() exceeds.
 
-    A plan exceeds `wanted` programs by at most a third, because 1.5 splits per tile round to 2. A row whose heads alone make
-    more programs has at most one extra split.
+    A plan has at most 4/3 of the wanted number of programs, because 1.5 splits per tile are rounded to 2. A row whose heads alone
+    make more programs has at most one extra split.
     """
     row = plan_decode(shape, 0, 1, 1, multiprocessors)
     dealt = max(DECODE_PROGRAMS * multiprocessors, row.programs)
@@ -169,8 +171,8 @@ def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: in
 
     The launch depends on num_rows and max_context only, so a graph uses the largest values.
 
-    Several rows are split by their lengths, which only the device has: one program must not read one long row among many short
-    ones alone. A single row needs no dealing.
+    The device splits several rows by their lengths, which the host does not have. Otherwise a single program would read a long
+    row among many short rows. A single row gets even splits.
     """
     blocks = shape.blocks(DECODE_BLOCKS)
     heads = min(shape.group, MAX_DECODE_LANES if shape.size <= WIDEST else MIN_DOT)
@@ -197,7 +199,7 @@ def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: in
 def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, multiprocessors: int) -> Launch:
     """Plans a launch for rows 0 .. num_rows - 1 with num_tokens tokens in total.
 
-    The tiles are wide if the rows fill them and they fill the device. Otherwise they are narrow, and their keys are split.
+    If the rows fill wide tiles and these fill the device, tiles are wide. Otherwise tiles are narrow and their keys are split.
     """
     wide = _tiled(shape, shape.blocks(WIDE_BLOCKS), num_rows, num_tokens, 0)
     narrow = _tiled(shape, shape.blocks(NARROW_BLOCKS), num_rows, num_tokens, 1)
@@ -208,20 +210,20 @@ def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: i
 
 
 def fixed_places(max_context: int) -> int:
-    """Returns the positions of a fixed split, so that the longest context of a worker has at most FIXED_SPLITS whole ones."""
+    """Returns the positions per fixed split with which a worker's longest context has at most FIXED_SPLITS whole splits."""
     return max(FIXED_PLACES, int(triton.next_power_of_2(-(-max_context // FIXED_SPLITS))))
 
 
 def plan_fixed(
     shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, places: int, multiprocessors: int, one_token: bool = False
 ) -> Launch:
-    """Plans a launch with fixed splits: a token's result does not depend on the launch.
+    """Plans a launch with fixed splits, in which a token's result does not depend on the launch.
 
     Args:
         shape: sizes of the heads.
-        num_rows: rows, of any numbers of tokens.
+        num_rows: number of rows, which may have any numbers of tokens.
         num_tokens: tokens of all rows.
-        max_context: longest context of these rows, or the window if that is shorter.
+        max_context: longest context of these rows, or the window if the window is shorter.
         places: positions of a split, from fixed_places(); the same for all launches of a worker.
         multiprocessors: multiprocessors of the device.
         one_token: whether every row has one token; a tile is then a row.
@@ -241,23 +243,23 @@ def plan_fixed(
 
 def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: int) -> tuple[int, int]:
     """Returns (scratch_lanes, counters) that no plan of plan_fixed() exceeds."""
-    programs = EXTEND_PROGRAMS * multiprocessors // 2  # only a plan of fewer tiles splits keys
+    programs = EXTEND_PROGRAMS * multiprocessors // 2  # only plans with fewer tiles split keys
     blocks = shape.blocks(NARROW_BLOCKS)
     return programs * _most_fixed_splits(max_context, fixed_places(max_context), blocks) * blocks.m, programs
 
 
 def _most_fixed_splits(places_seen: int, places: int, blocks: Blocks) -> int:
-    """Returns the most splits of a tile.
+    """Returns the largest number of splits of a tile whose tokens attend to `places_seen` positions each.
 
-    Its tokens attend to blocks.m more positions together, and a window may begin inside a split.
+    The tokens of a tile together attend to blocks.m more positions, and a window may begin inside a split.
     """
     return -(-(places_seen + blocks.m) // places) + 1
 
 
 def _doubled(blocks: Blocks) -> Blocks:
-    """Returns blocks of twice the lanes and twice the warps if a warp group keeps its lanes.
+    """Returns blocks with twice the lanes and twice the warps, if each warp group then has the same number of lanes as before.
 
-    Each lane then adds in the same order.
+    Each lane then adds in the same order as before.
     """
     return replace(blocks, m=2 * blocks.m, num_warps=2 * blocks.num_warps) if blocks.m == 16 * blocks.num_warps else blocks
 
@@ -277,9 +279,9 @@ def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, spl
 
 
 def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_tokens: int) -> Launch:
-    """Returns a plan of the same work with other block sizes and `splits` splits per tile.
+    """Returns a plan for the same work with other block sizes and `splits` splits per tile.
 
-    A plan without splits cannot get any.
+    If `launch` cannot split, the result cannot split.
     """
     if launch.one_token:
         programs = launch.programs // (launch.tiles + launch.extra) * launch.tiles

@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS: tl.constexpr, ONE_TOKEN: tl.constexpr):
-    """Returns (row, its first token in the tile) of a tile.
+    """Returns (row, index in the row of the tile's first token).
 
-    Row r owns the tiles from offsets[r] // TILE_TOKENS + r on. These are at least as many as its tokens need, and no sum over
-    earlier rows is necessary. A tile that its row does not need starts behind the row's last token.
+    Row r owns the tiles from offsets[r] // TILE_TOKENS + r to the first tile of row r + 1. They are at least as many as its
+    tokens need, and no sum over earlier rows is necessary. If the row does not need a tile, the index is after its last token.
     """
     if ONE_TOKEN:
         row = first_row + tile
@@ -30,7 +30,7 @@ def find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS: tl.constexpr, ONE
 
 @triton.jit
 def find_span(slot, start, first, count, window, TILE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Returns (first, last + 1) of the positions that tokens from `first` on attend to: an empty range for a slot below 0."""
+    """Returns (first, last + 1) of the positions to which the tile's tokens attend; an empty range for a slot below 0."""
     end = start + tl.minimum(first + TILE_TOKENS, count)
     begin = 0
     if HAS_WINDOW:
@@ -48,10 +48,10 @@ def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constex
 
 @triton.jit
 def fixed_splits(begin, end, BLOCK_N: tl.constexpr, PLACES: tl.constexpr):
-    """Returns (first position, start of its split, number of splits) of a span.
+    """Returns (position of the first block, start of its split, number of splits) of the span begin .. end - 1.
 
-    Blocks begin at multiples of BLOCK_N and splits at multiples of PLACES, itself a multiple of BLOCK_N, counted from position
-    0. They are thus the same in every span.
+    Blocks begin at positions that are multiples of BLOCK_N, and splits at multiples of PLACES, which is a multiple of BLOCK_N.
+    Blocks and splits are therefore the same for every span.
     """
     first = begin // BLOCK_N * BLOCK_N
     base = begin // PLACES * PLACES
@@ -139,11 +139,11 @@ def deal_splits(
 
     Returns:
         (row, dealt, split, share): the row, counted from first_row (num_rows if no row needs the program); the number of splits
-        beyond one per row in earlier rows; the number of the split in its row; the largest number of blocks per split.
+        beyond one per row in earlier rows; the index of the split in its row; the largest number of blocks per split.
 
-    A split's share is one part in `extra` of all rows' blocks. A row of b blocks then has (b - 1) // share splits beyond one,
-    and all rows together at most `extra`. A row that is much longer than the others gets many splits; equal rows get some if
-    they are few.
+    The share is 1 / `extra` of the blocks of all rows. A row of b blocks has (b - 1) // share splits beyond one, and all rows
+    together have at most `extra` such splits. A row that is much longer than the others gets many splits. Rows of equal length
+    get further splits only if they are few.
     """
     total = 0
     for begin in range(0, num_rows, 256):
@@ -183,7 +183,7 @@ def find_work(
     DEAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Returns (row, first token in it, split, dealt, share) of number `tile` of the grid's tiles.
+    """Returns (row, index in the row of the tile's first token, split, dealt, share) of tile `tile` of the grid.
 
     For dealt and share see deal_splits().
     """
@@ -196,7 +196,7 @@ def find_work(
         row += first_row
         first = 0
     else:
-        # The last tiles of a row attend to the most keys, so they begin first.
+        # Tiles begin in reverse order, because the last tiles of a row attend to the most keys.
         turn = tile if ONE_TOKEN else tiles - 1 - tile
         row, first = find_tile(turn, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
         split = tl.program_id(1)
@@ -213,9 +213,9 @@ def find_lanes(
     BLOCK_M: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Returns (token in its row, query head, whether the lane holds a query) of each lane.
+    """Returns (index of the token in its row, query head, whether the lane has a query) of each lane.
 
-    The heads of a token are side by side.
+    The heads of a token are in adjacent lanes.
 
     Args:
         across: kv_head * chunks + chunk, where a chunk is HEADS of the GROUP query heads of a key/value head.

@@ -17,7 +17,7 @@ def _rms_norm_kernel(out, x, residual, weight, eps, WIDTH: tl.constexpr, BLOCK: 
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)  # in flight together with the row
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)  # loaded at the same time as the row
     wait_for_last(CHAINED)
     wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
@@ -62,7 +62,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
 def fused_add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     """Implements Kernels.fused_add_rms_norm().
 
-    The sum is rounded to the residual's dtype before the norm. Raises as rms_norm().
+    The sum is rounded to the residual's dtype before the norm. Raises the errors of rms_norm().
     """
     require_contiguous(residual)
     if residual.shape != x.shape:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import RaggedRows, misfit, require_contiguous
 from rootstock_llm.kernels.triton.launch import block_of, chained, take_turn, warps_for
 
-FEW_TOKENS = 64  # largest number of tokens with small tiles, which fill more of the device
+FEW_TOKENS = 64  # up to this number of tokens, tiles are small, so that there are enough programs for the device
 
 
 @triton.jit
@@ -71,9 +71,9 @@ def _rope_write_kernel(
     half: tl.constexpr = DIM // 2
     location = tl.load(locations + token)
     page = location // PAGE_SIZE
-    first_cell = page * (KV_HEADS * PAGE_SIZE) + (location - page * PAGE_SIZE)  # the first head's index in cells of DIM
+    first_cell = page * (KV_HEADS * PAGE_SIZE) + (location - page * PAGE_SIZE)  # index of the first head, in units of DIM
     written_heads = tl.where(location >= 0, KV_HEADS, 0)
-    # A token that is not written may have a position beyond the table.
+    # A token that is not written may have a position outside the table.
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), num_positions - 1)
     angles = cos_sin + position.to(tl.int64) * DIM
     halves = tl.arange(0, HALF_BLOCK)
@@ -113,8 +113,8 @@ def rope_write_kv(
 ) -> None:
     """Implements Kernels.rope_write_kv() in one launch. A position outside cos_sin uses its nearest row.
 
-    With `fixed`, tiles do not depend on the number of tokens, so that norms add in one order. Raises ValueError if the shapes
-    do not fit.
+    With `fixed`, tiles do not depend on the number of tokens, so that norms always add in the same order. Raises ValueError if
+    the shapes do not fit.
     """
     require_contiguous(qkv, cos_sin, k_pool, v_pool, rows.positions, rows.locations)
     _, kv_heads, page_size, dim = k_pool.shape
@@ -205,7 +205,7 @@ def _write_kv_kernel(
     heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
     location = tl.load(locations + token)
     page = location // PAGE_SIZE
-    first_cell = page * (KV_HEADS * PAGE_SIZE) + (location - page * PAGE_SIZE)  # the first head's index in cells
+    first_cell = page * (KV_HEADS * PAGE_SIZE) + (location - page * PAGE_SIZE)  # index of the first head, in units of vectors
     shown = heads < tl.where(location >= 0, KV_HEADS, 0)
     _copy_heads(
         k_pool,

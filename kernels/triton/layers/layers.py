@@ -1,7 +1,7 @@
 """Implements Kernels and StepKernels with the Triton kernels.
 
-Matrix products are torch's (cuBLAS), with two exceptions. cuBLAS reads weights too slowly for one row. It also chooses the
-order of a row's sums by the number of rows, so deterministic products are ours.
+Matrix products are torch's (cuBLAS), with two exceptions: products of one row, for which cuBLAS reads weights too slowly, and
+deterministic products, because cuBLAS chooses the order of a row's sums by the number of rows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rootstock_llm.kernels.triton.layers.linear import OrderedLinear, one_row_li
 
 
 class TritonLayers:
-    """The Triton kernels of a model's layers, without state except for the device.
+    """The Triton kernels of a model's layers. The device is the only state.
 
     Every call launches on the current stream of the current device, which must be `device`. A CUDA graph can capture a call
-    once a call of the same shapes has compiled its kernel.
+    after another call with the same shapes has compiled its kernel.
 
-    gated_linear() allocates [T, 2 N], and attention allocates scratch for splits. They use torch's caching allocator; under
-    capture it takes the memory from the graph's own pool and reuses it for the next layer.
+    gated_linear() allocates [T, 2 N], and attention allocates scratch for splits, with torch's caching allocator. During a
+    capture, the allocator takes the memory from the graph's pool and reuses it for the next layer.
     """
 
     def __init__(self, device: torch.device, deterministic: bool = False) -> None:
@@ -31,8 +31,8 @@ class TritonLayers:
 
         Args:
             device: the device of all tensors.
-            deterministic: whether results have the guarantees of a deterministic implementation of Kernels. They exclude
-                paged_attention(), for which the caller uses TritonAttention.
+            deterministic: whether results have the guarantees of a deterministic implementation of Kernels. paged_attention()
+                does not have them; the caller uses TritonAttention instead.
         """
         self._device, self._deterministic = device, deterministic
         self._in_order = OrderedLinear(device) if deterministic else None
@@ -96,7 +96,7 @@ class TritonLayers:
             out.add_(weight.bias)
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        """Implements Kernels.gated_linear(). Raises as linear()."""
+        """Implements Kernels.gated_linear(). Raises the errors of linear()."""
         if self._in_order is not None:
             self._in_order.gated(out, x, weight)
             return

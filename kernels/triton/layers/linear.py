@@ -1,17 +1,17 @@
 """Computes linear layers of one row, and deterministic linear layers of any number of rows.
 
-One row: the time is that of reading the weight, so the kernel uses no tensor core and keeps all loads in flight. A program has
-a few of the weight's rows and as much of the depth as its registers hold. If launches are chained, it reads weights, which no
-kernel of a step writes, while the kernel before still runs.
+One row: reading the weight determines the time, so that the kernel uses no tensor core and keeps all loads in flight. A program
+has a few of the weight's rows, and as many columns as its registers can hold at a time. If launches are chained, it reads the
+weight, which no kernel of a step writes, while the previous kernel runs.
 
-Deterministic: a row gets the same bits with any other rows. Blocks are fixed, and the depth is cut into segments whose sums are
-added in order. There are two ways with the same sums:
+Deterministic: the bits of a row do not depend on the other rows. Block sizes are fixed, and the depth (K) is cut into segments
+whose sums are added in order. There are two variants with the same sums:
 
-- Few rows of a narrow weight: each segment has its own program, and the last program of a block to end adds the sums. The
-  weight takes the time to read, and its columns alone make too few programs.
-- Otherwise one program takes all segments of a block. Blocks are larger if enough programs remain.
+- Few rows and a narrow weight: each segment has a separate program, and the program that ends last for a block adds the sums.
+  Reading the weight determines the time, and its columns alone make too few programs.
+- All other cases: one program computes all segments of a block. Blocks are larger if there are enough programs.
 
-No sum is fused with a product. A tensor core adds its products by depth alone, whatever the other rows and columns are.
+No sum is fused with a product. The sums of a tensor core depend on the depth only, and not on the other rows and columns.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from rootstock_llm.kernels.contracts.ops import PackedLinear, misfit, require_co
 from rootstock_llm.kernels.triton.attention.attention_block import dot
 from rootstock_llm.kernels.triton.launch import begin_next, chained, fetch_ahead, last_to_end, wait_for_last
 
-MAX_DEPTH = 4096  # largest depth that a program of one row holds at a time
-ELEMENTS = 4096  # elements of the weight that such a program holds at a time
-NUM_WARPS = 4  # warps of such a program, each with at least one row of the weight
+# Sizes of a program of the one-row kernel.
+MAX_DEPTH = 4096  # largest depth that it holds at a time
+ELEMENTS = 4096  # elements of the weight that it holds at a time
+NUM_WARPS = 4  # number of warps, each with at least one row of the weight
 
 
 @triton.jit
@@ -90,9 +91,9 @@ def one_row_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
     )
 
 
-SHORT, LONG = 512, 1024  # elements of a segment of the depth
-PROGRAMS = 128  # enough programs: about one per multiprocessor
-# Numbers of blocks of columns from which on the columns alone are enough programs, and from which on they fill the device.
+SHORT, LONG = 512, 1024  # the two sizes of a segment of the depth, see segment_of()
+PROGRAMS = 128  # number of programs that is enough for a device: about one per multiprocessor
+# From the first number of blocks of columns on, the columns alone make enough programs. From the second on, they fill the device.
 WIDE_BLOCKS, VOCABULARY_BLOCKS = 512, 2048
 
 
@@ -115,10 +116,10 @@ class Tile:
 class Tiles:
     """The tiles of one element size, by the number of rows."""
 
-    few: Tile  # for up to few.m rows, whose segments have their own programs
-    deep: Tile  # as `few`, if a multiprocessor gets one block
-    some: Tile  # for more rows
-    many: Tile  # for more rows if there are at least PROGRAMS of its blocks
+    few: Tile  # for up to few.m rows, whose segments have separate programs
+    deep: Tile  # like `few`, if each multiprocessor gets one block
+    some: Tile  # for more than few.m rows
+    many: Tile  # for more than few.m rows, if there are at least PROGRAMS blocks of this size
 
 
 EVEN = Tile(64, 64, 64, 4, 3)
@@ -148,7 +149,7 @@ def _block_sums(x_at, w_at, rows_in, columns_in, begin, end, BLOCK_M: tl.constex
 @triton.jit
 def _store_block(out, total, bias, w_rows, columns_in, rows, rows_in, KIND, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Stores a block of sums, with the bias, to out. GATED rounds them to KIND first, as silu_and_mul() would read them."""
+    """Stores a block of sums with the bias to out. With GATED, rounds gate and up to KIND first, as before silu_and_mul()."""
     if HAS_BIAS:
         total += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
     places = rows.to(tl.int64)[:, None] * WIDTH
@@ -169,7 +170,7 @@ def _linear_kernel(
     x,  # [T, K]
     weight,  # [N, K]; [2 N, K] with GATED, the gate rows first
     bias,  # [N]; [2 N] with GATED; any pointer without HAS_BIAS
-    partials,  # float32[segments, T, columns of all blocks]; any pointer without SPLIT, as the next
+    partials,  # float32[segments, T, columns of all blocks]; without SPLIT, this and arrivals may be any pointer
     arrivals,  # int32[blocks of columns], 0 before and after the launch
     num_rows,
     WIDTH: tl.constexpr,
@@ -179,9 +180,9 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LINE: tl.constexpr,  # elements in 128 bytes
-    FEW: tl.constexpr,  # few rows: the time is that of reading the weight, which is prefetched
-    SPLIT: tl.constexpr,  # each segment has its own program
-    GATED: tl.constexpr,  # out = silu(x @ gate.T) * (x @ up.T); a block has gate and up columns in turn
+    FEW: tl.constexpr,  # few rows: the weight is prefetched, because reading it determines the time
+    SPLIT: tl.constexpr,  # each segment has a separate program
+    GATED: tl.constexpr,  # out = silu(x @ gate.T) * (x @ up.T); gate and up columns alternate in a block
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -226,7 +227,7 @@ def _linear_kernel(
 class OrderedLinear:
     """Implements the deterministic contract of Kernels.linear() and gated_linear().
 
-    One call runs at a time: all calls count ended segments in the same counters.
+    Calls must not run concurrently, because they count ended segments in the same counters.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -236,7 +237,7 @@ class OrderedLinear:
     def __call__(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """Computes Kernels.linear().
 
-        It allocates float32[segments, T, N] for few rows. The first call allocates the counters and must not be captured.
+        Allocates float32[segments, T, N] for few rows. The first call also allocates the counters and must not be captured.
 
         Raises:
             ValueError: the shapes do not fit, or the output has neither x's dtype nor float32.
@@ -246,7 +247,7 @@ class OrderedLinear:
     def gated(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """Computes Kernels.gated_linear().
 
-        The bits equal those of linear() with outputs of x's dtype, followed by silu_and_mul(). Raises and allocates as
+        The result has the same bits as linear() with outputs of x's dtype, followed by silu_and_mul(). Allocates and raises like
         __call__().
         """
         self._launch(out, x, weight, weight.out_features // 2, gated=True)
@@ -301,9 +302,9 @@ class OrderedLinear:
 
 
 def segment_of(outs: int, depth: int) -> int:
-    """Returns the segment of a weight [outs, depth]: LONG if this still gives enough programs for few rows.
+    """Returns the segment size of a weight [outs, depth]: LONG if segments of this size make enough programs for few rows.
 
-    Rows have no influence.
+    The number of rows has no influence, so that the order of sums does not depend on it.
     """
     return LONG if triton.cdiv(outs, TILES[2].few.n) * triton.cdiv(depth, LONG) >= PROGRAMS else SHORT
 

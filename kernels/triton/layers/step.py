@@ -1,7 +1,7 @@
-"""Prepares a step: page tables, input tokens, page indices. One program handles a row, a part of one, or an update.
+"""Prepares a step: page tables, input tokens, page indices. One program handles a row, a part of a row, or an update.
 
-Columns are slices of larger buffers, so the alignment of their addresses changes from step to step. No variant of a kernel is
-compiled for an alignment or for a count that changes from step to step.
+Columns are slices of larger buffers, so that the alignment of their addresses changes from step to step. Triton compiles no
+variants of the kernels for alignments and counts that change from step to step.
 """
 
 from __future__ import annotations

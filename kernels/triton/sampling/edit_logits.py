@@ -28,7 +28,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 def penalized(x, counts, repetition, frequency, presence):
     """Applies repetition, frequency and presence penalties to x; a count of 0 changes nothing.
 
-    The float32 quotient and product equal the rounded float64 ones. A finite x stays finite.
+    The float32 quotient and product equal the rounded float64 results. A finite x does not become infinite.
     """
     scaled = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
@@ -49,7 +49,7 @@ def allowed(words, ids, inside):
 def add_listed(row_out, ids, values, first, end, block, sign, BLOCK: tl.constexpr, LIST_BLOCK: tl.constexpr):
     """Adds sign * values[i] at ids[i], first <= i < end, for the ids in this program's block.
 
-    A forbidden token, -inf, stays so.
+    A forbidden token keeps the logit -inf.
     """
     for begin in range(first, end, LIST_BLOCK):
         places = begin + tl.arange(0, LIST_BLOCK)

@@ -1,8 +1,8 @@
 """Measures log probabilities in two launches: each program measures a span of a row, then one program per row merges the spans.
 
-A candidate for the top log probabilities is one int64. The upper half has the float's bits, changed so that integers have the
-order of the floats. The lower half has the inverted id, so that the lowest id among equals is the greatest. One maximum gives
-both value and id, and no two candidates are equal.
+A candidate for the top log probabilities is one int64. Its upper half has the float's bits, changed so that integers have the
+order of the floats. Its lower half has the inverted id, so that among equal logits the lowest id is the greatest candidate. One
+maximum therefore gives both value and id, and no two candidates are equal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MeasureScratch:
 
     peaks: Tensor  # float32[n, spans], largest logit
     sums: Tensor  # float32[n, spans], sum of exp(logit - peak)
-    top: Tensor  # int64[n, spans, MAX_TOP], packed candidates in any order
+    top: Tensor  # int64[n, spans, MAX_TOP], the largest packed candidates of the span, in any order
 
     @classmethod
     def of(cls, max_rows: int, vocab_size: int, device: torch.device) -> MeasureScratch:
@@ -43,7 +43,7 @@ class MeasureScratch:
 
 @triton.jit
 def packed(x, ids):
-    """Packs float32 x and its ids into int64; see the module."""
+    """Packs float32 x and its ids into int64; the module's docstring explains the format."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -62,7 +62,7 @@ def id_of(pack):
 
 @triton.jit
 def exp_below(x, peak):
-    """Returns exp(x - peak), 0 if x is -inf, whatever the peak."""
+    """Returns exp(x - peak). If x is -inf, returns 0 even if peak is -inf."""
     return tl.where(x == float("-inf"), 0.0, tl.exp(x - peak))
 
 
@@ -75,8 +75,8 @@ def span_kernel(logits, rows, peaks, sums, top, vocab_size, NUM_TOP: tl.constexp
         return
     place = index * tl.num_programs(1) + span
     lanes = tl.arange(0, MAX_TOP)
-    best = NOTHING + lanes.to(tl.int64)  # distinct values, so that a comparison replaces a single lane
-    best = tl.where(lanes < NUM_TOP, best, 0x7FFFFFFFFFFFFFFF)  # lanes beyond NUM_TOP are never the least
+    best = NOTHING + lanes.to(tl.int64)  # distinct values, so that each comparison with the smallest value replaces one lane
+    best = tl.where(lanes < NUM_TOP, best, 0x7FFFFFFFFFFFFFFF)  # lanes from NUM_TOP on are never the smallest
     peak = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     first = span * TILES

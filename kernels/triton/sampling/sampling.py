@@ -1,4 +1,4 @@
-"""Implements SampleKernels with the Triton kernels. select_tokens() makes its launches here, without sorting the vocabulary."""
+"""Implements SampleKernels with the Triton kernels. select_tokens() does not sort the vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAMS = 528  # approximate number of programs of a launch over all rows: four
 
 
 def tiles_of_each(num_rows: int, num_tiles: int) -> int:
-    """Returns the tiles per program that make about PROGRAMS programs in total."""
+    """Returns the number of tiles per program with which a launch has about PROGRAMS programs."""
     return int(triton.cdiv(num_tiles, min(num_tiles, triton.cdiv(PROGRAMS, num_rows))))
 
 
@@ -76,7 +76,7 @@ def select_tokens(
 
 
 class TritonSampling:
-    """The Triton sampling kernels and their scratch memory. Its calls must follow one another on one stream."""
+    """The Triton sampling kernels and their scratch memory. All calls must be on the same stream."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         """Allocates the scratch. Raises ValueError if the vocabulary is too large.

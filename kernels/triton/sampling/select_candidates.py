@@ -1,7 +1,7 @@
-"""Draws among few tokens, which one program holds.
+"""Draws among few tokens (the candidates), which one program holds.
 
-The program finds them by the maxima of their groups, so it reads only a small part of the row. Each cut, each cut among equals
-and the draw itself are the same search: the least key, or id, up to which the weights reach a goal.
+The program finds them by the maxima of their groups, so that it reads only a small part of the row. Each cut, each cut among
+equal keys and the draw itself are the same search: for the smallest key, or id, up to which the weights reach a goal.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def group_keys(group_tops, num_groups, peak, temperature, GROUPS: tl.constexpr):
 def gather(
     source, group_tops, num_groups, vocab_size, peak, temperature, high, near_groups, keys_out, ids_out, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Stores keys and ids of the tokens with keys up to `high`.
+    """Stores keys and ids of the tokens with keys up to `high`, but of at most CANDIDATES tokens.
 
-    Returns their number; if it exceeds CANDIDATES, only a part is stored.
+    Returns the number of tokens with keys up to `high`, which may exceed CANDIDATES.
     """
     near = group_keys(group_tops, num_groups, peak, temperature, GROUPS) <= high
     num_near = tl.sum(near.to(tl.int32))
@@ -74,7 +74,7 @@ def gather(
 
 @triton.jit
 def first_of_equals(kept, keys, ids, limit, quota, vocab_size):
-    """Removes from `kept` the keys beyond `limit` and, among the tokens with key `limit`, all except the `quota` lowest ids."""
+    """Removes the keys above `limit` from `kept`, and the tokens with key `limit` except those with the `quota` lowest ids."""
     level = kept & (keys == limit)
     kept = kept & (keys <= limit)
     if tl.sum(level.to(tl.int64)) > quota:
@@ -91,7 +91,7 @@ def draw_candidates(keys, ids, number, slot_params, slot, kind, whole, uniform, 
         keys: int32[CANDIDATES], of which the first `number` are valid.
         ids: int32[CANDIDATES], the tokens of these keys.
         number: number of candidates.
-        whole: mass that top-p is relative to, if kind is NUCLEUS.
+        whole: total mass, of which top-p is a share, if kind is NUCLEUS.
     """
     kept = tl.arange(0, CANDIDATES) < number
     keys = tl.where(kept, keys, NO_KEY)

@@ -1,7 +1,7 @@
-"""Ends select_tokens(): one program per row.
+"""The last stage of select_tokens(), with one program per row.
 
-A greedy row takes the best of its maxima. Another row draws among few tokens (select_candidates) or, if its cuts leave many
-tokens, from the whole row (select_wide).
+A greedy row takes the largest of its spans' maxima. Every other row draws among few tokens (select_candidates) or, if many tokens
+remain after its cuts, from the whole row (select_wide).
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def candidate_bound(
     """Returns a key that bounds the candidates of a row, and the mass of the row.
 
     Args:
-        near: the last key that top-n-sigma leaves.
+        near: the largest key that remains after top-n-sigma.
 
     Returns:
-        (high, whole). All tokens that the cuts can leave have keys up to `high`; it is below 0 if they may be more than
-        CANDIDATES. A top-k is bounded by the maxima of k groups or a few more. `whole` is 0 unless kind is NUCLEUS.
+        (high, whole). The tokens that remain after all cuts have keys up to `high`; `high` is below 0 if they may be more than
+        CANDIDATES. For top-k, the bound is found by the maxima of k groups or a few more. `whole` is the mass of the row if kind
+        is NUCLEUS, otherwise 0.
     """
     whole = tl.zeros((), tl.int64)
     high = tl.full((), -1, tl.int32)
@@ -81,7 +82,7 @@ def draw_row(
     source, slot_params, slot, kind, peak, near, position, group_tops, tile_masses, counts, masses, pivots, near_groups, keys,
     ids, vocab_size, num_groups, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, TALLIES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the token of a row that is not greedy. near is the last key that top-n-sigma leaves."""
+    """Returns the token of a row that is not greedy. near is the largest key that remains after top-n-sigma."""
     temperature = real_param(slot_params, slot, TEMPERATURE)
     uniform = uniform_of(int_param(slot_params, slot, SEED_LOW), int_param(slot_params, slot, SEED_HIGH), position)
     high, whole = candidate_bound(

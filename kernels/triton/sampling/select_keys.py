@@ -1,9 +1,9 @@
-"""Defines the integers that the draw computes with, so that sums do not depend on how programs divide a row.
+"""Defines the integers with which the draw computes, so that sums do not depend on the division of a row between programs.
 
-- A token's **key** is the bits of a float32: the distance of its logit from the row's maximum, divided by the temperature. Keys
-  of 0 and above have the order of the floats, and 0 is the most likely token.
-- Its **mass** is exp(-key) in steps of 2 ** -44 of the most likely token's. An int64 holds the sum of 2 ** 18 of these. A token
-  of less than one step has mass 0 and is never drawn.
+- The **key** of a token is the bits of a float32: the distance of its logit from the row's maximum, divided by the temperature.
+  Keys of 0 and above have the order of the floats. The most likely token has key 0.
+- The **mass** of a token is exp(-distance / temperature) as an integer, in units of 2 ** -44. An int64 can hold the sum of
+  2 ** 18 masses. A token with less than one unit has mass 0 and is not drawn.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TOP_N_SIGMA = tl.constexpr(int(SlotColumn.TOP_N_SIGMA))
 EDITED_UNTIL = tl.constexpr(int(SlotColumn.EDITED_UNTIL))
 
 GREEDY = tl.constexpr(0)
-WHOLE = tl.constexpr(1)  # no cut except for top-n-sigma and min-p
-LIKELIEST = tl.constexpr(2)  # top-k, perhaps with further cuts
-NUCLEUS = tl.constexpr(3)  # top-p without top-k, perhaps with top-n-sigma and min-p
+WHOLE = tl.constexpr(1)  # neither top-k nor top-p; top-n-sigma and min-p are possible
+LIKELIEST = tl.constexpr(2)  # top-k; all other cuts are possible
+NUCLEUS = tl.constexpr(3)  # top-p without top-k; top-n-sigma and min-p are possible
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def kind_of(slot_params, slot, vocab_size):
 
 @triton.jit
 def key_of(x, peak, temperature):
-    """Returns int32 keys of logits x <= peak.
+    """Returns the int32 keys of logits x <= peak.
 
-    They are the bits of the float32 that rootstock_llm.kernels.reference.sampling.support() cuts by, negated.
+    A key is the bits of a negated result of rootstock_llm.kernels.reference.sampling.tempered().
     """
     return tl.div_rn(peak - x, temperature + tl.zeros_like(x)).to(tl.int32, bitcast=True)
 
@@ -79,7 +79,7 @@ def mass_of(key):
 
 @triton.jit
 def min_p_key(min_p):
-    """Returns the last key that min-p leaves."""
+    """Returns the largest key that remains after min-p."""
     below = 0.0 - tl.log(tl.where(min_p > 0.0, min_p, 1.0).to(tl.float64))
     key = tl.maximum(below.to(tl.float32).to(tl.int32, bitcast=True), 0)
     return tl.where(min_p > 0.0, tl.minimum(key, KEY_END), KEY_END)
@@ -87,7 +87,7 @@ def min_p_key(min_p):
 
 @triton.jit
 def nucleus_goal(total, top_p):
-    """Returns the least mass that makes up top_p of the total, at least 1, so that one token stays."""
+    """Returns the smallest mass that is at least top_p of the total, and at least 1, so that one token remains."""
     exact = total.to(tl.float64) * top_p.to(tl.float64)
     goal = exact.to(tl.int64)
     goal += (goal.to(tl.float64) < exact).to(tl.int64)
@@ -96,7 +96,7 @@ def nucleus_goal(total, top_p):
 
 @triton.jit
 def mixed(value):
-    """Returns the finaliser of splitmix64 of a uint64; see rootstock_llm.kernels.reference.sampling."""
+    """Applies the finalizer of splitmix64 to a uint64; see rootstock_llm.kernels.reference.sampling."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)
@@ -115,15 +115,16 @@ def uniform_of(seed_low, seed_high, position):
 
 @triton.jit
 def least(values, weights, goal, low, high, slack, PIVOTS: tl.constexpr):
-    """Returns the least v in low + 1 .. high - 1 for which the weights of values up to v reach the goal, else high.
+    """Returns the smallest v in low + 1 .. high - 1 for which the weights of values up to v reach the goal, otherwise high.
 
     Args:
         values: int32[n].
         weights: integers [n].
         goal: sum to reach.
         low: lower bound, exclusive.
-        high: upper bound.
-        slack: -1 for the exact result; else the weights up to the result may exceed the goal by at most this.
+        high: upper bound, inclusive.
+        slack: -1 for the exact result. Otherwise the search may end at a larger v, if the weights up to it exceed the goal by at
+            most `slack`.
     """
     steps = tl.arange(0, PIVOTS).to(tl.int64) + 1
     low = low + tl.zeros((), tl.int32)
@@ -148,8 +149,8 @@ def drawn_mass(uniform, total):
 
 @triton.jit
 def equals_kept(goal, below, mass):
-    """Returns how many tokens of equal `mass` a nucleus takes after tokens with mass `below`.
+    """Returns the number of tokens of equal `mass` in a nucleus whose more likely tokens have the total mass `below`.
 
-    They are enough to reach the goal, and at least one.
+    This is the smallest number with which the nucleus reaches the goal, and at least 1.
     """
     return tl.maximum((goal - below + mass - 1) // tl.maximum(mass, 1), 1)

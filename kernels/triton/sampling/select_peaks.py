@@ -24,7 +24,7 @@ ROW_COLUMNS = ["slots", "positions", "mask_rows", "loss_offsets"]
 
 @triton.jit
 def with_infinity(x):
-    """Replaces a NaN by infinity: both make a fault, but a maximum may drop a NaN."""
+    """Replaces a NaN by infinity. Both cause a fault, but a maximum may ignore a NaN."""
     return tl.where(x != x, float("inf"), x)
 
 
@@ -35,9 +35,9 @@ def is_finite(x):
 
 @triton.jit
 def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.constexpr):
-    """Stores the number, mean and squared deviations of one tile's finite logits.
+    """Stores the number, the mean and the sum of squared deviations of one tile's finite logits.
 
-    By tile, so that sums do not depend on the programs.
+    These are per tile, so that sums do not depend on the division of tiles between programs.
     """
     ids = tile * TILE + tl.arange(0, TILE)
     x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
@@ -53,7 +53,7 @@ def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.conste
 
 @triton.jit
 def forget(counts, masses, row):
-    """Sets the sums that later stages add to to 0."""
+    """Sets the row's counts and masses, to which later stages add, to 0."""
     places = row * ROUNDS * PIVOTS + tl.arange(0, ROUNDS * PIVOTS)
     tl.store(counts + places, tl.zeros((ROUNDS * PIVOTS,), tl.int32))
     tl.store(masses + places, tl.zeros((ROUNDS * PIVOTS,), tl.int64))

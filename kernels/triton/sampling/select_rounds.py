@@ -1,8 +1,9 @@
 """Measures rows that draw from many tokens: the middle stages of select_tokens(). The grid is rows by spans of tiles.
 
-Top-k and top-p leave the tokens up to some key. A search looks for it in a bracket of two keys, low < high. The measure (count
-or mass) of the keys up to low is short of a goal, and that of the keys up to high is not. Two rounds of all programs narrow the
-bracket for rows with top-p and without top-k. If the first round leaves few tokens within high, the second one does nothing.
+After top-k and top-p, the tokens up to some key remain. The search for this key narrows a bracket of two keys, low < high. The
+measure (count or mass) of the keys up to low is below a goal, and the measure of the keys up to high reaches it. For rows with
+top-p and without top-k, all programs narrow the bracket in two rounds. If few tokens have keys up to high after the first round,
+the second round does nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def keys_of_tile(source, tile, vocab_size, peak, temperature, TILE: tl.constexpr
 
 @triton.jit
 def first_pivots(near):
-    """Returns int32[PIVOTS], spread over the range of the masses with growing gaps.
+    """Returns int32[PIVOTS], keys over the range of nonzero masses with growing gaps.
 
-    None exceeds `near`, which is the last one.
+    They are at most `near`, which is the last of them.
     """
     steps = tl.arange(0, PIVOTS).to(tl.float32)
     pivots = tl.where(steps < PIVOTS - 1, (1.0 + 1.25 * steps + 0.125 * steps * steps).to(tl.int32, bitcast=True), KEY_END)
@@ -52,7 +53,7 @@ def first_pivots(near):
 
 @triton.jit
 def next_pivots(low, high, short, excess):
-    """Returns int32[PIVOTS] inside the bracket, close around the key that meets the goal if the measure grows evenly.
+    """Returns int32[PIVOTS], keys inside the bracket around the key that would reach the goal if the measure grew evenly.
 
     The widest gap is at most half of the bracket.
 
@@ -75,7 +76,7 @@ def measure(source, first, last, vocab_size, peak, temperature, pivots, low, hig
     """Measures tiles first .. last - 1.
 
     Returns:
-        Counts and masses of the keys up to each pivot; the least key above low, or NO_KEY; the greatest key up to high, or -1.
+        Counts and masses of the keys up to each pivot; the smallest key above low, or NO_KEY; the largest key up to high, or -1.
     """
     counts = tl.zeros((PIVOTS, TILE), tl.int32)
     masses = tl.zeros((PIVOTS, TILE), tl.int64)
@@ -93,7 +94,7 @@ def measure(source, first, last, vocab_size, peak, temperature, pivots, low, hig
 
 @triton.jit
 def narrowed(pivots, counts, masses, by_mass, goal, low, high, count_low, mass_low, count_high, mass_high):
-    """Narrows the bracket by the measures of the pivots. Returns it with the counts and masses up to its ends."""
+    """Narrows the bracket by the measures of the pivots. Returns the bracket with the counts and masses up to its two keys."""
     enough = tl.where(by_mass != 0, masses, counts.to(tl.int64)) >= goal
     high = tl.min(tl.where(enough, pivots, high))
     count_high = tl.min(tl.where(enough, counts, count_high))
@@ -114,7 +115,7 @@ def first_bracket(pivots, counts, masses, by_mass, goal):
 
 @triton.jit
 def row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size):
-    """Returns the pointer to the logits that the row is sampled from."""
+    """Returns the pointer to the logits, raw or edited, from which the row is sampled."""
     source = logits + row.to(tl.int64) * vocab_size
     if is_edited(slot_params, slot, positions, mask_rows, loss_offsets, row):
         source = edited + row.to(tl.int64) * vocab_size
@@ -129,7 +130,7 @@ def peak_of(tops, row, num_parts, max_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def sigma_key(slot_params, slot, spreads, row, num_tiles, temperature, TILES: tl.constexpr):
-    """Returns the last key that top-n-sigma leaves. num_tiles is the number of the row's spreads."""
+    """Returns the largest key that remains after top-n-sigma. num_tiles is the number of the row's spreads."""
     deviations = real_param(slot_params, slot, TOP_N_SIGMA)
     key = tl.full((), KEY_END, tl.int32)
     if deviations > 0.0:
@@ -197,7 +198,7 @@ def round_kernel(
         if count_high <= CANDIDATES:
             return
         pivots = next_pivots(low, high, goal - mass_low, mass_high - goal)
-        if part == 0:  # stored, because another kernel could round these floats differently
+        if part == 0:  # stored for the next kernel, because recomputing these floats there could round differently
             tl.store(pivots_out + row * PIVOTS + tl.arange(0, PIVOTS), pivots)
     source = row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
     first = part * tiles_each

@@ -14,9 +14,9 @@ from rootstock_llm.kernels.triton.sampling.select_keys import MAX_VOCAB
 PEAK_TILE = 2048  # logits per tile of the first stage
 TALLY_TILE = 4096  # logits per tile of the tally
 TILE = 1024  # logits per tile of the other stages
-GROUP = tl.constexpr(64)  # adjacent tokens whose maximum is stored, by which the most likely tokens are found
-CANDIDATES = tl.constexpr(2048)  # largest number of tokens that a draw holds without reading the whole row again
-PIVOTS = tl.constexpr(8)  # keys for which one pass takes counts and masses
+GROUP = tl.constexpr(64)  # number of adjacent tokens in a group; the groups' maxima lead to the most likely tokens
+CANDIDATES = tl.constexpr(2048)  # largest number of tokens among which one program can draw without reading the whole row
+PIVOTS = tl.constexpr(8)  # number of keys for which one pass measures counts and masses
 ROUNDS = tl.constexpr(2)  # passes of all programs before a single program ends the search
 
 
@@ -24,7 +24,7 @@ ROUNDS = tl.constexpr(2)  # passes of all programs before a single program ends 
 class SelectScratch:
     """Results of the stages, for n rows and V tokens. A part is the span of a row that one program of the first stage reads."""
 
-    tops: Tensor  # float32[n, parts]: maxima of the logits that are sampled from; infinite for a NaN
+    tops: Tensor  # float32[n, parts]: maxima of the logits, raw or edited, from which the row is sampled; infinite for a NaN
     raw_tops: Tensor  # float32[n, parts]: maxima of the raw logits; infinite for a NaN
     top_ids: Tensor  # int32[n, parts]: lowest ids of `tops`
     # float64[n, 3, ceil(V / PEAK_TILE)]: number, mean and squared deviations of a tile's finite logits (top-n-sigma)
@@ -32,7 +32,7 @@ class SelectScratch:
     group_tops: Tensor  # float32[n, ceil(V / GROUP)]: maxima of groups (top-k or top-p)
     tile_masses: Tensor  # int64[n, ceil(V / TALLY_TILE)]: masses of tiles (neither top-k nor top-p)
     counts: Tensor  # int32[n, ROUNDS, PIVOTS]: tokens up to each pivot (top-p without top-k)
-    masses: Tensor  # int64[n, ROUNDS, PIVOTS]: their masses
+    masses: Tensor  # int64[n, ROUNDS, PIVOTS]: masses of these tokens
     pivots: Tensor  # int32[n, PIVOTS]: pivots of the last round
     near_groups: Tensor  # int32[n, CANDIDATES]: groups that have candidates
     candidate_keys: Tensor  # int32[n, CANDIDATES]
@@ -41,7 +41,7 @@ class SelectScratch:
     @classmethod
     def of(cls, max_rows: int, vocab_size: int, device: torch.device) -> SelectScratch:
         if not 0 < vocab_size <= MAX_VOCAB:
-            raise ValueError(f"a vocabulary of {vocab_size} tokens; 1 to {MAX_VOCAB} can be sampled from")
+            raise ValueError(f"the vocabulary has {vocab_size} tokens; sampling supports 1 to {MAX_VOCAB}")
 
         def make(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty((max_rows, *shape), dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""Draws from many tokens by one program that reads the whole row several times.
+"""Draws from many tokens. One program reads the whole row several times.
 
-It narrows the bracket (see select_rounds) until one key is left in it, for top-k and then for top-p. The draw then walks
-through the row.
+It narrows the bracket (see select_rounds) until one key is left in it, first for top-k and then for top-p. The draw then reads
+the row in the order of the ids.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def search(
     source, vocab_size, peak, temperature, by_mass, goal, low, high, count_low, mass_low, count_high, mass_high,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Narrows the bracket until it contains `high` only."""
+    """Narrows the bracket until `high` is the only key in it."""
     while high - low > 1:
         short = goal - tl.where(by_mass != 0, mass_low, count_low)
         excess = tl.where(by_mass != 0, mass_high, count_high) - goal
@@ -58,12 +58,13 @@ def search(
 def cut_row(
     source, vocab_size, peak, temperature, near, slot_params, slot, kind, counts, masses, last_pivots, TILE: tl.constexpr
 ):  # fmt: skip
-    """Returns (limit, quota, mass) of a row: the bound of its cuts and the mass that they leave.
+    """Returns (limit, quota, mass) of a row.
 
-    The cuts leave the keys below limit and, at limit, the quota of lowest ids.
+    After the cuts, the tokens with keys below `limit` remain and, of the tokens with key `limit`, the `quota` lowest ids. `mass`
+    is the mass of all these tokens.
 
     Args:
-        near: the last key that top-n-sigma leaves.
+        near: the largest key that remains after top-n-sigma.
         counts: int32[ROUNDS, PIVOTS] of the row, if kind is NUCLEUS.
         masses: int64[ROUNDS, PIVOTS] of the row, if kind is NUCLEUS.
         last_pivots: int32[PIVOTS], pivots of the last round.
