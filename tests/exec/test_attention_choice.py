@@ -66,8 +66,8 @@ def test_auto_chooses_our_kernels_without_cuda() -> None:
 
 def test_auto_chooses_flashinfer_when_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     with_flashinfer(monkeypatch)
-    assert chosen("auto", CUDA) == ("flashinfer", ["attention: flashinfer, because it is installed and serves this model"])
-    assert chosen("flashinfer", CUDA) == ("flashinfer", ["attention: flashinfer, as asked for"])
+    assert chosen("auto", CUDA) == ("flashinfer", ["attention: flashinfer, because it is installed and supports this model"])
+    assert chosen("flashinfer", CUDA) == ("flashinfer", ["attention: flashinfer, as configured"])
 
 
 def test_deterministic_mode_chooses_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +99,14 @@ def test_auto_chooses_triton_when_flashinfer_is_unsupported(
     with_flashinfer(monkeypatch, failure)
     name, told = chosen("auto", CUDA, shape, dtype)
     assert name == "triton" and len(told) == 1 and reason in told[0] and "\n" not in told[0]
-    with pytest.raises(ValueError, match="attention back end flashinfer cannot be had: .*" + reason):
+    with pytest.raises(ValueError, match="attention back end flashinfer is not available: .*" + reason):
         chosen("flashinfer", CUDA, shape, dtype)
 
 
 def test_auto_logs_a_failed_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     name, told = chosen("auto", CUDA)
-    assert name == "triton" and "flashinfer cannot be had: ModuleNotFoundError: " in told[0]
+    assert name == "triton" and "flashinfer is not available: ModuleNotFoundError: " in told[0]
     with pytest.raises(ValueError, match="ModuleNotFoundError"):
         chosen("flashinfer", CUDA)
 
@@ -119,7 +119,7 @@ def test_auto_raises_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("name", "device"), [("triton", CUDA), ("torch", CUDA), ("torch", CPU)])
 def test_named_back_end_is_chosen(name: str, device: torch.device) -> None:
-    assert chosen(name, device) == (name, [f"attention: {name}, as asked for"])
+    assert chosen(name, device) == (name, [f"attention: {name}, as configured"])
 
 
 @pytest.mark.parametrize(

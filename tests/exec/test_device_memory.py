@@ -339,7 +339,7 @@ def test_profile_names_the_steps(folder: Path, tmp_path: Path) -> None:
 
 def test_build_refuses_unusable_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device, message in (("meta", "no device that steps can run on"), ("cuda:0", "no GPU for cuda:0")):
+    for device, message in (("meta", "steps cannot run on the device meta"), ("cuda:0", "no GPU for cuda:0")):
         options = DeviceOptions(device=device)
         with pytest.raises(NoDevice, match=message):
             build_device_executor(str(folder), "auto", PAGE_SIZE, SLOTS, PAGES, 0.5, None, options, lambda _: None)

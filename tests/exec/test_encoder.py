@@ -187,7 +187,7 @@ def test_model_without_a_head_refuses_generation(name: str, tmp_path: Path) -> N
     FOLDERS[name].build(tmp_path)
     with serving(tmp_path) as (driver, info):
         assert not info.generates
-        with pytest.raises(ExecutorError, match="gives vectors and no tokens"):
+        with pytest.raises(ExecutorError, match="computes vectors and samples no tokens"):
             driver.prefill([Sequence([5, 6, 7], 0, greedy(1))])
 
 

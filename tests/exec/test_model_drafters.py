@@ -252,11 +252,11 @@ def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
     told = {
         ("draft", str(draft)): "it has 100 tokens and the model 257",
         ("draft", ""): "needs --speculative-draft-model-path",
-        ("eagle3", str(draft)): "LlamaForCausalLM, and no EAGLE-3 head",
+        ("eagle3", str(draft)): "LlamaForCausalLM; that of an EAGLE-3 head",
         ("eagle3", str(pickled)): "is for a model of 100 tokens",
         ("mtp", ""): "no layer for multi-token prediction",
         ("mtp", str(draft)): "no layer for multi-token prediction",
-        ("ngram", str(draft)): "means nothing to --speculative-algorithm ngram",
+        ("ngram", str(draft)): "has no effect with --speculative-algorithm ngram",
     }
     for (algorithm, path), words in told.items():
         with pytest.raises(ValueError, match=words):

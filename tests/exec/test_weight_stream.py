@@ -312,7 +312,7 @@ def test_stream_weights_names_the_tensor_when_a_file_is_truncated_during_the_rea
             with path.open("r+b") as file:
                 file.truncate(path.stat().st_size // 2)
 
-    with pytest.raises(CheckpointError, match=r"model\.safetensors ends within model\."):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated: it ends before the last byte of tensor model\."):
         streamed(broken, device, slab=Cutting)
 
 

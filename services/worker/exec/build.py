@@ -63,7 +63,7 @@ __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """Parts of an executor that replace the choice by its options. None leaves the choice to the options."""
+    """Parts of an executor that replace those chosen by its options. If a field is None, the options choose the part."""
 
     streams: Streams | None = None
 
@@ -121,8 +121,8 @@ def build_device_executor(
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
         logger.warning(
-            "the KV pool is smaller than the model's context, which is cut to it: set context_len to accept that, or raise"
-            " mem_fraction_static",
+            "the KV pool is smaller than the model's context, so that the context is reduced to the pool. Set context_len to"
+            " accept this, or raise mem_fraction_static",
             extra=fields(context_len=fitting, model_context=loaded.context_len),
         )
     info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
@@ -375,7 +375,7 @@ class _Assembly:
             self._contained(partial(graphs.capture, told))
 
     def _limit_graphs(self) -> None:
-        """Limits the tokens of extend rows in a graph: beyond the limits, a step without a graph is cheaper."""
+        """Sets the limits up to which a graph computes tokens of extend rows. Above them, a step without a graph is faster."""
         if not self.graph_rows:
             return
         rows, given = self.graph_rows[-1], self._parts.eager_cost
@@ -383,8 +383,8 @@ class _Assembly:
         limits = graph_limits(rows, cost, self._loaded.weight_bytes, self._loaded.kv_bytes_per_token)
         self.runner.graph_limits = limits
         self._progress(
-            f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph: known tokens join one that"
-            f" has room, as far as {limits.rereads} tokens of KV are read again"
+            f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph. A graph also computes known tokens if"
+            f" it has free rows and reads at most {limits.rereads} tokens of KV again"
         )
 
     def _contained(self, capture: Callable[[], None]) -> None:
@@ -420,8 +420,8 @@ class _Assembly:
         """Makes the mover of pages between tiers and workers.
 
         Returns:
-            The mover and the number of pages of the host tier. (None, 0) if the model has no KV, or if it has neither tiers nor
-            remote workers.
+            The mover and the number of pages of the host tier. (None, 0) if the model has no KV, or if the worker has neither
+            tiers nor remote workers.
 
         Raises:
             ValueError: a tier or the reader of remote workers cannot be opened.

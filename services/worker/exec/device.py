@@ -39,7 +39,7 @@ def device_of(name: str) -> torch.device:
         torch.cuda.set_device(found)  # set_device() needs a device with an index
         return found
     if device.type != "cpu":
-        raise NoDevice(f"{name} is no device that steps can run on; there are cuda and cpu")
+        raise NoDevice(f"steps cannot run on the device {name}; supported: cuda, cpu")
     return device
 
 

@@ -1,4 +1,4 @@
-"""Measures the extra cost of a decode step without a graph, in decode steps and in tokens of KV that could be read instead."""
+"""Measures the extra time of an eager step, which is a decode step that is launched kernel by kernel, without a graph."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ STEPS = 20  # steps per measurement
 
 
 def graph_limits(rows: int, eager_cost: float, weight_bytes: int, kv_bytes_per_token: int) -> GraphLimits:
-    """Returns the limits up to which a graph is cheaper than a step without one.
+    """Returns the limits up to which replaying a graph is faster than an eager step.
 
-    A decode step mainly reads the weights, so reading a token of KV takes kv_bytes_per_token / weight_bytes of its time. A graph
-    may read as many tokens again as take the time that a step without a graph costs in addition.
+    A decode step mainly reads the weights, so that reading a token of KV takes kv_bytes_per_token / weight_bytes of its time. The
+    limit of tokens that a graph may read again is the number of tokens that can be read in the extra time of an eager step.
 
     Args:
         rows: rows of the largest graph.
-        eager_cost: extra time of a step without a graph, in replayed steps.
+        eager_cost: extra time of an eager step, in multiples of a replayed step's time.
     """
-    assert rows > 0 and eager_cost >= 0, "a graph has rows, and a step without it is no quicker"
+    assert rows > 0 and eager_cost >= 0, "a graph has rows, and an eager step is not faster than its replay"
     readable = int(eager_cost * weight_bytes / kv_bytes_per_token) if kv_bytes_per_token else 0
     return GraphLimits(rows, readable, eager_cost)
 
 
 def measured_eager_cost(runner: DeviceRunner, rows: int) -> float:
-    """Returns the extra time of a step of `rows` rows that is launched kernel by kernel, in replayed steps.
+    """Returns the extra time of an eager step of `rows` rows, in multiples of a replayed step's time.
 
-    Steps are launched back to back, so that the host works while the device computes, as it does in service. Called on the
-    forward stream; waits for the device.
+    Launches steps without pauses, so that the host works while the device computes, as in normal operation. Called on the forward
+    stream. Waits for the device.
     """
-    assert runner.graphs is not None, "there is a graph to compare with"
+    assert runner.graphs is not None, "graphs are captured"
     graph, idle = runner.graphs.for_rows(rows), ForwardBatch.idle(runner.passes.capacity, rows)
-    assert graph is not None and graph.size == rows, "rows are a graph's"
+    assert graph is not None and graph.size == rows, "a graph has exactly this number of rows"
 
     def replayed() -> None:
         runner.attention.plan(AttentionBatch(idle.starts, idle.num_tokens, 0, graph.rows, graph=rows))

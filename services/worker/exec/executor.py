@@ -66,7 +66,7 @@ class DeviceExecutor:
         """Takes the parts.
 
         Args:
-            memory: releases and resumes memory, or None if memory cannot be released, because it could not be made again.
+            memory: releases and resumes memory, or None if memory cannot be released, because it could not be restored.
             on_lost: called once with a sentence if the device stops responding. The process must then be replaced.
             steps: launches steps, or None for the runner itself, which verifies no draft tokens.
             mover: moves pages between tiers and workers, or None without tiers and remote workers.
@@ -113,7 +113,7 @@ class DeviceExecutor:
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
         for operation in operations:
-            assert self._mover is not None, "pages are moved where there are tiers"
+            assert self._mover is not None, "only workers with tiers or remote workers have operations"
             self._mover.begin(operation)
 
     def facts(self) -> Sequence[Fact]:
@@ -232,7 +232,7 @@ class Releasable(Protocol):
     def release(self, parts: ReleaseMemory) -> None: ...
 
     def resume(self, parts: ResumeMemory) -> None:
-        """Allocates released parts again. Raises OperationRefused if that fails; the parts then stay released."""
+        """Allocates released parts again. If this fails, raises OperationRefused, and the parts stay released."""
 
 
 class Operator:

@@ -1,7 +1,7 @@
 """An executor without a model. Its KV is token ids, and the next token is a function of the KV that a row reads.
 
-A row that reads a wrong, stale or unwritten page therefore samples a wrong token. Reading a token from the relay that was never
-written raises. The time of a step is computed from its size and passes on the given clock.
+A row that reads a wrong, stale or unwritten page therefore samples a wrong token. If a step reads a token from the relay that was
+never written, it raises an exception. The time of a step is computed from its size and passes on the given clock.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ FAKE_EMBEDDING_SIZE = 4
 class TimeModel:
     """A linear model of the time of a step, in seconds.
 
-    A step takes base + per_prefill_token * extend tokens + per_row * rows + per_context_token * sum of the rows' lengths. If
-    graph_rows is not 0, a step that no graph can compute takes eager_step longer: one that admits a request, or one beyond
-    graph_rows or graph_rereads. KV that a graph reads again counts as context.
+    A step takes base + per_prefill_token * extend tokens + per_row * rows + per_context_token * sum of the rows' lengths. KV that
+    a graph reads again counts as context. If graph_rows is not 0, a step takes eager_step longer if no graph can compute it,
+    because it admits a request, or exceeds graph_rows or graph_rereads.
     """
 
-    base: float = 0.0  # seconds of any step; with graphs, of a replayed one
+    base: float = 0.0  # seconds of any step; with graphs, seconds of a replayed step
     per_prefill_token: float = 0.0
     per_row: float = 0.0
     per_context_token: float = 0.0
@@ -99,7 +99,7 @@ def hashed_token(context: I32, vocab_size: int) -> int:
 
 
 def first_allowed(token: int, mask: NDArray[np.uint32], vocab_size: int) -> int:
-    """Returns the first allowed token from `token` on, continuing at 0 after the last. `token` if the mask allows no token."""
+    """Returns the first allowed token from `token` on, continuing at 0 after the last token. If no token is allowed, `token`."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
     allowed = np.flatnonzero(np.roll(bits, -token))
     return (token + int(allowed[0])) % vocab_size if len(allowed) else token
@@ -219,13 +219,13 @@ class FakeExecutor:
                 if ids[0] < 0:
                     raise ExecutorError(f"step {plan.step_id}: slot {slot} gathers a token that was never sampled")
                 before, start = start, int(self.lengths[slot])
-                assert start <= before if len(plan.drafts) else start == before, "a row begins where the step before it ended"
+                assert start <= before if len(plan.drafts) else start == before, "a row begins where the previous step ended"
             self._write(slot, start, ids)
             if count > len(ids):
                 assert self._drafted_for[slot], "a request with draft tokens was admitted for drafting"
                 draft_tokens, predicted[row] = self._proposed(slot, self._read(slot, start + 1), count - 1)
                 self._write(slot, start + 1, draft_tokens)
-        assert at == len(plan.input_ids), "a token for every position of the extend rows"
+        assert at == len(plan.input_ids), "each position of an extend row has a token"
         begin = max(self._busy_until, self._clock())
         self._busy_until = begin + self._time.seconds(plan)
         counts = np.ones(plan.num_rows, dtype=np.int32)
@@ -249,7 +249,7 @@ class FakeExecutor:
         run = _own(run)
         plan = run.plan
         assert not run.sampled, "a step is sampled once"
-        assert masks.keys() <= set(plan.mask_rows.tolist()), "a mask for a row that asked for none"
+        assert masks.keys() <= set(plan.mask_rows.tolist()), "only mask rows have a mask"
         run.sampled = True
         tokens: list[int] = []
         for row in range(plan.num_rows):
@@ -486,10 +486,10 @@ class FakeExecutor:
     def _write(self, slot: int, start: int, ids: I32) -> None:
         positions = np.arange(start, start + len(ids))
         pages = self.page_table[slot, positions // self._page_size]
-        assert pages.min() >= 0, "a row writes where no plan has named a page"
+        assert pages.min() >= 0, "a row writes to pages that a plan has named"
         self.kv[pages, positions % self._page_size] = ids
 
     def _read(self, slot: int, length: int) -> I32:
         pages = self.page_table[slot, : -(-length // self._page_size)]
-        assert len(pages) and pages.min() >= 0, "a row reads where no plan has named a page"
+        assert len(pages) and pages.min() >= 0, "a row reads pages that a plan has named"
         return self.kv[pages].reshape(-1)[:length].copy()

@@ -30,7 +30,7 @@ class KernelSet:
 def _chosen(name: str, device: torch.device) -> str:
     """Returns triton, cpp or torch for a name, which may also be auto. Raises ValueError for an unknown name."""
     if name not in (AUTO, TRITON, CPP, TORCH):
-        raise ValueError(f"there are no kernels named {name}; there are {AUTO}, {TRITON}, {CPP} and {TORCH}")
+        raise ValueError(f"there are no kernels named {name}; supported: {AUTO}, {TRITON}, {CPP}, {TORCH}")
     return name if name != AUTO else TRITON if device.type == "cuda" else CPP
 
 
@@ -52,7 +52,7 @@ def layer_kernels(
         return load_kernels(num_threads, dtype, deterministic)
     if chosen == TORCH:
         if deterministic:
-            raise ValueError("torch's kernels are not deterministic: the sums of a row depend on how many rows a step has")
+            raise ValueError("torch's kernels are not deterministic: the sums of a row depend on the number of rows of a step")
         return reference
     from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 

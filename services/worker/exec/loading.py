@@ -34,7 +34,7 @@ from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest,
 
 MODULES = "modules.json"
 KINDS = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
-LEGACY = {  # switches of older files
+LEGACY = {  # names of switches in older files
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "lasttoken",
@@ -83,7 +83,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
 
 
 def _refuse_by_config(request: LoadRequest, config: Any) -> None:
-    """Refuses a model of transformers before its weights are opened. Raises UnsupportedModel."""
+    """Refuses an unsupported model of transformers by its config, before its weights are opened. Raises UnsupportedModel."""
     from rootstock_llm.services.worker.exec.models.encoder import is_encoder
     from rootstock_llm.services.worker.exec.models.transformers_check import refuse_by_config
     from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
@@ -93,10 +93,10 @@ def _refuse_by_config(request: LoadRequest, config: Any) -> None:
 
 
 def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:
-    """Loads the folder's present contents. Raises as load_model(), and CheckpointError for a model of another shape."""
+    """Loads the folder's present contents. Raises the errors of load_model(), and CheckpointError for another shape."""
     again = load_model(request)
     if again.shape != shape:
-        raise CheckpointError(f"{request.folder} holds a model of another shape than this worker started with")
+        raise CheckpointError(f"{request.folder} has a model of another shape than the one with which this worker started")
     return again
 
 
@@ -113,8 +113,8 @@ def _native(opened: _Opened, config: DenseConfig) -> LoadedModel:
     read = partial(ARCHITECTURES[config.architecture].read, config=config)
     model = opened.target.weights(opened.checkpoint, read, opened.dtype, opened.kernels, request.progress, request.phases)
     context = opened.context(config.max_position_embeddings)
-    num_positions = (-(-context // request.page_size) + 1) * request.page_size  # positions that a slot's pages hold
-    assert 0 < context < num_positions, "the table has a row for each position of each page"
+    num_positions = (-(-context // request.page_size) + 1) * request.page_size  # for a slot's pages
+    assert 0 < context < num_positions, "the table has a row for each position of a slot's pages"
     cos_sin = rope_table(config.rope, config.head_dim, num_positions).to(opened.target.device)
     return LoadedModel(
         model=Decoder(model, cos_sin, opened.kernels.paged_attention),

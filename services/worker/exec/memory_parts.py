@@ -49,7 +49,7 @@ class MemoryParts:
         return_memory(self.runner.streams.device)
 
     def resume(self, parts: ResumeMemory) -> None:
-        """Makes the parts again.
+        """Loads and allocates the parts again.
 
         Raises:
             OperationRefused: loading, allocation or capture failed. The parts are then released and can be resumed later.
@@ -57,7 +57,7 @@ class MemoryParts:
         refusal = ""
         try:
             self._resume(parts)
-        except Exception as error:  # any exception: loaders raise many kinds, and graphs need memory, too
+        except Exception as error:  # any exception, because loaders raise many types, and graphs may run out of memory
             refusal = f"cannot resume: {error}"
         if refusal:  # outside of the handler, because the error's traceback refers to tensors made so far
             self.release(ReleaseMemory(kv=parts.kv, weights=parts.weights))

@@ -16,7 +16,7 @@ from rootstock_llm.services.worker.exec.pools.kv_pool import LayerKV, PoolTooSma
 from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner
 from rootstock_llm.services.worker.exec.streams.returned_memory import return_memory
 
-RESERVE = 512 << 20  # bytes of the device that stay free, because libraries allocate some at any time
+RESERVE = 512 << 20  # bytes of the device that stay free, because libraries allocate memory at any time
 PARTS = ("weights", "activation_peak", "graphs", "workspace")
 
 
@@ -29,7 +29,7 @@ class PoolNeeds:
     page_size: int  # tokens
     context_len: int  # tokens that the pool must hold
     weight_bytes: int  # resident weights
-    fixed_bytes: int  # buffers that are kept from step to step
+    fixed_bytes: int  # buffers that stay allocated from step to step
 
     @property
     def page_bytes(self) -> int:
@@ -85,7 +85,7 @@ class DeviceMemoryUse:
     weights: int  # resident weights
     activation_peak: int  # activations of the largest step, above the weights
     graphs: int  # all captured graphs
-    workspace: int  # buffers that are kept from step to step, such as those of attention back ends
+    workspace: int  # buffers that stay allocated from step to step, such as those of attention back ends
     held_now: tuple[str, ...] = ("weights",)  # names of the allocated parts
 
     @property
@@ -106,7 +106,7 @@ class DeviceMemoryUse:
 
 
 def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int) -> int:
-    """Returns the bytes that are left for keys and values, 0 or more.
+    """Returns the number of bytes for the KV pool, 0 or more.
 
     Args:
         mem_fraction_static: share of the device's memory that all users together may have: our parts, the pool and `elsewhere`.
@@ -114,7 +114,7 @@ def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int
     """
     budget = min(int(use.total * mem_fraction_static), use.total - reserve)
     left = max(0, budget - use.elsewhere - use.own)
-    assert left + use.own <= max(budget, use.own), "the pool takes what the others leave"
+    assert left + use.own <= max(budget, use.own), "pool and parts do not exceed the budget"
     return left
 
 
@@ -152,7 +152,7 @@ def _mib(num_bytes: int) -> str:
 def profile_peak(run: Callable[[], None], device: torch.device, probe: MemoryProbe | None = None) -> int:
     """Calls `run` and returns the peak of allocated bytes above those allocated before; 0 on a CPU.
 
-    Memory that `run` allocates and keeps counts. Fragments that the allocator holds in addition to tensors do not count.
+    Memory that `run` allocates and does not free counts, too. Memory of the allocator without tensors does not count.
     """
     memory = probe or probe_of(device)
     memory.synchronize()

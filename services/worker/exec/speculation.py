@@ -36,7 +36,7 @@ class LoadedDraft:
     """A loaded draft model, or the sizes of a drafter without a model."""
 
     model: DraftModel | None = None  # the model, or None for a drafter without one
-    kept: tuple[int, ...] = ()  # layers of the target whose input the draft model reads, see Decoder
+    kept: tuple[int, ...] = ()  # layers of the target whose inputs the draft model reads, see aux_layers of Decoder
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
 
@@ -69,11 +69,11 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
             f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path, or a folder {beside} next to the model's"
         )
     if path and algorithm in (NONE, NGRAM):
-        raise ValueError(f"--speculative-draft-model-path means nothing to --speculative-algorithm {algorithm}")
+        raise ValueError(f"--speculative-draft-model-path has no effect with --speculative-algorithm {algorithm}. Remove it.")
     if algorithm in (NONE, NGRAM):
         return NO_DRAFT
     if algorithm not in (DRAFT, EAGLE3, MTP):
-        raise ValueError(f"there is no speculative algorithm {algorithm}")
+        raise ValueError(f"--speculative-algorithm {algorithm} is unknown")
     with request.phases.timed("draft"):
         if algorithm == DRAFT:
             dtype = str(target.dtype).removeprefix("torch.")  # the dtype of the pools
@@ -167,7 +167,7 @@ class Drafting:
             self._drafter.rehearse(num_tokens, self.read(target, num_tokens))
 
     def waiting(self, target: CausalModel, num_slots: int) -> Kept:
-        """Allocates the largest hidden states that num_slots slots may keep while no draft tokens are wanted."""
+        """Allocates the largest hidden states that num_slots slots may store while no draft tokens are requested."""
         return tuple(each.new_empty((num_slots * MOST_PENDING, each.shape[1])) for each in self.read(target, 1))
 
     def drop(self, parts: ReleaseMemory) -> None:

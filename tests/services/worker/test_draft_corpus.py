@@ -105,6 +105,6 @@ def test_corpus_is_refused_when_missing_too_large_or_unused(
     assert corpus_of(write("a.txt", b"y" * (1 << 20)), 1 << 20) == "y" * (1 << 20)
     with pytest.raises(ValueError, match="larger than 1 MiB"):
         corpus_of(write("a.txt", b"y" * ((1 << 20) + 1)), 1 << 21)
-    with pytest.raises(ValueError, match="means nothing to --speculative-algorithm eagle3"):
+    with pytest.raises(ValueError, match="has no effect with --speculative-algorithm eagle3"):
         corpus_of(write("a.txt", b"y"), algorithm="eagle3")
     assert draft_corpus(WorkerSettings(), lambda: letters) is None

@@ -49,10 +49,10 @@ def choose_attention(
     if name == FLASHINFER:
         made = _flashinfer(shape, device, dtype, kernels, log)
         if isinstance(made, str):
-            raise ValueError(f"attention back end flashinfer cannot be had: {made}")
-        log("attention: flashinfer, as asked for")
+            raise ValueError(f"attention back end flashinfer is not available: {made}")
+        log("attention: flashinfer, as configured")
         return made
-    log(f"attention: {name}, as asked for")
+    log(f"attention: {name}, as configured")
     return _triton(shape, device) if name == TRITON else KernelAttention(reference, TORCH)
 
 
@@ -60,7 +60,7 @@ def _deterministic(name: str, shape: AttentionShape, device: torch.device, kerne
     """Returns the back end of deterministic mode. Raises ValueError if another one is required."""
     ours = AUTO if device.type != "cuda" else TRITON
     if name not in (AUTO, ours):
-        raise ValueError(f"attention back end {name} is not deterministic: where it splits keys depends on the step")
+        raise ValueError(f"attention back end {name} is not deterministic: its splits of keys depend on the step")
     log("attention: our kernels, with sums in a fixed order")
     return KernelAttention(kernels) if ours == AUTO else _triton(shape, device, deterministic=True)
 
@@ -73,9 +73,9 @@ def _automatic(
         return KernelAttention(kernels)
     made = _flashinfer(shape, device, dtype, kernels, log)
     if isinstance(made, str):
-        log(f"attention: triton, because flashinfer cannot be had: {made}")
+        log(f"attention: triton, because flashinfer is not available: {made}")
         return _triton(shape, device)
-    log("attention: flashinfer, because it is installed and serves this model")
+    log("attention: flashinfer, because it is installed and supports this model")
     return made
 
 

@@ -85,9 +85,9 @@ class FlashInferAttention:
         self._parts: tuple[_Part, ...] = ()
 
     def prepare(self, log: Callable[[str], None]) -> None:
-        """Makes the library load the kernels of every kind of step, and compile them first if that was never done (minutes).
+        """Makes the library load the kernels of every kind of step. Missing kernels are compiled first, which takes minutes.
 
-        It waits for the device and must be called before the first step.
+        Waits for the device. Must be called before the first step.
         """
         for kind, num_tokens, num_extend in ((EXTEND, [2], 1), (MIXED, [2, 1], 1), (DECODE, [1], 0)):
             if len(num_tokens) <= self._shape.max_rows and sum(num_tokens) <= self._shape.max_tokens:
@@ -99,7 +99,7 @@ class FlashInferAttention:
 
     def plan(self, batch: AttentionBatch) -> None:
         rows, slot = len(batch.starts), self._ring.take()
-        assert rows <= self._shape.max_rows, "more rows than the largest step has"
+        assert rows <= self._shape.max_rows, "a step has at most max_rows rows"
         columns = fill(slot.columns, batch.starts, batch.num_tokens, self._shape.page_size)
         self._pages.columns[: 2 * rows + 1].copy_(slot.columns[: 2 * rows + 1], non_blocking=True)
         pages = self._pages.step(rows, columns.num_pages)
@@ -221,7 +221,7 @@ def rehearse(
 
     Args:
         num_tokens: tokens of each row.
-        num_extend: number of extend rows, which are the first ones.
+        num_extend: number of extend rows, which come first.
     """
     rows, tokens = len(num_tokens), sum(num_tokens)
     zeros = torch.zeros(rows, dtype=torch.int32, device=device)

@@ -34,9 +34,9 @@ def check(shape: AttentionShape, dtype: torch.dtype) -> None:
     if shape.head_dim not in HEAD_DIMS:
         raise Unsupported(f"its kernels exist for head sizes {HEAD_DIMS}, not for {shape.head_dim}")
     if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
-        raise Unsupported(f"{shape.num_heads} query heads cannot share {shape.num_kv_heads} key/value heads evenly")
+        raise Unsupported(f"{shape.num_heads} query heads are not a multiple of {shape.num_kv_heads} key/value heads")
     if shape.page_size < 1:
-        raise Unsupported(f"a page of {shape.page_size} tokens holds nothing")
+        raise Unsupported(f"a page of {shape.page_size} tokens has no tokens")
     if shape.max_rows > MAX_ROWS:
         raise Unsupported(f"its buffers hold {MAX_ROWS} rows, not {shape.max_rows}")
 

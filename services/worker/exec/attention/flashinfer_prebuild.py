@@ -162,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--archs",
         required=True,
-        help="GPU architectures, as in 8.0,9.0a,10.0f; GPUs of other architectures cannot use the modules",
+        help="GPU architectures, such as 8.0,9.0a,10.0f; GPUs of other architectures cannot use the modules",
     )
     parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)))
     parser.add_argument("--dtypes", default=",".join(DTYPES_BY_NAME))

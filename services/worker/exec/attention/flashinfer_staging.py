@@ -1,7 +1,7 @@
 """Host memory from which a plan's columns and schedules are copied to the device while the host continues.
 
-The copies of a slot are in flight until the stream has passed the slot's event. A slot is reused only after that; if no slot is
-free, the ring gets another one. So the host never waits, and no copy reads data of a later plan.
+The copies of a slot are in flight until the stream has passed the slot's event. A slot is reused only after that. If no slot is
+free, the ring gets another slot. The host therefore never waits, and no copy reads data of a later plan.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StagingRing:
         return len(self._slots)
 
     def take(self) -> StagingSlot:
-        """Returns a free slot for the next plan, the oldest first. Adds a slot if all are in use."""
+        """Returns the oldest free slot for the next plan. Adds a slot if all slots are in use."""
         for step in range(len(self._slots)):
             index = (self._next + step) % len(self._slots)
             slot = self._slots[index]

@@ -1,8 +1,8 @@
 """Creates FlashInfer's wrappers for our pools and plans them without blocking the host.
 
-A plan's inputs for the host are in host memory, and the inputs of its kernels are already on the device. The library then copies
-nothing back and nothing from pageable memory. The library copies a plan's schedule to the device from a host buffer of its own,
-which the next plan would overwrite while the copy may still be pending. lend_schedule() replaces that buffer by one of ours.
+The inputs of a plan are in host memory, and the inputs of its kernels are already on the device. The library therefore copies
+nothing to the host, and nothing from pageable memory. It copies a plan's schedule to the device from a host buffer, which the
+next plan would overwrite although the copy may be pending. lend_schedule() replaces this buffer by a buffer of the present step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PageMemory:
         return self.columns[rows + 1 : 2 * rows + 1]
 
     def step(self, rows: int, num_pages: int) -> StepPages:
-        assert 2 * rows + 1 <= len(self.columns) and num_pages <= len(self.indices), "more than the largest step has"
+        assert 2 * rows + 1 <= len(self.columns) and num_pages <= len(self.indices), "the step exceeds the largest step"
         return StepPages(self.kv_indptr(rows), self.last_page_len(rows), self.indices[:num_pages])
 
 
@@ -41,7 +41,7 @@ class StepPages:
 
     kv_indptr: Tensor  # int32[R + 1]
     last_page_len: Tensor  # int32[R]
-    indices: Tensor  # int32[N], always of the whole step
+    indices: Tensor  # int32[N], page ids of all rows of the step, even if the other fields are those of some rows
 
     def tail(self, rows: int) -> StepPages:
         assert rows <= len(self.last_page_len), "more rows than there are"

@@ -68,7 +68,7 @@ class TritonAttention:
     def attend(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
-        assert len(out) == len(qkv) and k_pool.shape[0] == v_pool.shape[0], "one step's tokens, one pool's pages"
+        assert len(out) == len(qkv) and k_pool.shape[0] == v_pool.shape[0], "the tensors are those of one step and one pool"
         itemsize = qkv.element_size()
         heads = self._heads[itemsize]
         if (itemsize, window) not in self._launches:

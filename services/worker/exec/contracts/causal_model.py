@@ -1,7 +1,7 @@
 """Declares the models that the model runner runs.
 
-One thread at a time calls a model. A model holds no state of requests. Letters in shapes: T tokens of the step's ragged batch, W
-wanted tokens, H hidden size, V vocabulary size.
+One thread at a time calls a model. A model has no state of requests. Letters in shapes: T tokens of the step's ragged batch, W
+tokens whose states or logits are requested, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class NoVocabulary(RuntimeError):
 
 
 class TokenModel(Protocol):
-    """A model that gives a vector per token: an encoder, or a causal model without its vocabulary projection."""
+    """A model that computes a vector per token: an encoder, or a causal model without its vocabulary projection."""
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         """Computes all tokens of the step. A causal model writes their keys and values to the pool at rows.locations.
@@ -42,10 +42,9 @@ class CausalModel(TokenModel, Protocol):
     """A model that also predicts the next token."""
 
     def logits(self, wanted: Tensor) -> Tensor:
-        """Returns float32[W, V], the logits of the tokens that follow the wanted ones.
+        """Returns float32[W, V], the logits for the token after each of the wanted tokens.
 
-        The result is valid until the next call of logits() or forward(). A caller that computes several pieces reads each piece
-        before it requests the next one.
+        The result is valid until the next call of logits() or forward().
 
         Args:
             wanted: int64[W], indices into the T tokens.

@@ -1,8 +1,8 @@
-"""Declares the drafter, which proposes the next tokens of a slot, and the model that a drafter may compute them with.
+"""Declares the drafter, which proposes draft tokens for a slot, and the draft model that a drafter may use.
 
-Draft tokens change the speed of decoding and never its output. A draft model keeps one entry per position of a slot: its own KV.
-Entries are in a pool of the draft model whose pages have the numbers of the target's pages. One thread at a time calls the
-model, which holds no state of requests. Letters in shapes: T tokens of a pass, W wanted tokens, H hidden size.
+Draft tokens change the speed of decoding and never its output. An entry is the draft model's KV for one position of a slot.
+Entries are in a separate pool, whose page ids are those of the target model's pool. One thread at a time calls the draft model,
+which has no state of requests. Letters in shapes: T tokens of a pass, W tokens whose draft tokens are requested, H hidden size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ Kept = tuple["Tensor", ...]  # hidden states of the target, one tensor per layer
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Positions start .. start + count - 1 of a slot, whose KV the target has computed."""
+    """The positions start .. start + count - 1 of a slot, whose KV the target model has computed."""
 
     slot: int
     start: int
     count: int
-    # [count, H] each, owned by the receiver, None if the step ran in several passes, or if the drafter reads no states
+    # Hidden states of the positions, [count, H] each, owned by the receiver; or None if the step ran in several passes, or if the
+    # drafter reads no hidden states.
     kept: Kept | None
-    given: bool  # the tokens are from the plan and were not sampled
+    given: bool  # whether the plan had the tokens; otherwise they were sampled
 
 
 class Drafter(Protocol):
@@ -42,12 +43,13 @@ class Drafter(Protocol):
     have the order of the methods below. There is one exception: sampled() and the second computed() of a step may follow the
     begin() of the next step, if that step requests no draft tokens.
 
-    Drafter and target share the page table: a page holds the drafter's entries for the tokens whose KV the target has in it. If
-    the request in a slot wants no draft tokens, the drafter gets no calls for the slot until another request is admitted to it.
+    Drafter and target share the page table: the drafter's page of an id has the entries for the same tokens as the target's page
+    of this id. If the request in a slot gets no draft tokens, the drafter gets no calls for the slot until another request is
+    admitted to it.
     """
 
     def begin(self) -> None:
-        """Prepares for a step. Slots and pages are still those of the step before."""
+        """Prepares for a step. Slots and pages are still those of the previous step."""
 
     def admit(self, slot: SlotParams) -> None:
         """Replaces the request in a slot. The history of the new request becomes the slot's text."""
@@ -56,9 +58,7 @@ class Drafter(Protocol):
         """Sets the slot's tokens from position `start` on to `ids`, and drops the tokens after them."""
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Returns draft tokens per slot.
-
-        The page table already has the pages for them.
+        """Returns draft tokens per slot. The page table already has the pages for them.
 
         Args:
             wanted: largest number of draft tokens per slot.
@@ -68,13 +68,15 @@ class Drafter(Protocol):
         """Returns whether the slot's last draft tokens are from the client's prediction."""
 
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
-        """Appends sampled tokens to the slot's text. All of them but the last equal the draft tokens."""
+        """Appends sampled tokens to the slot's text. All sampled tokens except the last equal the draft tokens."""
 
     def computed(self, rows: Sequence[Computed]) -> None:
         """Reports positions that the target has computed.
 
-        It is called twice per step: with the rows whose tokens the plan gave, as soon as sampling is launched; and with the other
-        rows, as soon as their sampled tokens are on the host.
+        It is called twice per step:
+
+        1. with the rows whose tokens are in the plan, as soon as sampling is launched
+        2. with the other rows, as soon as their sampled tokens are on the host
         """
 
 
@@ -98,12 +100,12 @@ class DraftModel(Protocol):
         """
 
     def entry(self, kept: tuple[Tensor, ...]) -> Tensor | None:
-        """Returns the input states [T, H] for the hidden states that the target kept of T tokens, None if shift is 0."""
+        """Returns the input states [T, H] for `kept`, hidden states of T tokens of the target, or None if shift is 0."""
 
     def draft(self, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the most likely tokens after wanted entries of the last pass, and the states for the entries of these tokens.
+        """Returns the most likely token after each of the wanted tokens of the last pass, and the input states for their entries.
 
-        Tokens are int64[W], states [W, H] or None if shift is 0. Both are valid until the next pass.
+        The tokens are int64[W]. The states are [W, H], or None if shift is 0. Both are valid until the next pass.
 
         Args:
             wanted: int64[W], indices into the T tokens of the pass.

@@ -12,14 +12,14 @@ class LoadedInfo:
     architecture: str
     context_len: int  # tokens, prompt and output together
     vocab_size: int
-    eos_token_ids: tuple[int, ...]  # EOS tokens in the config, as the executor sets them; engine.py adds those in other files
-    num_pages: int  # pages of the KV pool, which holds num_pages * page_size tokens
+    eos_token_ids: tuple[int, ...]  # EOS tokens of config.json; engine.py adds the EOS tokens of other files
+    num_pages: int  # pages of the KV pool, which has num_pages * page_size tokens
     page_size: int  # tokens
     dtype: str  # dtype of weights and KV
-    weight_bytes: int  # resident bytes, packed copies included
+    weight_bytes: int  # resident bytes, including packed copies
     kv_bytes_per_token: int  # keys and values of all layers
     generates: bool = True  # the model has a vocabulary projection, so that tokens can be sampled
-    embedding_size: int = 0  # numbers in an embedding; 0 if the model gives no embeddings
+    embedding_size: int = 0  # dimensions of an embedding; 0 if the model computes no embeddings
     needs_whole_prompt: bool = False  # each prompt must be one row of one step, without a cached prefix (encoders)
     # an embedding may use a cached prefix (last-token pooling); otherwise the whole prompt is computed, in chunks if needed
     pooling_reuses_prefix: bool = True
@@ -27,13 +27,13 @@ class LoadedInfo:
     graph_rows: tuple[int, ...] = ()  # numbers of rows for which decode graphs are captured, rising
     graph_rereads: int = 0  # GraphLimits.rereads
     eager_step_cost: float = 0.0  # GraphLimits.eager_cost
-    # fingerprint of everything but the weights that decides a result's bits; "" if a row's bits depend on its batch
+    # fingerprint of everything except the weights that determines a result's bits; "" if a row's bits depend on its batch
     numerics: str = ""
     max_drafts: int = 0  # largest number of draft tokens in a decode row; 0 without a drafter
     drafts_by_model: bool = False  # a model drafts, and computes an entry for every token
-    host_pages: int = 0  # pages of the host tier; 0 without one
+    host_pages: int = 0  # pages of the host tier; 0 if there is no host tier
     has_storage: bool = False  # there is a storage tier below the host tier
-    kv_layout: str = ""  # two workers can exchange pages if this text is equal
+    kv_layout: str = ""  # two workers can exchange pages if they have the same kv_layout
     reads_peers: bool = False  # the worker reads KV from remote workers
     kv_port: int = 0  # port at which remote workers read this worker's KV; 0 for none
 

@@ -52,4 +52,4 @@ Operation = ReleaseMemory | ResumeMemory | StartProfile | StopProfile | DeleteSt
 
 
 class OperationRefused(RuntimeError):
-    """Raised if the executor cannot run an operation, or cannot run it in its present state. The message is for the operator."""
+    """Raised if the executor cannot run an operation, in general or in its present state. The message is for the operator."""

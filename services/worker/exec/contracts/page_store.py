@@ -19,7 +19,7 @@ class Written:
 
     stored: tuple[bytes, ...]  # page keys that the write added to the store
     dropped: tuple[bytes, ...]  # page keys that the store evicted to make space
-    held: int = 0  # pages of the write that the store already had, for example from another worker, and still has
+    held: int = 0  # number of pages of the write that were in the store before, for example from another worker, and still are
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class StoreCounts:
 class PageStore(Protocol):
     """A store of KV pages, called from one thread at a time.
 
-    A call takes as long as the disk or the server. A caller that cannot wait runs the store on a thread of its own. No call
-    raises for a fault of the disk: an unreadable page counts as missing, and the fault is counted.
+    A call blocks for the disk or the server. A caller that must not block runs the store on a separate thread. A fault of the
+    disk raises no exception: an unreadable page counts as missing, and the fault is counted.
 
     A quota limits the bytes that the pages of one tag may take. Unsalted pages (UNSALTED) have no quota. A write beyond the quota
     first evicts the oldest pages of the same tag, and never a page of another tag for this reason.
@@ -59,9 +59,9 @@ class PageStore(Protocol):
         """Returns the page keys in the store, oldest first. Reads memory only; the result is valid until the next call."""
 
     def read(self, keys: Sequence[bytes], out: memoryview) -> int:
-        """Reads pages into `out`, one after another, and returns how many of the first pages are present and whole.
+        """Reads pages into `out`, one after another, and returns the number of pages before the first missing or damaged page.
 
-        It stops at the first missing or damaged page and forgets it. The bytes after the returned pages are undefined.
+        It forgets that page. The bytes of `out` after the returned pages are undefined.
 
         Args:
             keys: page keys.
@@ -72,9 +72,9 @@ class PageStore(Protocol):
         """Returns the page keys that reads have forgotten since the last call. The store does not have these pages."""
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> Written:
-        """Stores the pages from the first on, as many as the disk takes. Pages that the store already has are skipped.
+        """Stores the pages in order until the disk is full. Pages that the store already has are skipped.
 
-        A page that is reported as stored survives the death of the process.
+        A page that is reported as stored survives a crash of the process.
 
         Args:
             keys: page keys.
@@ -87,8 +87,8 @@ class PageStore(Protocol):
     def delete(self, which: Selection = ALL) -> Deleted:
         """Deletes the selected pages, and further pages that cannot be deleted separately, such as those in the same file.
 
-        Pages that an error keeps from being deleted are forgotten all the same; an unshared store forgets them until it is opened
-        again. The store retries their deletion before its next write and in every further deletion.
+        If an error prevents the deletion of a page, the store forgets the page nevertheless; a store that is not shared forgets
+        it until it is opened again. The store retries the deletion before its next write and in every further deletion.
         """
 
     def use(self) -> StorageUse: ...

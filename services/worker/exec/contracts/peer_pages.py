@@ -64,7 +64,7 @@ class PeerReader(Protocol):
 
 
 class RoomServer(Protocol):
-    """Serves the pages of this worker's KV reservations to remote workers, on threads of its own."""
+    """Serves the pages of this worker's KV reservations to remote workers, on separate threads."""
 
     @property
     def port(self) -> int:
@@ -74,7 +74,7 @@ class RoomServer(Protocol):
         """Opens a reservation, or extends an open one. Called on the loop's thread; does not block."""
 
     def shut(self, rooms: Sequence[KvReservation]) -> None:
-        """Closes reservations. No page that is copied later is sent; pages copied before may still be on their way."""
+        """Closes reservations. Pages that were copied before the call may still be sent; later copies are not sent."""
 
     def shut_all(self) -> None:
         """Closes all reservations and waits until no thread reads the pool."""

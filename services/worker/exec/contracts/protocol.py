@@ -36,8 +36,8 @@ class Executor(Protocol):
     def forward(self, plan: BatchPlan) -> Run:
         """Launches the forward pass.
 
-        It returns at once, unless draft positions depend on how many draft tokens the step before has accepted. The executor
-        reads the plan until wait() returns.
+        It returns at once, unless the positions of draft tokens depend on the number of draft tokens that the previous step
+        accepts. The executor reads the plan until wait() returns.
         """
 
     def draft_tokens(self, run: Run) -> DraftTokens:
@@ -54,8 +54,8 @@ class Executor(Protocol):
 
         Args:
             run: the launched step.
-            masks: uint32[ceil(V / 32)] for rows of plan.mask_rows. Token 32 w + i may be sampled if bit i of word w is set. A
-                mask row without a mask is sampled unmasked: its request has ended since the step was planned.
+            masks: uint32[ceil(V / 32)] for rows of plan.mask_rows. Token 32 w + i may be sampled if bit i of word w is set. If a
+                row of plan.mask_rows has no mask, because its request has ended since the plan, it is sampled without a mask.
             behind: uint32[n, ceil(V / 32)] for rows of plan.mask_rows: the masks of the positions after each of the row's first n
                 draft tokens. Further draft tokens of a mask row are not verified.
         """
@@ -70,7 +70,7 @@ class Executor(Protocol):
     def transfer(self, operations: Sequence[PageOperation]) -> None:
         """Begins operations on pages as soon as all steps launched before have ended. Returns at once.
 
-        It raises nothing; each operation ends in one fact.
+        It raises no exception. Each operation, including a failed one, is reported by one fact.
         """
 
     def facts(self) -> Sequence[Fact]:
@@ -100,7 +100,7 @@ class Executor(Protocol):
 
 
 class ExecutorError(RuntimeError):
-    """Raised if a step fails as a whole. Each of its requests must be ended or replayed."""
+    """Raised if all rows of a step fail. The caller must end or replay each request of the step."""
 
 
 @dataclass(slots=True)

@@ -22,12 +22,12 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """R rows of a forward pass, padding last, of which n sample a token.
+    """The columns of a forward pass: R rows, of which n sample a token. Padding rows are last.
 
     In a pass of a graph, R is the graph's size and the sample_* columns are padded to R.
     """
 
-    num_extend: int  # extend rows, which are the first ones
+    num_extend: int  # number of extend rows, which come first
     slots: I32  # [R], NOBODY for padding
     starts: I32  # [R], position of the row's first token
     num_tokens: I32  # [R]
@@ -46,12 +46,12 @@ class ForwardBatch:
 
         Args:
             samples: bool[rows], the rows that sample a token.
-            capacity: positions that the page table maps for a slot. A row whose request has ended may start beyond it, and is
-                moved inside.
+            capacity: number of positions that the page table maps for a slot. A row whose request has ended may start beyond it;
+                such a row is moved to lower positions.
         """
         counts = plan.num_tokens
         starts = np.minimum(plan.starts, capacity - counts)
-        assert len(counts) == len(plan.slots) == len(plan.starts) == len(samples), "columns of one plan are equally long"
+        assert len(counts) == len(plan.slots) == len(plan.starts) == len(samples), "the columns have equal lengths"
         rows = np.flatnonzero(samples)
         ends = np.cumsum(counts)
         assert len(plan.input_ids) == (ends[plan.num_extend - 1] if plan.num_extend else 0), "ids are those of the extend rows"
@@ -161,8 +161,8 @@ class ForwardBatch:
 
     def words(self) -> I32:
         """Returns the columns as one array for the upload."""
-        assert len(self.slots) == len(self.starts) == len(self.num_tokens) == len(self.offsets), "a row is in each column"
-        assert len(self.sample_slots) == len(self.sample_positions) == len(self.sample_indices), "so is a sample"
+        assert len(self.slots) == len(self.starts) == len(self.num_tokens) == len(self.offsets), "columns of equal lengths"
+        assert len(self.sample_slots) == len(self.sample_positions) == len(self.sample_indices), "columns of equal lengths"
         parts = (self.slots, self.starts, self.num_tokens, self.offsets)
         return np.concatenate((*parts, self.sample_slots, self.sample_positions, self.sample_indices))
 
@@ -187,9 +187,9 @@ class TakesNote(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputLogprobs:
-    """The log probabilities that sampled rows want.
+    """The log probabilities that the requests of sampled rows ask for.
 
-    They are copied, because the slot may change its request before the result comes.
+    The fields are copies, because another request may be admitted to the slot before the result arrives.
     """
 
     rows: I32  # indices into the sampled rows
@@ -209,10 +209,10 @@ class SampleBatch:
     logits: Tensor  # float32[>= n, V]
     inputs: SampleRows  # at least n rows; slots and positions are on the device already
     out: Tensor  # int32[2, rows of `inputs`]: sampled tokens and codes of faults
-    fixed: bool = False  # inputs and out belong to a CUDA graph, whose addresses must stay
-    readback: Readback | None = None  # the copy of `out` and of log probabilities; None before the launch
+    fixed: bool = False  # inputs and out belong to a CUDA graph, so that their addresses must not change
+    readback: Readback | None = None  # the copy of `out` and of log probabilities; unset before the launch
     wish: OutputLogprobs | None = None  # requested log probabilities, None if no row has such a request
-    pasts: Sequence[tuple[int, TakesNote]] = ()  # (index of a row, recorder of its tokens)
+    pasts: Sequence[tuple[int, TakesNote]] = ()  # (index of a row, object that counts the row's sampled token)
     broken: frozenset[int] = frozenset()  # slots whose sampling parameters could not be applied
 
     def __post_init__(self) -> None:
@@ -248,12 +248,12 @@ class Places:
     """
 
     order: I64  # int64[n], rows of the batch in this order
-    sizes: tuple[int, ...]  # rows at each index, never rising; the rows at index i + 1 continue the first rows at index i
+    sizes: tuple[int, ...]  # number of rows at each index, descending; the rows at index i + 1 continue the first rows at index i
     draft_tokens: I32  # int32[n - sizes[0]]: for each row after index 0, the draft token that the row before it must sample
 
     def __post_init__(self) -> None:
-        assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.draft_tokens), "each row stands at a place"
-        assert list(self.sizes) == sorted(self.sizes, reverse=True), "who has a token has one at each place before"
+        assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.draft_tokens), "each row is at one index"
+        assert list(self.sizes) == sorted(self.sizes, reverse=True), "a run with a token at an index has one at each lower index"
 
     @property
     def in_order(self) -> bool:
@@ -287,7 +287,7 @@ class PromptPiece:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows that end with their prompt and want log probabilities of labels after it."""
+    """Rows whose requests end with their prompt and ask for log probabilities of labels after it."""
 
     rows: I64  # int64[n], rows of the plan
     indices: I64  # int64[n], of each row's last token within the pass
@@ -307,12 +307,12 @@ class ScorePiece:
 class CudaGraph:
     """A captured decode step.
 
-    A captured kernel keeps addresses and no references. So the graph holds all tensors that existed before its capture, or their
-    memory would be reused.
+    A captured kernel has addresses and no references. This object therefore references all tensors that existed before the
+    capture, so that their memory is not reused.
     """
 
     size: int  # rows, padding included
-    words: Tensor  # copy target of the step's columns
+    words: Tensor  # int32, to which the step's columns are copied
     known: Tensor  # int32[size], token ids that the plan gives; -1 for a token from the relay
     ids: Tensor  # input token ids
     rows: RaggedRows  # inputs of the forward kernels

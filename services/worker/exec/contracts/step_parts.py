@@ -56,7 +56,7 @@ class StepLogprobs(Protocol):
         """
 
     def of_prompts(self, plan: BatchPlan) -> ScoredRows | None:
-        """Returns the rows whose last token ends a prompt that is scored, None if the plan has no such row."""
+        """Returns the rows that end a prompt whose request asks for a score, or None if the plan has no such row."""
 
     def score_sections(self, scored: ScoredRows) -> list[tuple[str, NDArray[np.generic]]]:
         """Returns the sections of an upload that measure_scores() reads."""
@@ -94,7 +94,7 @@ class StepLogprobs(Protocol):
             logits: float32[n, V].
             tokens: token per entry of `rows`.
             rows: indices of the rows to measure.
-            num_top: least number of most likely tokens to return.
+            num_top: smallest number of most likely tokens to return.
         """
 
 
@@ -105,7 +105,7 @@ class StepSampler(Protocol):
 
     @property
     def wishes(self) -> StepLogprobs:
-        """Log probabilities that the requests want."""
+        """The log probabilities that the slots' requests ask for."""
 
     @property
     def num_words(self) -> int:
@@ -126,10 +126,10 @@ class StepSampler(Protocol):
         """
 
     def follow(self, plan: BatchPlan) -> None:
-        """Records the tokens that the plan gives, for penalties."""
+        """Records the input tokens of the plan's extend rows, for penalties."""
 
     def fixed_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
-        """Returns inputs for a CUDA graph, whose addresses stay."""
+        """Returns inputs with constant addresses, for a CUDA graph."""
 
     def passing_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
         """Returns inputs for a single step."""

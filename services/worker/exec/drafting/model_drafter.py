@@ -2,8 +2,8 @@
 
 An entry is the draft model's KV for one position of a slot. The entries of a prompt are computed in the step after it. The
 entries of an output are computed when the next draft tokens are wanted, so steps without draft tokens cost almost nothing.
-Entries need not be right. An entry that is missing or belongs to another text (a page cached without drafting) only makes draft
-tokens worse.
+A missing or wrong entry (of another text, in a page that was cached without drafting) is no error; it only makes draft tokens
+worse.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool
 from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRing
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
-MOST_PENDING = 64  # entries of an output that may wait for the next draft tokens; more are computed in the next step
-UPLOAD_WORDS = 1 << 12  # words of a pass's upload; a larger pass enlarges the buffer, once
+# Largest number of entries of an output that wait until draft tokens are requested. If more wait, the next step computes them.
+MOST_PENDING = 64
+UPLOAD_WORDS = 1 << 12  # words of an upload buffer; the buffer is enlarged if a pass needs more
 
 
 @dataclass(slots=True)
@@ -126,7 +127,7 @@ class ModelDrafter:
         Args:
             kept: hidden states of the target, each [num_tokens, H].
         """
-        assert self.model is not None, "a model is rehearsed while it is there"
+        assert self.model is not None, "the model's memory is not released"
         whole = self.model.entry(tuple(each.clone() for each in kept)) if self._shift else None
         rows: list[_Entries] = []
         for first in range(0, num_tokens, self._max_context):
@@ -236,10 +237,11 @@ class ModelDrafter:
     def _drafted(self, rows: Sequence[_Entries], numbers: Sequence[int]) -> list[int]:
         """Computes the rows' entries and their draft tokens, with one wait for the device.
 
-        The first pass gives one draft token per row. Each further pass gives one for the first rows, those that want more.
+        The first pass computes one draft token per row. Each further pass computes one more draft token for the first rows, which
+        are those with the largest numbers.
 
         Args:
-            numbers: draft tokens wanted for each row, falling.
+            numbers: number of draft tokens of each row, descending.
 
         Returns:
             The draft tokens, pass by pass and in row order within a pass.
@@ -286,7 +288,7 @@ class ModelDrafter:
             The index of each row's last entry, int64[R].
         """
         assert self.model is not None and self.pool is not None, "no step runs while memory is released"
-        assert max_context <= self._max_context, "no entry lies beyond the model's context"
+        assert max_context <= self._max_context, "entries are inside the model's context"
         positions, page_size = views[f"{prefix}positions"], self._page_size
         pages = self._table[views[f"{prefix}slot_of"].long(), (positions // page_size).long()].long()
         ragged = RaggedRows(

@@ -1,8 +1,8 @@
 """Draft tokens from earlier text: prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-The drafter proposes the tokens that followed an earlier occurrence of the last few tokens. They are good if an output repeats
-its prompt, itself or the client's prediction, as in quotes and edited code. Without a match there, it searches the operator's
-corpus.
+The drafter proposes the tokens that followed an earlier occurrence of the last few tokens. They are often accepted if an output
+repeats its prompt, itself or the client's prediction, as in quotes and edited code. If there is no match in these texts, the
+drafter searches the operator's corpus.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rootstock_llm.services.worker.exec.drafting.prediction import Prediction
 
 MOST_TOKENS = 4096  # last tokens of a text that are searched; a text is cut to this length when it is twice as long
 MOST_INDEXES = 16  # texts that are indexed at a time; an index takes up to 5 MB
-SHORTEST_OF_CORPUS = 3  # tokens of a match in the corpus; shorter ones occur in a large text by chance
+SHORTEST_OF_CORPUS = 3  # smallest length of a match in the corpus; shorter matches occur in a large text by chance
 
 
 @dataclass(slots=True)

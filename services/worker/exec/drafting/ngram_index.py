@@ -32,7 +32,7 @@ class NgramIndex:
         kept = (tokens != BETWEEN_TEXTS) & np.all([part != BETWEEN_TEXTS for part in before[-SHORTEST:]], axis=0)
         order = np.lexsort(
             [part[kept] for part in before]
-        )  # by the token right before the place, then the one before it, and so on; equal ones by place
+        )  # sorted by the token before the place, then by the token before that, and so on; equal places by index
         self._places: I32 = np.flatnonzero(kept)[order].astype(np.int32)
 
     def places(self, tail: Sequence[int]) -> tuple[int, I32]:

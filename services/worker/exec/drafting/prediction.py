@@ -11,11 +11,11 @@ from rootstock_llm.services.worker.exec.drafting.ngram_index import NgramIndex
 
 
 class Prediction:
-    """The prediction of a slot's request, and the place in it that the output has reached.
+    """The prediction of a slot's request, and the place, which is the index in it that the output has reached.
 
-    While the output follows the prediction, the place is the index of its next token. After a difference, the place still
-    advances by one per output token, because insertions and omissions are mostly short compared with the text. The thread that
-    launches steps owns it.
+    While the output equals the prediction, the place is the index of the next token. After a difference, the place still advances
+    by one per output token, because insertions and omissions are usually short compared with the text. The object belongs to the
+    thread that launches steps.
     """
 
     def __init__(self, tokens: I32, output_at: int) -> None:

@@ -47,8 +47,8 @@ class Decoder:
         Args:
             cos_sin: float32[positions, D], see rope_table().
             attend: Kernels.paged_attention, or that of an attention back end.
-            aux_layers: layers whose inputs are kept for a draft head, ascending; the number of layers stands for the last one's
-                output.
+            aux_layers: layers whose inputs are stored for a draft head, ascending. The number of layers means the output of the
+                last layer.
         """
         assert all(0 <= layer <= len(model.layers) for layer in aux_layers), "a layer's input, or the last one's output"
         self.model = model
@@ -58,7 +58,7 @@ class Decoder:
         self._last: tuple[Tensor, Tensor] | None = None  # residual and update of the last pass
 
     def attending(self, attend: Attend, aux_layers: tuple[int, ...] = ()) -> Decoder:
-        """Returns a decoder of the same model with another attention, and with buffers of its own."""
+        """Returns a decoder of the same model with another attention, and with separate buffers."""
         return Decoder(self.model, self._cos_sin, attend, aux_layers)
 
     def reserve(self, num_tokens: int, num_wanted: int) -> None:
@@ -86,7 +86,7 @@ class Decoder:
     def aux_states(self, num_tokens: int) -> tuple[Tensor, ...]:
         """Returns the inputs of the aux layers, [num_tokens, N] each, for the first tokens of the last pass.
 
-        They are also those of a pass that a graph replayed, and are valid until the next pass.
+        A graph may have replayed the last pass. The results are valid until the next pass.
         """
         return tuple(self._space.take(f"aux {layer}", num_tokens, self._hidden_size) for layer in self._aux_layers)
 
@@ -94,7 +94,7 @@ class Decoder:
         """Returns the final norm of the wanted rows. See CausalModel."""
         if self._last is None:
             raise RuntimeError("no step has been computed")
-        assert wanted.dim() == 1, "indices into the step's tokens"
+        assert wanted.dim() == 1, "wanted is a list of indices"
         normed = self._space.take("normed", len(wanted), self._hidden_size)
         if len(wanted):
             residual, update = self._last
@@ -105,7 +105,7 @@ class Decoder:
         """Projects the states of the wanted rows. Raises NoVocabulary. See CausalModel."""
         head = self.model.head
         if head is None:
-            raise NoVocabulary("this model gives vectors and no tokens")
+            raise NoVocabulary("this model computes vectors and samples no tokens")
         logits = self._space.take("logits", len(wanted), head.vocab_size, torch.float32)
         if len(wanted):
             head.forward(logits, self.states(wanted))
@@ -155,11 +155,11 @@ class DenseModel(ABC):
             layer.reserve(take)
 
     def forward(self, input_ids: Tensor, pool: KVPool, context: ForwardContext, aux: Mapping[int, Tensor]) -> None:
-        """Computes all layers, and leaves the last one's output as residual and update.
+        """Computes all layers. The output of the last layer is the sum of the buffers residual and update.
 
         Args:
             input_ids: int64[T].
-            aux: buffers [T, N] for the inputs of layers, by layer; the number of layers stands for the last one's output.
+            aux: buffers [T, N] for the inputs of layers, by layer. The number of layers means the output of the last layer.
         """
         residual, update, hidden = context.residual, context.update, context.hidden
         self.embedding.forward(residual, input_ids)
@@ -234,24 +234,25 @@ class DenseConfig:
     tie_word_embeddings: bool
     # rope_parameters of the config: rope_type, rope_theta and the parameters of the type
     rope: dict[str, Any]
-    # for each layer, tokens that a token attends to, its own included; 0 for all
+    # by layer: number of last tokens, including the token itself, to which a token attends; 0 for all
     windows: tuple[int, ...]
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     # whether an RMS norm is applied to each head's queries and keys
     qk_norm: bool = False
-    # whether the model has a vocabulary projection, its own or the embedding
+    # whether the model has a vocabulary projection, which may be the embedding
     has_head: bool = True
     # prefix of all tensor names except the vocabulary projection's: "model." or empty
     prefix: str = "model."
 
     def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DenseConfig:
-        """Returns the config with the facts that only the tensors show, as transformers takes them.
+        """Returns the config with facts that only the checkpoint's tensors show, by the rules of transformers.
 
-        - A model without "model." in its names was saved from below its vocabulary projection. It has none, unless its config
-          ties the projection to the embedding.
-        - A projection that the checkpoint holds and that differs from the embedding is not tied, whatever the config says.
+        - If tensor names lack "model.", the model was saved without its vocabulary projection. It then has a projection only if
+          the config ties it to the embedding.
+        - If the checkpoint has a projection that differs from the embedding, the projection is not tied, even if the config says
+          that it is.
         """
         config = replace(self, prefix="" if checkpoint.holds(EMBEDDING) else "model.")
         holds_head = checkpoint.holds(HEAD)
@@ -311,7 +312,7 @@ def _dense_config(
 ) -> DenseConfig:
     head_dim = getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
     if head_dim % 2:
-        raise UnsupportedModel(f"head_dim {head_dim} is odd, rotary embedding needs it even")
+        raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embedding needs an even head_dim")
     return DenseConfig(
         architecture=architecture_of(given),
         vocab_size=given.vocab_size,

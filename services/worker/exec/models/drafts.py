@@ -1,4 +1,4 @@
-"""Models that draft: a small decoder beside the target, or a head of one layer that reads hidden states of the target.
+"""Draft models: a small separate decoder, or a head of one layer that reads hidden states of the target.
 
 A head's input at a position is the embedding of the token and a state. EAGLE-3 (https://arxiv.org/abs/2503.01840) and
 multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) differ in three points:
@@ -9,9 +9,9 @@ multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) diff
 | input of the layer | attention reads embedding and state | a projection joins embedding and state |
 | state for the next draft token | the layer's output | the normed output |
 
-EAGLE-3 heads are folders of their own: `midlayer.*` or `layers.0.*`, `fc`, `norm`, `lm_head`, `d2t`, with or without `model.` in
-front, with or without an embedding. MTP layers are in the target's checkpoint: `mtp.*` as in Qwen3-Next, or the layer behind the
-last one as in DeepSeek-V3.
+An EAGLE-3 head has a separate folder with the tensors `midlayer.*` or `layers.0.*`, `fc`, `norm`, `lm_head` and `d2t`, with or
+without the prefix `model.`, and with or without an embedding. MTP layers are in the target's checkpoint: `mtp.*` as in
+Qwen3-Next, or an additional layer after the last layer as in DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class DecoderDraftModel:
     def __init__(self, decoder: CausalModel, layers: tuple[LayerKV, ...], max_context: int, vocab_size: int) -> None:
         """
         Args:
-            vocab_size: size of the target's vocabulary. Tokens beyond it are never drafted.
+            vocab_size: size of the target's vocabulary. Tokens outside of it are not drafted.
         """
         self._decoder, self.layers, self.max_context, self._vocab_size = decoder, layers, max_context, vocab_size
 
     def forward(self, ids: Tensor, states: Tensor | None, rows: RaggedRows, pool: KVPool) -> None:
-        assert states is None, "it reads no states of the target"
+        assert states is None, "this model reads no states of the target"
         self._decoder.forward(ids, rows, pool)
 
     def entry(self, kept: tuple[Tensor, ...]) -> None:
@@ -107,7 +107,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def next_states(self, output: Tensor, normed: Tensor) -> Tensor:
-        """Returns the states that go with the drafted tokens: the layer's output or its norm."""
+        """Returns the states with which the draft tokens' entries are computed: the layer's output or its norm."""
 
     def tokens(self, draft_ids: Tensor) -> Tensor:
         """Returns the target's ids of the head's tokens."""
@@ -118,7 +118,7 @@ class DraftHead(ABC):
             yield from part.tensors()
 
     def num_bytes(self, target: Decoder) -> int:
-        """Returns the bytes of distinct storage that the target does not have."""
+        """Returns the bytes of the head's storage that it does not share with the target."""
         return storage_bytes(self.tensors(), target.model.tensors())
 
 
@@ -175,7 +175,7 @@ class MtpHead(DraftHead):
 
 
 class HeadDraftModel:
-    """Implements DraftModel: runs a draft head over buffers of its own."""
+    """Implements DraftModel by a draft head, with separate buffers."""
 
     shift = 1
 
@@ -198,7 +198,7 @@ class HeadDraftModel:
         return states
 
     def forward(self, ids: Tensor, states: Tensor | None, rows: RaggedRows, pool: KVPool) -> None:
-        assert states is not None and len(states) == len(ids), "a state for each token"
+        assert states is not None and len(states) == len(ids), "each token has a state"
         head = self._head
         context = ForwardContext(self._space, self._hidden_size, rows, self._cos_sin, self._attend)
         head.embedding.forward(context.residual, ids)
@@ -250,9 +250,9 @@ def _eagle3_config(folder: Path, given: Any, target: DenseConfig) -> DenseConfig
     """Returns the config of the head's layer, whose family its architecture names. Raises UnsupportedModel."""
     architecture = architecture_of(given)
     if not architecture.endswith(EAGLE3):
-        raise UnsupportedModel(f"{folder} holds {architecture}, and no EAGLE-3 head, whose architecture ends in {EAGLE3}")
+        raise UnsupportedModel(f"{folder} has the architecture {architecture}; that of an EAGLE-3 head ends in {EAGLE3}")
     given.architectures, given.num_hidden_layers = [architecture.removesuffix(EAGLE3)], 1
-    given.model_type = registry.model_type_of(architecture_of(given))  # folders may name another one
+    given.model_type = registry.model_type_of(architecture_of(given))  # because the config may have another model_type
     if getattr(given, "layer_types", None):
         given.layer_types = given.layer_types[:1]
     config = registry.config_of(given)
@@ -278,12 +278,12 @@ def _eagle3_aux_layers(given: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int, device: torch.device) -> Tensor | None:
-    """Returns the target's token of each of the head's. The tensor d2t holds the differences. Raises CheckpointError."""
+    """Returns the target's token of each token of the head. The tensor d2t has the differences. Raises CheckpointError."""
     if draft_vocab == vocab_size and not checkpoint.holds("d2t"):
         return None
     ids = torch.arange(draft_vocab) + checkpoint.integers("d2t", (draft_vocab,))
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise CheckpointError(f"d2t leads beyond the {vocab_size} tokens of the target")
+        raise CheckpointError(f"d2t has tokens outside of the target's vocabulary of {vocab_size} tokens")
     return ids.to(device)
 
 

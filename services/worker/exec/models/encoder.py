@@ -1,4 +1,4 @@
-"""Encoders such as BERT, computed by transformers' modeling code. Each row is a whole text, attended to in both directions."""
+"""Encoders such as BERT, computed by transformers' modeling code. Each row is a whole text, with attention in both directions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EncoderModel:
         return EncoderModel(self._model.to(device), self._pad_token_id, self._hidden_size)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
-        """See TokenModel. Leaves the pool as it is. The host reads the rows' lengths, so it waits for a GPU."""
+        """See TokenModel. Does not use the pool. The host reads the rows' lengths from the device, and therefore waits for it."""
         device = input_ids.device
         states = torch.empty(len(input_ids), self._hidden_size, dtype=self._model.dtype, device=device)
         for group in _groups(rows.num_tokens):
@@ -83,7 +83,7 @@ class EncoderModel:
         return self._states[wanted]
 
     def logits(self, wanted: Tensor) -> NoReturn:
-        raise NoVocabulary("this model gives vectors and no tokens")
+        raise NoVocabulary("this model computes vectors and samples no tokens")
 
 
 def _groups(num_tokens: Tensor) -> Iterator[Tensor]:
@@ -135,7 +135,7 @@ def _check(model: EncoderModel, config: Any, max_tokens: int, dtype: torch.dtype
     """
     name = architecture_of(config)
     if getattr(config, "attention_type", "") == "block_sparse":
-        raise UnsupportedModel(f"{name} is not supported: it changes its attention with the length of a text, for good")
+        raise UnsupportedModel(f"{name} is not supported: a long text changes its attention for all later texts")
     longest = min(max_tokens, CHECKED)
     ids = torch.randint(0, int(config.vocab_size), (longest + SHORT,), generator=torch.Generator().manual_seed(1))
     long, short = ids[:longest], ids[longest:]
@@ -152,7 +152,7 @@ def _check(model: EncoderModel, config: Any, max_tokens: int, dtype: torch.dtype
 
 
 def _max_tokens(model: nn.Module, config: Any) -> int:
-    """Returns the longest text. RoBERTa models count positions from the padding token's id, so their tables hold fewer."""
+    """Returns the longest text in tokens. RoBERTa models count positions from pad_token_id, so that fewer are usable."""
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding):
             return int(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))

@@ -1,8 +1,12 @@
-"""Layers of which decoder models are made, and the state that the layers of one forward pass share.
+"""The layers of decoder models, and the state that the layers of one forward pass share.
 
-A layer holds tensors in the layout of its kernels. `read()` asks a WeightReader for them, whatever the reader's source is;
-`forward()` writes its result into its first argument; `tensors()` yields what the layer keeps in memory. A layer that takes
-activation buffers names them in `buffers()`, and a layer that caches tokens states their size as `cache`.
+A layer has tensors in the layout of its kernels:
+
+- `read()` gets them from a WeightReader.
+- `forward()` writes its result into its first argument.
+- `tensors()` yields the tensors that stay in memory.
+- `buffers()` returns the activation buffers, if the layer uses any.
+- `cache` is the size of a token's KV, if the layer caches tokens.
 
 Shapes: T tokens of the pass, hidden size N, H query heads, G key/value heads, head size D, vocabulary V.
 """
@@ -24,9 +28,10 @@ Take = Callable[[str, int], Tensor]  # returns the buffer [T, columns] of a name
 
 
 class Workspace:
-    """Activation buffers that stay allocated from step to step, because new ones cost page faults.
+    """Activation buffers that stay allocated from step to step, because new buffers cause page faults.
 
-    A buffer grows to the largest request for it until fix() is called: captured graphs contain the buffers' addresses.
+    A buffer grows to the largest requested size until fix() is called. Then its size is fixed, because captured graphs have its
+    address.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -48,10 +53,10 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < rows * columns:
             if self._fixed:
-                raise ValueError(f"{rows} rows of {name} are more than was reserved")
+                raise ValueError(f"{rows} rows of {name} exceed the reserved buffer")
             buffer = self._buffers[name] = torch.empty(rows * columns, dtype=dtype or self._dtype, device=self._device)
         assert buffer.dtype == (dtype or self._dtype), "a name is always taken with the same dtype"
-        assert buffer.numel() >= rows * columns, "a buffer holds what is taken of it"
+        assert buffer.numel() >= rows * columns, "a buffer has at least the requested size"
         return buffer[: rows * columns].view(rows, columns)
 
 
@@ -169,7 +174,7 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # tokens that a token attends to, its own included; 0 for all
+    # number of last tokens, including the token itself, to which a token attends; 0 for all
     window: int
     kernels: Kernels
 
@@ -262,7 +267,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class TransformerLayer:
-    """Attention and an MLP, each behind a norm and added to the residual stream."""
+    """Attention and an MLP. Each of them follows a norm, and its output is added to the residual stream."""
 
     input_norm: RmsNorm
     attention: Attention
@@ -279,7 +284,7 @@ class TransformerLayer:
         self.mlp.buffers(take)
 
     def forward(self, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
-        """Adds the attention to the residual, and leaves the MLP's output as the update.
+        """Adds the attention to the residual, and writes the MLP's output to the update.
 
         Args:
             x: the attention's input, [T, K]. It is normed, and may be the buffer `hidden`.
@@ -326,7 +331,7 @@ def packed_tensors(linear: PackedLinear) -> list[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor], shared: Iterable[Tensor] = ()) -> int:
-    """Returns the bytes of distinct storage of the tensors, without the storage of the shared ones."""
+    """Returns the bytes of the tensors' storage, each storage counted once, without the storage of `shared`."""
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     for tensor in shared:
         sizes.pop(tensor.untyped_storage().data_ptr(), None)

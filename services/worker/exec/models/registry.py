@@ -15,7 +15,7 @@ ARCHITECTURES = {f"{family}{ending}": model for family, model in FAMILIES.items(
 
 
 class NotCovered(UnsupportedModel):
-    """No class of this registry computes the model; transformers' code may."""
+    """No class of this registry can compute the model. transformers' code may be able to."""
 
 
 def config_of(given: Any) -> DenseConfig:
@@ -63,8 +63,8 @@ def _check_sizes(given: Any) -> None:
     """Refuses sizes that no decoder can have. Raises UnsupportedModel."""
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(getattr(given, name), int) or getattr(given, name) < 1:
-            raise UnsupportedModel(f"{name} {getattr(given, name)} is no positive number")
+            raise UnsupportedModel(f"{name} {getattr(given, name)} is not a positive number")
     if given.num_attention_heads % (given.num_key_value_heads or given.num_attention_heads):
         raise UnsupportedModel(
-            f"{given.num_attention_heads} heads are no multiple of {given.num_key_value_heads} key/value heads"
+            f"{given.num_attention_heads} heads are not a multiple of {given.num_key_value_heads} key/value heads"
         )

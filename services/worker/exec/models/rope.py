@@ -19,7 +19,7 @@ def _base_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def _llama3(rope: dict[str, Any], frequencies: Tensor) -> Tensor:
-    """Stretches long wavelengths by the factor, keeps short ones, and blends those between (Llama 3.1)."""
+    """Stretches long wavelengths by the factor, leaves short wavelengths unchanged, and interpolates between (Llama 3.1)."""
     factor, old_context = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     wavelengths = 2 * math.pi / frequencies

@@ -5,10 +5,16 @@
    mask of each layer, and raises UnsupportedModel for a layer that paged attention cannot compute.
 3. Two trials compare the model with paged attention with the model with its own attention.
 
-A trial has two prompts: one in two chunks with the other one beside the second chunk, then a decoded token of each. A state
-between steps, a mix-up of rows, or an attention of another kind changes the numbers. The short trial runs all layers, up to the
-logits. The long trial is longer than every block and compression rate of the config, and than windows up to LONGEST_WINDOW. It
-runs the first layers of each kind alone, up to their states; all layers would take most of a large model's start.
+A trial computes two prompts in three steps:
+
+1. the first chunk of the first prompt
+2. its second chunk, together with the whole second prompt
+3. one decoded token of each prompt
+
+The results differ if the model has state between steps, mixes rows, or has another kind of attention. The short trial runs all
+layers up to the logits. The prompt of the long trial exceeds every block and compression rate of the config, and every window up
+to LONGEST_WINDOW. The long trial runs only the first layers of each kind, because all layers would take most of the start of a
+large model.
 """
 
 from __future__ import annotations
@@ -49,14 +55,14 @@ from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import i
 PROBE_ATTENTION = "rootstock_probe"
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 PAGE_SIZE = 4
-SHORTEST, CUT, SHORT = 24, 11, 8  # tokens: of the short trial's prompt, of its first chunk, of the other prompt
+SHORTEST, CUT, SHORT = 24, 11, 8  # tokens of the short trial's first prompt, of its first chunk, and of the second prompt
 LONGER = 160  # minimum length of the long trial's prompt; some classes have a block of 128 that their config does not name
-BEYOND = 24  # tokens behind the last boundary
-LONGEST = 2048  # tokens; boundaries beyond it are not tried
-LONGEST_WINDOW = 1024  # tokens; the check of a longer window reads its mask
+BEYOND = 24  # tokens of the long trial's prompt after the last boundary
+LONGEST = 2048  # maximum length of the long trial's prompt in tokens; later boundaries are not tried
+LONGEST_WINDOW = 1024  # tokens; longer windows are not tried, but checked by their masks
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.05  # rounding of half precision depends on the order of sums
-AGREEING = 0.95  # share of a long prompt's tokens; a router may send a few to another expert
+AGREEING = 0.95  # share of a long prompt's tokens that must agree, because a router may send a few tokens to another expert
 _SIZES = {"block", "chunk", "rate", "rates", "stride", "segment", "compress", "compression", "window"}
 _NO_LENGTHS = {"type", "types", "pattern", "layers", "layer", "theta", "multiplier", "multiple", "dim", "adjust", "forward"}
 _MASKED = {"sliding_window", "attention_chunk_size"}  # transformers describes them by masks
@@ -176,7 +182,7 @@ class Probe:
         name = type(module).__name__
         number = getattr(module, "layer_idx", None)
         if not isinstance(number, int) or number in self.layers:
-            raise UnsupportedModel(f"{name} is not one attention over one sequence per layer")
+            raise UnsupportedModel(f"{name} does not compute one attention over one sequence per layer")
         if not (query.shape[0] == 1 and query.shape[2] == key.shape[2] == value.shape[2]):
             raise UnsupportedModel(f"{name} attends to other tokens than the prompt's")
         if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
@@ -189,9 +195,9 @@ class Probe:
         if mask is None:
             return window or 0
         if not isinstance(mask, MaskDescription):
-            raise UnsupportedModel(f"{name} wants a mask of its own making")
+            raise UnsupportedModel(f"{name} computes its own mask")
         if not mask.is_causal_window(self.context_len):
-            raise UnsupportedModel(f"{name} wants another mask than a causal one, with or without a sliding window")
+            raise UnsupportedModel(f"{name} needs a mask other than a causal mask with or without a sliding window")
         return mask.window
 
     def ordered(self) -> Sequence[LayerKV]:
@@ -230,7 +236,7 @@ def probe(
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to its scores")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedModel(f"{type(module).__name__} looks in both directions")
+        raise UnsupportedModel(f"{type(module).__name__} attends in both directions")
     found = step_of(module)
     assert isinstance(found, Probe)
     found.record(module, query, key, value, attention_mask, sliding_window)
@@ -247,11 +253,11 @@ class MaskDescription:
     window: int
 
     def is_causal_window(self, context_len: int) -> bool:
-        """Whether each position attends to itself and to the positions before it, or to the last `window` of them.
+        """Whether each position attends to itself and to all earlier positions, or to the last `window` of these positions.
 
-        Checks the first positions, those around the end of the window, and the last one.
+        Checks the first positions, the positions around the end of the window, and the last position.
         """
-        assert context_len > 0 and self.window >= 0, "sizes are no negative numbers"
+        assert context_len > 0 and self.window >= 0, "the context is positive and the window is not negative"
         keys = torch.arange(context_len)
         edge = self.window or 1
         queries = {0, 1, 31, edge - 1, edge, edge + 1, context_len // 2, context_len - 1}
@@ -443,13 +449,13 @@ def _rows(table: Tensor, slots: tuple[int, ...], starts: tuple[int, ...], ends: 
 def _compare(ours: Tensor, own: Tensor, dtype: torch.dtype, agreeing: float) -> None:
     """Compares outputs, relative to the norm of each token's output. Raises UnsupportedModel.
 
-    In half precision half of the tokens must agree, in float32 a share of `agreeing`, because rounding may make a router
-    choose another expert.
+    In half precision, half of the tokens must agree. In float32, the share `agreeing` of them must agree. The others may differ,
+    because rounding may make a router choose another expert.
     """
     errors = (ours - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-6)
     error, tolerance = (errors.quantile(agreeing), TOLERANCE) if dtype == torch.float32 else (errors.median(), HALF_TOLERANCE)
     if not error <= tolerance:
-        raise UnsupportedModel(f"paged attention gives other numbers than the model's own attention (off by {error:.2g} of 1)")
+        raise UnsupportedModel(f"paged attention computes other results than the model's own attention (off by {error:.2g} of 1)")
 
 
 AttentionInterface.register(PROBE_ATTENTION, probe)

@@ -49,7 +49,7 @@ class TransformersModel:
         return TransformersModel(moved, self._decoder, self._attention.using(kernels), self._last_position + 1)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
-        assert len(input_ids) == len(rows.positions), "a position for each token"
+        assert len(input_ids) == len(rows.positions), "each token has a position"
         positions = rows.positions.long().clamp(max=self._last_position)
         self._attention.begin(rows, pool)
         self._output = self._decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
@@ -62,7 +62,7 @@ class TransformersModel:
     def logits(self, wanted: Tensor) -> Tensor:
         """Projects the states with the model's own code, which may scale or cap the logits. Raises NoVocabulary."""
         if self._head is None:
-            raise NoVocabulary("this model gives vectors and no tokens")
+            raise NoVocabulary("this model computes vectors and samples no tokens")
         self._computed.output = type(self._output)(last_hidden_state=self.states(wanted)[None])
         ids = torch.zeros(1, len(wanted), dtype=torch.int64, device=wanted.device)
         logits: Tensor = self._head(input_ids=ids, use_cache=False).logits[0]
@@ -129,7 +129,7 @@ class AttentionLayer:
     # index of the layer's pools
     index: int
     kv: LayerKV
-    # positions that a token attends to, its own included; 0 for all
+    # number of last positions, including the token's own position, to which a token attends; 0 for all
     window: int
 
 
@@ -137,7 +137,7 @@ class AttentionLayer:
 class StepHolder:
     """The Probe or the step for which the attention modules of one model run. The caller of the model's forward sets it.
 
-    Keyword arguments would not do, because some models do not pass them on to their layers.
+    Keyword arguments are not used, because some models do not pass them to their layers.
     """
 
     step: Any = None
@@ -181,7 +181,7 @@ def attend(
     number, step = module.layer_idx, step_of(module)
     assert isinstance(number, int) and isinstance(step, PagedStep)
     layer, rows = step.layers[number], step.rows
-    assert query.shape[2] == key.shape[2] == value.shape[2] == len(rows.positions), "the layer's tokens are the step's"
+    assert query.shape[2] == key.shape[2] == value.shape[2] == len(rows.positions), "the layer gets the step's tokens"
     assert key.shape[3] == layer.kv.key_dim and value.shape[3] == layer.kv.value_dim, "the layer has the probed sizes"
     keys, values = step.pool.layer(layer.index)
     step.kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), rows, keys, values)
@@ -216,7 +216,7 @@ def max_context(config: Any) -> int:
     if not isinstance(longest, int) or longest < 1:
         raise UnsupportedModel(f"{architecture_of(config)} names no max_position_embeddings")
     originals = [int(rope["original_max_position_embeddings"]) for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
-    return min([longest, *originals])  # beyond it, the longest row of a batch changes the angles of all
+    return min([longest, *originals])  # in longer contexts, the longest row of a batch changes the angles of all rows
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ class _Pooled:
     """The sum over one slot's prompt so far."""
 
     params: EmbeddingParams
-    total: Tensor | None = None  # float32[hidden], sum of the tokens that count, None before the first one
+    total: Tensor | None = None  # float32[hidden], sum of the states of the pooled tokens; unset before the first of them
     count: int = 0  # number of tokens in the sum
     end: int = 0  # position after the last token in the sum, so that a repeated step adds nothing twice
 
@@ -71,7 +71,7 @@ class _Pooled:
     def vector(self, normalize: bool) -> Tensor:
         """Returns float32[dimensions]: the mean of the added states, cut and normalised as requested."""
         if self.total is None:
-            raise RuntimeError("a vector is due, but no token that counts for it was computed")
+            raise RuntimeError("a vector is requested, but none of its pooled tokens was computed")
         assert 0 < self.count <= self.end, "a prompt has as many tokens as were computed"
         mean = self.total / self.count
         cut = mean[: self.params.dimensions] if self.params.dimensions else mean
@@ -80,9 +80,9 @@ class _Pooled:
 
 
 class EmbeddingPool:
-    """The pools of all slots whose requests want a vector, each from its slot's admission to the next one.
+    """The sums of all slots whose requests ask for a vector. A sum begins when the request is admitted to the slot.
 
-    Mean and first-token pooling need every prompt token computed after the admission, without a hit in the prefix cache.
+    Mean and first-token pooling need all prompt tokens, so that such requests must not have a prefix hit.
     """
 
     def __init__(self, config: PoolingConfig, device: torch.device | None = None, in_order: bool = False) -> None:
@@ -137,7 +137,7 @@ class EmbeddingPool:
         return vectors
 
     def _counted(self, plan: BatchPlan, row: int) -> tuple[int, int]:
-        """Returns the range, within the row, of the tokens that count for its vector."""
+        """Returns the range, within the row, of the tokens that are pooled."""
         count = int(plan.num_tokens[row])
         if self._config.kind == PoolingKind.MEAN:
             return 0, count

@@ -1,9 +1,9 @@
 """Paged KV memory: the KV of a token per attention layer, pools whose layers may differ, and layer-wise loads into them.
 
 A load runs on a thread in parallel with the steps. The core gets the fact of a load before its last bytes have arrived. From
-then on, a step may have these pages in its tables. The first such step waits on the forward stream for each layer before it
-reads it. Later work on the forward stream then finds the pages complete. All other readers and writers of these pages, or of the
-memory that they come from, call settle() first.
+then on, a step may have these pages in its tables. The first step with these pages waits on the forward stream for each layer
+before it reads the layer. Later work on the forward stream therefore finds complete pages. All other readers and writers of these
+pages, or of their host memory, call settle() first.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rootstock_llm.kernels.contracts.ops import Kernels
 from rootstock_llm.services.worker.core.contracts.transfers import EARLY_S, I32
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Arrival, NeverCame, Streams
 
-MOST_GROUPS = 16  # groups of layers per load; each costs a launch and an event
-SAYS_BYTES = 16 << 20  # least size of a load whose rate predicts the duration of the next one
+MOST_GROUPS = 16  # largest number of groups of layers per load, because each group takes a launch and an event
+SAYS_BYTES = 16 << 20  # smallest size in bytes of a load whose rate is used to predict the duration of later loads
 
 
 class PoolTooSmall(ValueError):
@@ -69,11 +69,11 @@ def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
 
 
 def kv_pool_tokens(free_bytes: int, mem_fraction_static: float, token_bytes: int) -> int:
-    """Returns the number of tokens that fit into a part of the free memory.
+    """Returns the number of tokens whose KV fits into a share of the free memory.
 
     Args:
-        free_bytes: free memory after loading the weights.
-        mem_fraction_static: the part.
+        free_bytes: free memory after the weights were loaded.
+        mem_fraction_static: the share, 0 to 1.
         token_bytes: bytes of a token's KV.
     """
     assert token_bytes > 0, "a token takes memory"
@@ -100,7 +100,7 @@ def allocate(
         arrivals: see KVPool.
         first: see KVPool.
     """
-    assert num_pages > 0 and page_size > 0 and all(layer.size > 0 for layer in layers), "a pool of nothing"
+    assert num_pages > 0 and page_size > 0 and all(layer.size > 0 for layer in layers), "a pool has pages and layers with KV"
     shapes = [(num_pages, layer.kv_heads, page_size) for layer in layers]
     keys = [kernels.allocate_pool((*shape, layer.key_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
     values = [kernels.allocate_pool((*shape, layer.value_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
@@ -240,7 +240,7 @@ class LayerLoads:
             if not told:
                 raise
             arrival.failed(error)
-            raise NeverCame(f"pages that steps wait for did not come: {error!r}") from error
+            raise NeverCame(f"could not load pages for which steps wait: {error!r}") from error
         seconds = arrival.seconds
         if num_bytes >= SAYS_BYTES:
             self._bytes_s = num_bytes / max(seconds, 1e-9)

@@ -1,6 +1,6 @@
 """Repetitions at the end of a sequence, for the DRY penalty ("Don't Repeat Yourself", p-e-w, text-generation-webui #5677).
 
-If the last n tokens also occur earlier, the token after the earlier copy would make the repetition one token longer.
+If the last n tokens also occur earlier in the sequence, the token after the earlier occurrence would continue the repetition.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
         lengths[i] = length
         if i + length > right:
             left, right = i, i + length
-    assert all(length <= size - i for i, length in enumerate(lengths)), "no repeat is longer than what stands before it"
+    assert all(length <= size - i for i, length in enumerate(lengths)), "a repetition is not longer than the tokens before it"
     before = [0, *lengths[:0:-1]]  # lengths[size - j] of j
-    assert right <= size and 0 <= longest <= size, "a repeat lies inside the sequence"
+    assert right <= size and 0 <= longest <= size, "a repetition is inside the sequence"
     return np.minimum(np.array(before[:size], dtype=np.int32), longest)
 
 
 class Repeats:
-    """A sequence and, for every index in it, the length of the sequence's end that also ends right before that index.
+    """A sequence with the length of a repetition for every index j: the longest common suffix of tokens[:j] and the sequence.
 
-    Adding a token takes O(window). Tokens are inside the vocabulary.
+    Adding a token takes O(window). All tokens are inside the vocabulary.
     """
 
     def __init__(self, params: DryParams, tokens: NDArray[np.int64]) -> None:
@@ -78,7 +78,7 @@ class Repeats:
         self._size += 1
 
     def remove_last(self, count: int) -> None:
-        assert 0 <= count <= self._size, "more tokens are taken back than there are"
+        assert 0 <= count <= self._size, "at most all tokens are removed"
         self._begin(self._tokens[: self._size - count].tolist())
 
     def continued(self) -> Repeats:
@@ -88,9 +88,9 @@ class Repeats:
         return other
 
     def penalties(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Returns the distinct ids of tokens that would continue a repetition, and the loss of each logit.
+        """Returns the distinct ids of tokens that would continue a repetition, and the value to subtract from each logit.
 
-        Breakers are never among them, because they end a repetition.
+        Breakers are not in the result, because they end a repetition.
         """
         first, params = self._first, self._params
         lengths = np.minimum(self._lengths[first : self._size], np.arange(self._size - first))  # within the window
@@ -101,7 +101,7 @@ class Repeats:
         assert len(where) == int(kept.sum()), "each place has its token"
         longest = np.zeros(len(ids), dtype=np.int32)
         np.maximum.at(longest, where, lengths[places[kept]].astype(np.int32))
-        assert (longest >= max(1, params.allowed_length)).all(), "a repeat long enough stands behind each penalty"
+        assert (longest >= max(1, params.allowed_length)).all(), "a penalty is for allowed_length tokens or more"
         with np.errstate(over="ignore"):
             lost = params.multiplier * np.float64(params.base) ** (longest.astype(np.float64) - params.allowed_length)
         return ids, np.minimum(lost, MAX_PENALTY).astype(np.float32)

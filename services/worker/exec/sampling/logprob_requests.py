@@ -18,13 +18,13 @@ from rootstock_llm.services.worker.exec.streams.copies import Readback
 
 I64 = NDArray[np.int64]
 Logits = Callable[[Tensor], Tensor]
-PIECE_BYTES = 64 << 20  # bytes of a prompt's float32 logits that exist at a time, which bounds the memory for any chunk
+PIECE_BYTES = 64 << 20  # largest number of bytes of a prompt's float32 logits at a time, so that long chunks need no more memory
 COLUMNS = ("own", "top_ids", "top", "mass")
 TOPS = (0, 5, MAX_TOP_LOGPROBS)  # numbers of top tokens that are measured; kernels are compiled for each number
 
 
 class LogprobRequests:
-    """The log probabilities that each slot's request wants. Belongs to the thread that launches steps.
+    """The log probabilities for which each slot's request asks. Belongs to the thread that launches steps.
 
     `Logits` is a function from token indices in the pass, int64[n], to their raw logits, float32[n, V].
     """
@@ -32,10 +32,10 @@ class LogprobRequests:
     def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels, device: torch.device) -> None:
         self._vocab_size, self._kernels, self._device = vocab_size, kernels, device
         self._piece_rows = max(1, PIECE_BYTES // (4 * vocab_size))
-        self._num_top = np.full(max_slots, -1, dtype=np.int64)  # top tokens by slot, -1 if no log probabilities are wanted
+        self._num_top = np.full(max_slots, -1, dtype=np.int64)  # top tokens by slot; -1: no log probabilities
         self._wanting: set[int] = set()  # slots whose number of top tokens is not -1
-        self._chosen: dict[int, I64] = {}  # token ids by slot whose log probabilities are wanted in addition
-        self._labels: dict[int, I64] = {}  # label token ids by slot, for requests that want a score
+        self._chosen: dict[int, I64] = {}  # by slot: further token ids whose log probabilities are returned
+        self._labels: dict[int, I64] = {}  # label token ids by slot, for requests that ask for a score
 
     def admit(self, slot: SlotParams) -> None:
         params, index = slot.params, slot.slot
@@ -51,7 +51,7 @@ class LogprobRequests:
     # Sampled tokens
 
     def of_rows(self, slots: I32) -> OutputLogprobs | None:
-        """Returns the log probabilities that the sampled rows want, or None if no row wants any.
+        """Returns the log probabilities for which the sampled rows' requests ask, or None if no request asks for any.
 
         Args:
             slots: int32[n], the slots of the sampled rows.
@@ -62,13 +62,13 @@ class LogprobRequests:
         if not len(rows):
             return None
         wanted = slots[rows]
-        assert self._wanting.issuperset(wanted.tolist()), "who is measured has asked for it"
+        assert self._wanting.issuperset(wanted.tolist()), "only requests that ask for log probabilities are measured"
         return OutputLogprobs(rows, tuple(self._num_top[wanted].tolist()), tuple(self._ids_of(slot) for slot in wanted.tolist()))
 
     def sections(self, wish: OutputLogprobs) -> list[tuple[str, NDArray[np.generic]]]:
         """Returns the sections of an upload that measure_outputs() reads."""
         sizes = [len(ids) for ids in wish.ids]
-        assert len(sizes) == len(wish.nums) == len(wish.rows), "each row says what it wants"
+        assert len(sizes) == len(wish.nums) == len(wish.rows), "each row has a number and ids"
         rows, places = np.repeat(wish.rows, sizes), np.repeat(np.arange(len(wish.rows)), sizes)
         ids = np.concatenate([np.empty(0, np.int64), *wish.ids]).clip(0, self._vocab_size - 1)
         return [("measured_rows", wish.rows), ("chosen_rows", rows), ("chosen_places", places), ("chosen_ids", ids)]
@@ -88,7 +88,7 @@ class LogprobRequests:
             views: the sections of sections() on the device.
             logits: float32[n, V], raw.
             tokens: int32[n], the sampled tokens.
-            skipped: bool[n], rows that are not measured, because they were not sampled. None if all rows were sampled.
+            skipped: bool[n], whether the row was not sampled and is not measured, or None if all rows were sampled.
         """
         rows = views["measured_rows"]
         wanted = rows if skipped is None else rows.masked_fill(skipped.index_select(0, rows.long()), -1)
@@ -154,7 +154,7 @@ class LogprobRequests:
 
     def _measure_piece(self, piece: PromptPiece, first: int, targets: Tensor, logits: Logits, readback: Readback) -> None:
         count = len(targets)
-        assert count <= self._piece_rows, "no piece is larger than its memory"
+        assert count <= self._piece_rows, "a piece has at most PIECE_BYTES of logits"
         made = logits(torch.arange(first, first + count, device=self._device))
         rows = torch.arange(count, dtype=torch.int32, device=self._device)
         measured = self.measure(made, targets, rows, piece.num_top)
@@ -188,7 +188,7 @@ class LogprobRequests:
     # Scores at the end of prompts
 
     def of_prompts(self, plan: BatchPlan) -> ScoredRows | None:
-        """Returns the rows whose last token ends a prompt that is scored, or None if no row does."""
+        """Returns the rows that end a prompt whose request asks for a score, or None if there is no such row."""
         if not self._labels:
             return None
         extends = np.flatnonzero(plan.sample[: plan.num_extend]).tolist()

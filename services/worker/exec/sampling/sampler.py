@@ -1,7 +1,7 @@
-"""Sampling of a step on the device: uploads the rows' masks and losses and launches the kernels, normally without a wait.
+"""Samples the rows of a step on the device: uploads masks and losses and launches the kernels, normally without waiting.
 
-kernels/contracts/sample_ops.py has the order of operations for a row. PastTokens and LogprobRequests are the host's state. The
-host waits for sampled tokens only if DRY or corrected token counts depend on them.
+kernels/contracts/sample_ops.py has the order of operations for a row. PastTokens and LogprobRequests have the state on the host.
+The host waits for sampled tokens only if losses of DRY or corrections of token counts depend on them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 logger = logging.getLogger(__name__)
 
 I32 = NDArray[np.int32]
-EDITED_ROWS = 256  # rows whose edited logits are in memory at a time
-MAX_LOSSES = 1 << 16  # single losses of a step that its graph holds; a step with more is sampled without a graph
+EDITED_ROWS = 256  # number of rows whose edited logits are in memory at a time
+MAX_LOSSES = 1 << 16  # largest number of losses of a step that a graph can sample
 
 
 def _nothing(max_rows: int, num_words: int, device: torch.device) -> SampleRows:
-    """Returns columns for max_rows rows without masks and losses. Steps share them read-only and bring slots and positions."""
+    """Returns read-only columns for max_rows rows without masks and losses. Steps share them and add slots and positions."""
     none = torch.empty(0, dtype=torch.int32, device=device)
     return SampleRows(
         slots=none,
@@ -55,7 +55,7 @@ def _nothing(max_rows: int, num_words: int, device: torch.device) -> SampleRows:
 
 
 def _part_of(rows: SampleRows, part: slice) -> SampleRows:
-    """Returns a slice of the rows. The tensors of masks and losses stay whole, because rows refer to them by index."""
+    """Returns a slice of the rows. The tensors of masks and losses are not sliced, because rows refer to them by index."""
     offsets = rows.loss_offsets[part.start : part.stop + 1]
     return replace(
         rows, slots=rows.slots[part], positions=rows.positions[part], mask_rows=rows.mask_rows[part], loss_offsets=offsets
@@ -72,7 +72,7 @@ class DeviceSampler:
 
         Args:
             relay: int64[slots], see ForwardPass.
-            max_rows: of a batch, if that is more than max_slots.
+            max_rows: largest number of rows of a batch, if it is more than max_slots.
         """
         self.max_slots = max_slots
         self._vocab_size, self._kernels, self._streams, self._relay = vocab_size, kernels, streams, relay
@@ -108,7 +108,7 @@ class DeviceSampler:
 
         A slot whose parameters cannot be applied is left out, and its rows get RowFault.FAILED.
         """
-        assert all(0 <= slot.slot < self.max_slots for slot in admitted), "who is admitted has a slot of the table"
+        assert all(0 <= slot.slot < self.max_slots for slot in admitted), "admitted requests have a slot of the table"
         self._broken.difference_update(slot.slot for slot in admitted)
         sound = [slot for slot in admitted if self._applies(slot, self._take_in)]
         try:
@@ -160,7 +160,7 @@ class DeviceSampler:
     # A step
 
     def follow(self, plan: BatchPlan) -> None:
-        """Counts the plan's given tokens for penalties. Called for each plan before its first batch is launched."""
+        """Counts the input tokens of the plan's extend rows for penalties. Called once per plan, before its first launch()."""
         if not self._past.follows(plan):
             return
         self.settle()
@@ -258,7 +258,7 @@ class DeviceSampler:
     def _run_places(self, batch: SampleBatch, places: Places, views: Mapping[str, Tensor]) -> None:
         """Samples the rows position by position. After a rejected draft token, the row's later positions are NOT_SAMPLED.
 
-        The host reads no device value, except if the host is the device: then it stops when no row continues.
+        The host reads no device value, unless the host is the device. Then it stops when no row continues.
         """
         logits, rows, (tokens, faults), draft_tokens = batch.logits, batch.inputs, batch.out, views["draft_tokens"]
         before = at = known = 0
@@ -301,7 +301,7 @@ class DeviceSampler:
             launched = self._unsettled.pop(0)  # before anything can raise, so that no token counts twice
             assert launched.readback is not None, "only launched batches are unsettled"
             tokens, faults = launched.readback.host()["sampled"].tolist()
-            assert all(index < len(tokens) for index, _ in launched.pasts), "who takes note has a row"
+            assert all(index < len(tokens) for index, _ in launched.pasts), "each past belongs to a row"
             for index, past in launched.pasts:
                 if not faults[index]:
                     past.add(tokens[index])
@@ -328,11 +328,11 @@ class DeviceSampler:
         return self._ring.send(sections) if sections else {}
 
     def _loss(self, slot: int) -> Loss:
-        """Returns the losses of a slot. Padding (below 0) has no loss. If a loss cannot be computed, the slot's rows fault."""
+        """Returns the losses of a slot. Padding (below 0) has none. If a loss cannot be computed, the slot's rows get a fault."""
         try:
             return self._past.losses_of(slot)
         except Exception:  # any exception: as in _applies()
-            logger.exception("what repeats cost slot %d could not be told", slot)
+            logger.exception("could not compute the DRY penalties of slot %d", slot)
             self._broken.add(slot)
             return NO_LOSS
 
@@ -351,7 +351,7 @@ class DeviceSampler:
         try:
             return self._past.losses_behind(slot, draft_tokens)
         except Exception:  # any exception: as above
-            logger.exception("what repeats cost slot %d behind guesses could not be told", slot)
+            logger.exception("could not compute the DRY penalties of slot %d after its draft tokens", slot)
             self._broken.add(slot)
             return [NO_LOSS] * len(draft_tokens)
 

@@ -27,7 +27,7 @@ WORD_BITS = 32
 MASK32 = (1 << 32) - 1
 MAX_BIASES = 1024  # per slot; the limit of a request
 MAX_STOPS = 512  # per slot: stop tokens of the request and of the model
-LATEST = np.iinfo(np.int32).max  # position beyond every sequence
+LATEST = np.iinfo(np.int32).max  # position after the end of every sequence
 NO_LOSS: Loss = (np.empty(0, np.int64), np.empty(0, np.float32))
 FLOATS = (
     SlotColumn.TEMPERATURE,
@@ -41,7 +41,7 @@ FLOATS = (
 
 
 class TooManyEdits(ValueError):
-    """A slot has more logit biases or stop tokens than the table holds. Its rows fault."""
+    """A slot has more logit biases or stop tokens than a row of the table. The slot's rows get a fault."""
 
 
 class DeviceSlots:
@@ -66,7 +66,7 @@ class DeviceSlots:
         """Writes an uploaded Admission into the table."""
         table, slots = self.table, views["slots"].long()
         assert len(views["params"]) == len(slots) * SlotColumn.WIDTH, "each slot has a row of parameters"
-        assert len(views["words"]) == len(views["word_slots"]) * table.words.shape[1], "and of words, where it has any"
+        assert len(views["words"]) == len(views["word_slots"]) * table.words.shape[1], "a slot with a token set has its words"
         table.params.index_copy_(0, slots, views["params"].view(-1, SlotColumn.WIDTH))
         if len(views["bias_slots"]):
             places = views["bias_slots"].long(), views["bias_places"].long()
@@ -84,7 +84,7 @@ class DeviceSlots:
 
     def adjust_counts(self, slots: Tensor, ids: Tensor, changes: Tensor) -> None:
         """Adds `changes` to counts[slots, ids]. Each pair of slot and id occurs once."""
-        assert len(slots) == len(ids) == len(changes), "a change has its slot and its token"
+        assert len(slots) == len(ids) == len(changes), "each change has a slot and a token"
         places = slots.long(), ids.long()
         self.table.counts.index_put_(places, self.table.counts[places] + changes.to(torch.int16))
 
@@ -109,7 +109,7 @@ def merged_changes(changes: Mapping[tuple[int, int], int]) -> tuple[NDArray[np.i
     """Returns slots, ids and changes as parallel columns, without changes of 0."""
     kept = [(slot, token, change) for (slot, token), change in changes.items() if change]
     columns = np.array(kept, dtype=np.int32).reshape(-1, 3)
-    assert (columns[:, 2] != 0).all(), "what comes to nothing is left out"
+    assert (columns[:, 2] != 0).all(), "changes of 0 are left out"
     return columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()
 
 
@@ -175,7 +175,7 @@ def edited_until(slot: SlotParams) -> int:
     The losses of DRY do not count here, because each step uploads its own (SampleRows.losses).
 
     Returns:
-        0 if nothing is edited, the end of min_new_tokens if only stop tokens are forbidden, else LATEST.
+        0 if nothing is edited; the position after min_new_tokens if only stop tokens are forbidden; otherwise LATEST.
     """
     params = slot.params
     if needs_counts(slot) or params.logit_bias or params.allowed_token_ids or params.banned_token_ids:
@@ -191,7 +191,7 @@ def needs_counts(slot: SlotParams) -> bool:
 def past_counts(slot: SlotParams, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns the distinct tokens of the slot's history and their values in SlotTable.counts.
 
-    A value is the number of occurrences in the kept output, with the bit SEEN for a token of the prompt.
+    A value is the number of occurrences in the output of the history, with the bit SEEN if the prompt has the token.
     """
     history = slot.history.astype(np.int64).clip(0, vocab_size - 1)
     prompt, output = history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens :]
@@ -302,7 +302,7 @@ class PastTokens:
             if past is None:
                 continue
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end].clip(0, self._vocab_size - 1)
-            assert len(ids) == int(plan.num_tokens[row]), "an extend row brings all of its ids"
+            assert len(ids) == int(plan.num_tokens[row]), "an extend row has all of its ids"
             removed, added = past.follow(int(plan.starts[row]), ids.tolist())
             if past.counts:
                 changes.update((slot, token) for token in added)
@@ -315,7 +315,7 @@ class PastTokens:
         return NO_LOSS if past is None or past.repeats is None else past.repeats.penalties()
 
     def losses_behind(self, slot: int, draft_tokens: Sequence[int]) -> list[Loss]:
-        """Returns the losses for the token after each draft token, if all draft tokens up to it are accepted."""
+        """Returns the losses for the token after each draft token, provided that all draft tokens before it are accepted."""
         past = self._of.get(slot)
         if past is None or past.repeats is None:
             return [NO_LOSS] * len(draft_tokens)
@@ -352,8 +352,7 @@ class Past:
 class FollowedTokens:
     """The tokens of one sequence after its history, as the model has read or sampled them.
 
-    The model's input decides: if a position is computed with a token other than the sampled one, the sampled token and all
-    tokens after it are removed.
+    If the model's input at a position differs from the sampled token, the sampled token and all tokens after it are removed.
     """
 
     def __init__(self, first: int) -> None:
@@ -380,8 +379,8 @@ class FollowedTokens:
             same += 1
         removed, added = self._tokens[same:], given[same - begin :]
         self._tokens[same:] = added
-        assert self._tokens[begin:end] == given, "what came as input is what stands there"
-        assert len(self._tokens) == max(end, 0), "nothing stands behind it"
+        assert self._tokens[begin:end] == given, "the tokens equal the model's input"
+        assert len(self._tokens) == max(end, 0), "no token follows the input"
         return removed, added
 
 
@@ -398,5 +397,5 @@ class Losses:
         offsets = np.cumsum([0, *(len(ids) for ids, _ in rows)]).astype(np.int32)
         ids = np.concatenate([NO_LOSS[0], *(ids for ids, _ in rows)]).astype(np.int32)
         losses = cls(offsets, ids, np.concatenate([NO_LOSS[1], *(values for _, values in rows)]))
-        assert len(losses.ids) == len(losses.values) == losses.offsets[-1], "each lost logit has its token"
+        assert len(losses.ids) == len(losses.values) == losses.offsets[-1], "each loss has a token"
         return losses

@@ -27,7 +27,7 @@ WARM_UP_RUNS = 2  # runs before a capture, in which libraries choose kernels and
 class CudaGraphRunner:
     """The captured graphs by padded number of rows.
 
-    The largest graph is captured first. Each smaller one reuses the memory that it took.
+    The largest graph is captured first. Smaller graphs reuse its memory.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CudaGraphRunner:
     def for_rows(self, num_rows: int) -> CudaGraph | None:
         """Returns the smallest captured graph with at least num_rows rows, or None if there is no such graph."""
         place = bisect_left(self._sizes, num_rows)
-        assert place == len(self._sizes) or self._sizes[place] >= num_rows, "the graph has as many rows"
+        assert place == len(self._sizes) or self._sizes[place] >= num_rows, "the graph has at least num_rows rows"
         return self._graphs.get(self._sizes[place]) if num_rows > 0 and place < len(self._sizes) else None
 
     def tell(self, graph: CudaGraph, known: Tensor | None) -> None:
@@ -67,7 +67,7 @@ class CudaGraphRunner:
             known: int32[size], -1 for a row that reads the relay, or None if all rows read it.
         """
         if known is not None:
-            assert len(known) == graph.size, "each row of the graph is told its id, or that the relay has it"
+            assert len(known) == graph.size, "each row of the graph has an id or -1"
             graph.known.copy_(known)
             self._told.add(graph.size)
         elif graph.size in self._told:
@@ -96,7 +96,7 @@ class CudaGraphRunner:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Returns rising sizes up to max_rows. Small sizes are close together, because padding is a large share of a small batch."""
+    """Returns ascending sizes up to max_rows. Small sizes differ little, because padding is a large share of a small batch."""
     steps = [1, 2, 4, *range(8, 32, 4), *range(32, 64, 8), *range(64, 256, 16), *range(256, max(257, max_rows), 64)]
     sizes = tuple(dict.fromkeys(size for size in (*steps, max_rows) if 0 < size <= max_rows))
     assert sizes == tuple(sorted(sizes)) and (not sizes or sizes[-1] == max_rows), "rising, up to all rows"

@@ -1,13 +1,13 @@
-"""Steps whose decode rows verify draft tokens. A draft token is accepted if the request's own draw gives it at its position.
+"""Steps whose decode rows verify draft tokens. A draft token is accepted if the request's draw at its position is this token.
 
 A decode row with draft tokens becomes one row of the runner per token. These rows are sampled position by position: first the
 first token of every row, then the second, and so on. Each position sees the state after the positions before it, as in separate
 steps. Penalties, draws, log probabilities and faults are therefore those of plain decoding. After a rejected draft token, the
 device turns the remaining rows of that decode row into padding, without the host.
 
-The host needs the number of accepted draft tokens before the next step, because it decides the start of a row and the text that
-is drafted from. forward() therefore waits for earlier steps if one of them verifies draft tokens, or if its own plan asks for
-some. A step without draft tokens after steps without draft tokens waits only if its plan gives tokens of a running request.
+The host needs the number of accepted draft tokens before the next step, because the start of a row and the text for drafting
+depend on it. forward() therefore waits for earlier steps if one of them verifies draft tokens, or if its plan requests draft
+tokens. Otherwise it waits only if its plan has known tokens for a running request.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ class DraftedSteps:
         return [(last.spans[-1][1], self._runner.streams.moment())]
 
     def _goes_on_otherwise(self, plan: BatchPlan) -> bool:
-        """Returns whether the plan gives tokens to a running request whose last sampled tokens are not on the host yet.
+        """Returns whether the plan has known tokens for a running request whose last sampled tokens are not on the host yet.
 
-        The drafter must receive the sampled tokens before the given ones, which may replace them.
+        The drafter must receive the sampled tokens before the known tokens, which may replace them.
         """
         given = set(plan.slots[: plan.num_extend].tolist())
         given.difference_update(admitted.slot for admitted in plan.admitted)  # slots of new requests
@@ -192,7 +192,7 @@ class DraftedSteps:
         try:
             self._drafter.begin()
         except torch.OutOfMemoryError as error:
-            logger.warning("no memory for what drafts: guesses get worse: %s", error)
+            logger.warning("out of memory in the drafter; draft tokens get worse: %s", error)
 
     def _tell_given(self, plan: BatchPlan) -> None:
         for admitted in plan.admitted:
@@ -221,7 +221,7 @@ class DraftedSteps:
         try:
             proposed = self._drafter.propose(wanted)
         except torch.OutOfMemoryError as error:
-            logger.warning("no memory for what drafts: no guesses in step %d: %s", plan.step_id, error)
+            logger.warning("out of memory in the drafter; no draft tokens in step %d: %s", plan.step_id, error)
             return {}
         return {rows[slot]: draft for slot, draft in proposed.items() if draft}
 
@@ -296,7 +296,7 @@ class DraftedSteps:
         try:
             kept = self._copied(step)
         except torch.OutOfMemoryError as error:
-            logger.warning("no memory for what drafts reads of step %d: guesses get worse: %s", plan.step_id, error)
+            logger.warning("out of memory for the drafter's input of step %d; draft tokens get worse: %s", plan.step_id, error)
         given = []
         for row in range(plan.num_extend):
             if self._told_of(step, row):
@@ -331,7 +331,7 @@ class DraftedSteps:
             self._settle(self._unsettled.pop(0))
         if step.told is None:  # an earlier attempt raised; this one raises its error again
             self._settle(step)
-        assert step.told is not None, "what is settled has its tokens"
+        assert step.told is not None, "a settled step has its tokens"
         return step.told
 
     def _settle(self, step: _Drafted) -> None:
@@ -366,7 +366,7 @@ class DraftedSteps:
     def _told_of(self, step: _Drafted, row: int) -> bool:
         """Returns whether the drafter follows the row.
 
-        It does if the slot still has the same request, the request is drafted for, and the row has no fault for lack of memory.
+        It does if the slot still has the same request, this request gets draft tokens, and the row has no fault OUT_OF_MEMORY.
         """
         slot = step.plan.slots[row]
         same = self._holders[slot] == step.holders[row]

@@ -39,7 +39,7 @@ class StepBounds:
 def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
     """Launches a step with max_tokens prompt tokens and max_slots sampled rows.
 
-    The prompt tokens form one row, or several if they exceed context_len. All rows use page 0. Afterwards, the table is empty.
+    The prompt tokens form one row, or several rows if they exceed context_len. All rows use page 0. The table is then empty.
     """
     max_tokens, max_slots = bounds.max_tokens, bounds.max_slots
     passes, streams = runner.passes, runner.streams

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
 TABLE_COLUMNS = ("table_slots", "table_firsts", "table_counts", "table_offsets", "table_pages")
-UPLOAD_WORDS = 1 << 16  # words of a step's upload in addition to its tokens; a step with more enlarges the buffer, once
+UPLOAD_WORDS = 1 << 16  # words of an upload buffer in addition to a step's tokens; the buffer is enlarged if a step needs more
 
 
 @dataclass(slots=True)
@@ -108,10 +108,10 @@ class DeviceRunner:
             relay: int64[slots], see ForwardPass.
             unwritten: int32[1], see ForwardPass, or None if relayed tokens are not checked.
             reclaim: returns the allocator's cached memory to the device; called before a piece of a step is tried.
-            max_tokens: of one pass, for which buffers are reserved. A step with more tokens is computed in pieces.
-            max_wanted: largest number of tokens whose states or logits the model gives in one call.
+            max_tokens: largest number of tokens of one pass. A step with more tokens is computed in pieces.
+            max_wanted: largest number of tokens whose states or logits the model returns in one call.
             arrivals: pages whose content arrives in the pools layer by layer.
-            cut_rows: whether a row may be cut into pieces. An encoder needs whole rows, because its tokens see later ones.
+            cut_rows: whether a row may be cut into pieces. An encoder needs whole rows, because tokens attend to later tokens.
         """
         self.streams, self.passes, self.attention, self.sampler = streams, passes, attention, sampler
         self._kernels, self._embeddings, self._relay, self._unwritten = kernels, embeddings, relay, unwritten
@@ -219,7 +219,8 @@ class DeviceRunner:
     def release(self, run: StepRun) -> None:
         """Frees the step's upload buffers as soon as the device has finished the step.
 
-        The mark is the copy of the last results, or an additional copy if the forward pass has results of its own.
+        The point at which they are free is the end of the copy of the last results, or of an additional copy if the forward pass
+        has separate results.
         """
         self._unsampled = None
         sampled = [batch.readback.mark for batch in run.batches if batch.readback is not None]
@@ -279,7 +280,7 @@ class DeviceRunner:
         return graph
 
     def _extends_in_graph(self, plan: BatchPlan) -> bool:
-        """Returns whether a graph may compute the extend rows: it gives nothing but logits of sampled rows."""
+        """Returns whether a graph may compute the extend rows. A graph computes only logits of sampled rows."""
         if plan.admitted or len(plan.prompt_logprob_rows) or self._silent[plan.slots[: plan.num_extend]].any():
             return False
         return self.graph_limits.hold(plan.starts, plan.num_tokens)
@@ -333,7 +334,7 @@ class DeviceRunner:
     # Forward pass
 
     def _replay(self, run: StepRun, graph: CudaGraph, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
-        assert self.graphs is not None, "a graph is one of these"
+        assert self.graphs is not None, "there are graphs"
         assert columns.total == graph.size, "a graph is replayed with all of its rows"
         self.stats.graph_steps += 1
         graph.words.copy_(views["columns"])
@@ -362,9 +363,10 @@ class DeviceRunner:
         """Launches the forward pass of a piece and the measurements that its tokens need.
 
         Args:
-            kept: whether the inputs of sampling are copied, because other passes run before sampling and overwrite them.
+            kept: whether the inputs of sampling are copied. This is necessary if the step has further passes, which run before
+                sampling and overwrite them.
         """
-        assert columns.total <= self._max_tokens, "no pass is larger than what was reserved"
+        assert columns.total <= self._max_tokens, "a pass has at most max_tokens tokens"
         plan, words = piece.plan, views["columns"]
         ids, rows = self.passes.fresh_rows(columns, words)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
@@ -386,7 +388,7 @@ class DeviceRunner:
         return [] if scored is None else wishes.measure_scores(scored, views, logits, run.readback, f"{len(run.scores)}_")
 
     def _states(self, wanted: Tensor) -> Tensor:
-        """Returns TokenModel.states() of any number of tokens. Mean pooling needs those of a whole prompt."""
+        """Returns TokenModel.states() for any number of tokens, because mean pooling needs the states of a whole prompt."""
         model = self.passes.model
         if len(wanted) <= self._max_wanted:
             return model.states(wanted)
@@ -395,7 +397,7 @@ class DeviceRunner:
     def _batch(self, piece: Piece, columns: ForwardBatch, words: Tensor, kept: bool) -> SampleBatch | None:
         """Returns the rows to sample, or None if there are no such rows.
 
-        It must run after all other calls of the model's logits(), because each call overwrites the logits before.
+        It must run after all other calls of the model's logits(), because each call overwrites the previous logits.
         """
         if not len(columns.rows):
             return None
@@ -459,7 +461,7 @@ class DeviceRunner:
         self.stats.given_up += 1
         self._relay[int(run.plan.slots[largest])].fill_(0)  # the next step, which is planned already, may read it
         logger.error("no memory for a row of %d tokens of step %d: its request ends", lengths[largest], run.plan.step_id)
-        assert largest not in run.faults, "a row is given up once"
+        assert largest not in run.faults, "a row gets at most one fault"
         run.faults[largest] = RowFault.OUT_OF_MEMORY
         rest = [select(piece, np.flatnonzero(piece.rows != largest)) for piece in pending]
         return [piece for piece in rest if piece.plan.num_rows]

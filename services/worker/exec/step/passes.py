@@ -99,7 +99,7 @@ class ForwardPass:
             known: int32[T], the ids of decode rows, -1 for a row that reads the relay, or None if all read it.
         """
         assert len(ids) == len(rows.positions) == len(rows.locations), "each token has an id, a position and a place"
-        assert known is None or len(known) == len(ids), "what is known is known by token"
+        assert known is None or len(known) == len(ids), "known has an entry per token"
         tokens = self._nothing if given is None else given
         extends, longest = columns.num_extend, columns.max_tokens
         self._kernels.resolve_tokens(
@@ -149,7 +149,7 @@ def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
 
 
 def select(piece: Piece, rows: I64) -> Piece:
-    """Returns a piece with the given rows of this piece, which are rising."""
+    """Returns a piece with the given rows of this piece, which are ascending."""
     plan = piece.plan
     ends = np.cumsum(plan.num_tokens[: plan.num_extend])
     extends = rows[rows < plan.num_extend]
@@ -168,7 +168,7 @@ def select(piece: Piece, rows: I64) -> Piece:
         prompt_logprob_nexts=plan.prompt_logprob_nexts[scored],
     )
     assert len(chosen.input_ids) == int(chosen.num_tokens[: chosen.num_extend].sum()), "rows keep their own ids"
-    assert len(chosen.prompt_logprob_rows) == len(scored), "and what they score"
+    assert len(chosen.prompt_logprob_rows) == len(scored), "rows keep their prompt logprobs"
     return Piece(chosen, piece.rows[rows])
 
 

@@ -15,8 +15,8 @@ from rootstock_llm.services.worker.exec.streams.cuda_streams import Mark, Stream
 
 I32 = NDArray[np.int32]
 Sections = Sequence[tuple[str, NDArray[np.generic]]]
-DEPTH = 4  # buffers; at most two are being copied or read, and one more is being filled
-ALIGNED = 4  # words; Triton compiles a kernel again for tensors that do not begin at a multiple of 16 bytes
+DEPTH = 4  # number of buffers; at most two are being copied or read, and one is being filled
+ALIGNED = 4  # words of alignment; Triton compiles a second variant for tensors that do not begin at a multiple of 16 bytes
 
 
 class UploadRing:
@@ -57,8 +57,8 @@ class UploadRing:
         return views
 
     def release(self, mark: Mark) -> None:
-        """Declares that all readers of earlier sends end before the mark."""
-        assert len(self._open) <= DEPTH, "no more steps are on their way than there are buffers"
+        """Declares that all readers of earlier sends have ended when the device passes the mark."""
+        assert len(self._open) <= DEPTH, "at most DEPTH steps are in flight"
         for buffer in self._open:
             buffer.used_until = mark
         self._open.clear()
@@ -77,7 +77,7 @@ class UploadRing:
             buffer.used_until.wait()
         if len(buffer.words) < words:
             buffer = self._buffers[index] = self._made(2 * words)
-        assert len(buffer.words) >= words, "a buffer holds what is sent in it"
+        assert len(buffer.words) >= words, "a buffer has space for its sections"
         buffer.used_until = None
         self._open.append(buffer)
         return buffer
@@ -89,13 +89,13 @@ class _Buffer:
     def __init__(self, streams: Streams, capacity: int) -> None:
         self.host, self.device = streams.staging(capacity)
         self.words: I32 = self.host.numpy()
-        self.used_until: Mark | None = None  # both may be written again after this mark
+        self.used_until: Mark | None = None  # host and device memory may be written again after this mark
 
 
 def as_words(array: NDArray[np.generic]) -> I32:
     """Returns int32[n]: elements of 4 bytes by their bits, other integers by value."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    assert flat.itemsize == 4 or flat.dtype.kind in "iu", "what goes by value is whole numbers"
+    assert flat.itemsize == 4 or flat.dtype.kind in "iu", "elements of another size are integers"
     words: I32 = flat.view(np.int32) if flat.itemsize == 4 else flat.astype(np.int32)
     return words
 
@@ -124,12 +124,12 @@ class Readback:
 
         It must not be written before host(), unless the write follows Streams.forward_after_copy.
         """
-        assert self.mark is None, "nothing joins copies that are under way"
+        assert self.mark is None, "no tensor is added after the launch"
         self._sources[name] = tensor
 
     def launch(self) -> Mark:
         """Copies the added tensors after the work that is on the forward stream. Returns the end of the copies."""
-        assert self.mark is None, "results are sent back once"
+        assert self.mark is None, "results are copied once"
         self._streams.copy_after_forward()
         with self._streams.on_copy():
             for name, source in self._sources.items():

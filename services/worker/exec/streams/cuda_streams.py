@@ -46,7 +46,7 @@ class Arrival(Protocol):
         """
 
     def failed(self, error: BaseException) -> None:
-        """Reports that no further group comes. Called by the loading thread."""
+        """Reports that the load has failed, so that no further group arrives. Called by the loading thread."""
 
     def wait(self, group: int) -> None:
         """Makes later work on the caller's current stream wait for a group.
@@ -75,7 +75,7 @@ class Arrival(Protocol):
 
 
 class NeverCame(RuntimeError):
-    """Raised to a waiter if a load has failed."""
+    """Raised to threads that wait for a load if the load has failed."""
 
 
 class Moment(Protocol):
@@ -161,7 +161,8 @@ class Streams(Protocol):
         """Copies a tensor to host memory on the copy stream.
 
         Returns:
-            The copy, whose values are valid after the next mark. The source itself if the device is the host.
+            The copy. Its values are valid after the host has waited for the next mark_copy(). If the device is the host, returns
+            the source itself.
         """
 
     def synchronize(self) -> None:
@@ -169,7 +170,7 @@ class Streams(Protocol):
 
 
 class SpareStreams(Generic[T]):
-    """Streams for threads other than the one that launches steps.
+    """Streams for threads that do not launch steps.
 
     Each stream is lent to one thread at a time. If all are lent, further threads share them. Any thread may call `lent`.
     """
@@ -216,7 +217,7 @@ class CudaStreams:
         self._device = device
         self._schedule, self._forward, self._copy = (CUDA.Stream(device) for _ in range(3))
         self._spare = SpareStreams(lambda priority: CUDA.Stream(device, priority))
-        self._reached = CUDA.Event()  # recorded and awaited immediately, so one event serves all calls
+        self._reached = CUDA.Event()  # one event is enough for all calls, because each call records it and waits for it at once
 
     @property
     def device(self) -> torch.device:
@@ -312,7 +313,7 @@ class CudaMark:
 
 class CudaArrival:
     def __init__(self, groups: int) -> None:
-        assert groups, "an arrival is of something"
+        assert groups, "an arrival has groups"
         self._error: BaseException | None = None
         self._began, *self._events = (CUDA.Event(enable_timing=at in (0, groups)) for at in range(groups + 1))
         self._began.record()

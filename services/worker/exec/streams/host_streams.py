@@ -1,7 +1,7 @@
 """The streams of a CPU: one thread that runs launched work in call order, in place of all three streams.
 
-Only this thread touches tensors, pools and the relay. The loop's thread queues work and waits for collected values. When work
-runs, all earlier work is done, so no stream waits for another. Host and device memory are the same.
+Only this thread accesses tensors, pools and the relay. The loop's thread queues work and waits for collected values. When work
+runs, all earlier work is done, so that no stream has to wait for another. Host and device memory are the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostArrival:
     """An Arrival of a CPU. A waiter blocks its thread."""
 
     def __init__(self, groups: int) -> None:
-        assert groups, "an arrival is of something"
+        assert groups, "an arrival has groups"
         self._groups, self._came = groups, 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -110,11 +110,11 @@ class HostStreams:
         return True
 
     def launch(self, work: Callable[[], None]) -> None:
-        assert threading.current_thread() is not self._thread, "work does not launch work: it would come after its own end"
+        assert threading.current_thread() is not self._thread, "work does not launch work, which would run after it"
         self._queue.put(work)
 
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
-        assert threading.current_thread() is not self._thread, "work does not wait for work behind it"
+        assert threading.current_thread() is not self._thread, "work does not wait for later work"
         if self._closed:
             raise RuntimeError("the streams are closed, so the work would never run")
         future = Future[T]()
@@ -170,7 +170,7 @@ class HostStreams:
         return source
 
     def synchronize(self) -> None:
-        assert threading.current_thread() is self._thread, "only work on the streams can know that all before it is done"
+        assert threading.current_thread() is self._thread, "called by work on the streams, after which all earlier work is done"
 
 
 def _complete(future: Future[T], work: Callable[[], T]) -> None:

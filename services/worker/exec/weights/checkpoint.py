@@ -1,4 +1,4 @@
-"""A Hugging Face model folder on disk: config.json and the safetensors files. Nothing is downloaded, and no code is run."""
+"""A Hugging Face model folder on disk: config.json and the safetensors files. This downloads nothing and runs no code of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rootstock_llm.services.shared import served_config
 
-QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # file dtypes; floats below 16 bits count as quantised in any tensor
+QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # file dtypes; floats with fewer than 16 bits count as quantised, too
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the dtype's name in the files
-NAMED_AT_MOST = 8  # tensors that an error message lists
+NAMED_AT_MOST = 8  # largest number of tensors that an error message lists
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

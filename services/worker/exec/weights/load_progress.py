@@ -27,7 +27,7 @@ class LoadPhases:
     def timed(self, phase: str) -> Iterator[None]:
         """Adds the time of the block to the phase, also if the block raises. Raises ValueError for an unknown phase."""
         if phase not in PHASES:
-            raise ValueError(f"{phase} is no phase of loading; there are {', '.join(PHASES)}")
+            raise ValueError(f"{phase} is not a phase of loading; the phases are {', '.join(PHASES)}")
         begun = self.clock()
         try:
             yield
@@ -68,7 +68,7 @@ class LoadMeter:
         self.tick()
 
     def tick(self) -> None:
-        """Reports if a report is due. Callers call it also while nothing is read, so that the log shows a stalled disk."""
+        """Writes a log line if one is due. Also called while no bytes arrive, so that the log shows a stalled disk."""
         with self._lock:
             if self._clock() - self._reported >= REPORT_EVERY_S:
                 self._report()

@@ -127,7 +127,7 @@ class TensorFiles:
             except OSError as error:
                 raise CheckpointError(f"cannot read {place.name} of {place.path}: {error}") from error
             if count <= 0:
-                raise CheckpointError(f"{place.path} ends within {place.name}")
+                raise CheckpointError(f"{place.path} is truncated: it ends before the last byte of tensor {place.name}")
             done += count
 
     def close(self) -> None:

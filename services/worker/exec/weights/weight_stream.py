@@ -1,8 +1,8 @@
 """Streams a model's weights from safetensors files to their places on a device, in pieces, with several threads.
 
 Each reader thread takes the next piece in the order of the files, reads it into a staging buffer and starts the copy to the
-device. A thread has two staging buffers: it fills one while the device copies from the second. The calling thread waits for the
-readers and reports the progress. The staging buffers bound the host memory, whatever the model's size.
+device. A thread has two staging buffers: it fills one of them while the device copies from the other. The calling thread waits
+for the readers and reports the progress. The host memory for staging does not depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PinnedSlab:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
 
     def release(self) -> None:
-        """Returns the memory to the system, past torch's cache of pinned memory. No copy may be running."""
+        """Returns the memory to the system and not to torch's cache of pinned memory. No copy may be running."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         # torch.accelerator has the function since torch 2.12; CUDA builds before have the private name.
         empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
@@ -122,7 +122,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """The way of one tensor."""
+    """The source and the destination of one tensor."""
 
     # in the files
     place: TensorPlace
@@ -150,9 +150,9 @@ def stream_weights(
     phases: LoadPhases,
     slab: Callable[[int, torch.device], PinnedSlab] = PinnedSlab,
 ) -> T:
-    """Loads what `read` makes of a checkpoint's tensors, on the device. See WeightLoader.
+    """Loads a model onto the device: `read` makes it from the checkpoint's tensors. See WeightLoader.
 
-    Files and shapes are checked before memory is taken on the device, and packing runs there.
+    Files and shapes are checked before memory is allocated on the device. Weights are packed on the device.
     """
     with phases.timed("weights"):
         listed = listed_tensors(read, dtype)
@@ -224,7 +224,7 @@ def _run(loads: Sequence[_Load], files: TensorFiles, buffers: list[list[Tensor]]
 
 
 def _attend(readers: list[Future[None]], meter: LoadMeter) -> None:
-    """Waits for the readers. Raises the first error of one without waiting for the others."""
+    """Waits for the readers. If a reader fails, raises its error without waiting for the others."""
     left: set[Future[None]] = set(readers)
     while left:
         done, left = wait(left, timeout=REPORT_EVERY_S, return_when=FIRST_EXCEPTION)
@@ -241,7 +241,7 @@ def _pieces(loads: Sequence[_Load], piece_bytes: int) -> Iterator[_TensorPiece]:
 
 
 class _PieceQueue:
-    """Hands the pieces to the reader threads, until stop() is called."""
+    """Distributes the pieces to the reader threads until stop() is called."""
 
     def __init__(self, pieces: Iterator[_TensorPiece]) -> None:
         self._pieces = pieces
