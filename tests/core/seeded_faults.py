@@ -57,6 +57,6 @@ def law_broken(fault: Fault, scenario: Callable[[], object]) -> str:
             scenario()
         except AssertionError as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            assert Path(last.filename).is_relative_to(PRODUCT), f"{last.filename}: {error}"
+            assert Path(last.filename).resolve().is_relative_to(PRODUCT), f"{last.filename}: {error}"
             return str(error)
     raise AssertionError(f"no assertion failed: {fault.name}")

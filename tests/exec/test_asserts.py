@@ -148,7 +148,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
             Repeats.add,
             "self._size == len(self._tokens)",
             "self._size > len(self._tokens)",
-            "room for one token more",
+            "the arrays have a free element",
         ),
         repeated,
     ),
