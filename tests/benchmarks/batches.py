@@ -37,7 +37,10 @@ LINES = 8000
 LOGS = {"log_level": "warning"}
 PERCENTILES = (50, 90, 99)
 FIGURES = tuple(f"{what} p{at}" for what in ("TTFT", "ITL") for at in PERCENTILES)
-IN_FLIGHT, LINES_AT_ONCE = "rootstock_gateway_batch_lines_in_flight", 12  # the batch has 16 lanes, some between two lines
+IN_FLIGHT, LINES_AT_ONCE = (
+    "rootstock_gateway_batch_lines_in_flight",
+    12,
+)  # lines in flight at full speed: of the 16 lanes, some are between two lines
 DRAWS = 500
 
 
@@ -145,11 +148,16 @@ def main() -> None:
         before, after = quiet.figures(rounds)[at] * 1e3, busy.figures(rounds)[at] * 1e3
         low, high = np.percentile(ratios[:, at], (2.5, 97.5))
         least, most = interval(list(own[:, at]))
-        print(f"{name}: {before:.1f} ms quiet, {after:.1f} beside: {after / before:.2f} [{low:.2f}, {high:.2f}];", end=" ")
+        print(
+            f"{name}: {before:.1f} ms quiet, {after:.1f} with the batch: {after / before:.2f} [{low:.2f}, {high:.2f}];", end=" "
+        )
         print(f"by pairs {median(own[:, at]):.2f} [{least:.2f}, {most:.2f}]")
-    print(f"first chats: {median(quiet.first_s) * 1e3:.1f} ms quiet, {median(busy.first_s) * 1e3:.1f} beside, at most", end=" ")
+    print(
+        f"first chats: {median(quiet.first_s) * 1e3:.1f} ms quiet, {median(busy.first_s) * 1e3:.1f} with the batch, at most",
+        end=" ",
+    )
     print(f"{max(quiet.first_s) * 1e3:.1f} and {max(busy.first_s) * 1e3:.1f}")
-    print(f"lines a second: {median(busy.lines):.1f} beside chats, {full:.1f} alone")
+    print(f"lines a second: {median(busy.lines):.1f} with chats, {full:.1f} without")
 
 
 if __name__ == "__main__":

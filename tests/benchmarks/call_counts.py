@@ -4,14 +4,14 @@ The counts come from profile functions (`sys.setprofile`), one for each Python t
 A thread that C or C++ starts is not counted until it becomes a `threading.Thread`. Each resumption of a coroutine or generator
 is a call, as in cProfile.
 
-A construction is one of these events:
+These events count as constructions:
 
 | type | event |
 |---|---|
 | class, dataclass, settings | call of the `__init__` that the type resolves to |
 | named tuple | call of its `__new__` or `_make` |
 | subclass of an immutable type | call of its `__new__` |
-| pydantic model | the above, or its place in the result of a validation, at any depth |
+| pydantic model | the above, or an occurrence in the result of a validation, at any depth |
 | protobuf message | call of the `__init__` of the Python implementation of protobuf, also if it is parsed or a default is read |
 
 Types without a Python `__init__` or `__new__`, enum members and copies are not counted.
@@ -110,7 +110,7 @@ class ThreadCounts:
         makes = self._makes.get((cls, key))
         if makes is None:
             function = inspect.unwrap(getattr(cls, attribute))
-            makes = getattr(function, "__code__", None) is frame.f_code  # a base class's own code is a part of one construction
+            makes = getattr(function, "__code__", None) is frame.f_code  # a base class's code is a part of the same construction
             self._makes[cls, key] = makes
         if makes:
             self.built[self._window.get()][cls] += 1
@@ -146,7 +146,7 @@ class ProcessCounts:
         threading.setprofile(None)
 
     def _begin(self, frame: FrameType, event: str, value: Any) -> None:
-        """Replaces itself by the profile function of a new thread at its first event."""
+        """Is called at the first event of a new thread, and installs the thread's profile function in its place."""
         counts = ThreadCounts(self._window)
         self._threads.append(counts)
         sys.setprofile(counts.profile)
@@ -182,7 +182,7 @@ class ProcessCounts:
 
 
 def _models(value: Any) -> Iterator[type]:
-    """Yields the types of the pydantic models in a validated value: its own first, then those of the fields that were given."""
+    """Yields the types of the pydantic models in a validated value: first its type, then those of the given fields."""
     if hasattr(type(value), "__pydantic_fields__"):
         yield type(value)
         for name in getattr(value, "__pydantic_fields_set__", ()):  # missing if the validation has failed

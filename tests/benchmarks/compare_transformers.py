@@ -33,7 +33,7 @@ BUILD = ROOT / "build" / "bench"
 CHILD_TIMEOUT_S = 3600.0
 WARMUP_STREAM = 999
 BUSY_SAMPLE_S = 1.0
-BUSY_LIMIT = 0.2  # cores
+BUSY_LIMIT = 0.2  # cores used by other processes above which a round's ratio is unreliable
 
 
 class MeasurementFailed(Exception):
@@ -104,7 +104,7 @@ def check(outcome: Outcome, output_len: int) -> None:
     if outcome.error is not None:
         raise MeasurementFailed(f"a request failed: {outcome.error}: {outcome.error_detail}")
     if outcome.completion_tokens != output_len:
-        raise MeasurementFailed(f"a request brought {outcome.completion_tokens} tokens, not {output_len}")
+        raise MeasurementFailed(f"a request returned {outcome.completion_tokens} tokens, not {output_len}")
 
 
 def measure_transformers(job: Job, threads: int, log: Path) -> float:
@@ -118,7 +118,7 @@ def measure_transformers(job: Job, threads: int, log: Path) -> float:
         raise MeasurementFailed(f"transformers ended with status {done.returncode}; see {log}")
     result = json.loads(done.stdout)
     if result["tokens"] != job.tokens:
-        raise MeasurementFailed(f"transformers brought {result['tokens']} tokens, not {job.tokens}")
+        raise MeasurementFailed(f"transformers returned {result['tokens']} tokens, not {job.tokens}")
     return float(result["tokens"] / result["seconds"])
 
 
@@ -129,7 +129,7 @@ def measure_pair(args: argparse.Namespace, concurrency: int, number: int) -> Pai
     logs = args.output_file.resolve().parent / "logs"
     busy = busy_cores(BUSY_SAMPLE_S)
     if busy > BUSY_LIMIT:
-        print(f"others keep {busy:.1f} cores busy: this round's ratio says little", file=sys.stderr)
+        print(f"other processes use {busy:.1f} cores, so the ratio of this round is unreliable", file=sys.stderr)
     server = measure_server(job, args.server_command, warmup, logs / f"server-{name}")
     reference = measure_transformers(job, args.cores, logs / f"transformers-{name}")
     pair = Pair(concurrency, number, server, reference, busy)

@@ -130,7 +130,9 @@ def admit_one_us(waiting: int, steps: int = 200) -> float:
 
 
 def admit_none_us(waiting: int, steps: int = 200) -> float:
-    """Returns the same if a running row has reserved the pool, so that each pass checks the queue and admits no request."""
+    """Returns the median microseconds of planning a step that admits none of `waiting` requests.
+
+    A running row has reserved the pool, so each pass checks the queue and admits no request."""
     queue = Queue(waiting, 300, one_at_a_time=False)
     queue.submit(np.ones(1024, dtype=np.int32), 16_000)
     first = queue.core.plan(0.0)
@@ -147,7 +149,7 @@ def admit_none_us(waiting: int, steps: int = 200) -> float:
 
 
 def all_wait_us(waiting: int, rounds: int = 20) -> tuple[float, float]:
-    """Measures passes over `waiting` requests whose first 1,024 tokens are computed by the step in flight.
+    """Measures passes over `waiting` requests whose first 1,024 tokens the step in flight computes.
 
     Returns:
         Median microseconds of the first pass, which checks each request and makes it wait, and of the later passes.

@@ -152,7 +152,7 @@ def measured(rows: int, steps: int, graphs: bool, known: int) -> dict[str, float
         ended = time.perf_counter()
         for name, seconds in zip(times, (launched - begun, sampled - launched, ended - sampled), strict=True):
             times[name].append(seconds)
-    assert not graphs or not executor.runner.stats.eager_steps, "every step is a graph's"
+    assert not graphs or not executor.runner.stats.eager_steps, "every step must use a graph"
     return {name: statistics.median(values[10:]) * 1e6 for name, values in times.items()}
 
 

@@ -5,7 +5,7 @@ The whole system runs with the demo model and two API keys. Chats with one key a
 
 - the responses to the attack, and the number of failed chats;
 - p99 of the chats' first token, of their whole time and of /health, in quiet seconds just before the attack and during it;
-- the largest and the final memory of each service minus its memory when idle, when the worker's KV pool is fully written.
+- the largest and the final memory of each service minus its memory when idle. The worker's KV pool is fully written before.
 
 With --minutes, all attacks run at once and repeatedly for that time, and the memory two minutes later is checked. The exit status
 is 1 if a chat fails, a limit is exceeded, or the machine is too slow even in quiet seconds.
@@ -37,12 +37,12 @@ from tests.benchmarks.front_attacks import ANSWER_S, ATTACKS
 from tests.e2e.system import ROOT, System
 
 SERVICES = ("gateway", "tokenizer", "detokenizer", "worker-0")
-EVERY_S = 0.5  # between the starts of two chats
+EVERY_S = 0.5  # seconds between the starts of two chats
 TOKENS = 8
 QUIET_S = 10.0
 SETTLE_S, LATER_S = 5.0, 120.0
 SAMPLE_S = 0.2
-KV_TOKENS = 1 << 17  # smaller than the prompts of one attack `batch`, so that it writes the whole pool
+KV_TOKENS = 1 << 17  # tokens; fewer than the prompts of one attack `batch`, so that the attack writes the whole pool
 PEAK_MIB, AFTER_MIB = 300, 50
 PROBER, STRANGER = "prober", "stranger"
 
@@ -232,7 +232,7 @@ def main() -> int:
             # Writing the whole KV pool first makes all its pages resident, so that they do not count as growth later.
             written, still = asyncio.run(attack(system.port, "batch")), asyncio.run(quiet(system.url))
             if "200" not in written or still.failed or still.p99()[1] > QUIET_S * 1e3:
-                sys.exit(f"too slow for this: a batch {written}; quiet chats {still.p99()[1]:.0f} ms, {dict(still.failed)}")
+                sys.exit(f"the machine is too slow: a batch {written}; quiet chats {still.p99()[1]:.0f} ms, {dict(still.failed)}")
             if args.minutes:
                 return int(not asyncio.run(all_at_once(system, memory, names, args.minutes)))
             columns = [

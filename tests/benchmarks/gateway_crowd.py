@@ -85,7 +85,7 @@ async def streamed(port: int, seen: Seen) -> None:
 
 
 async def read_slowly(port: int) -> None:
-    """Reads one byte per second until cancelled. The response in the kernel's buffers alone would last for hours."""
+    """Reads one byte per second until cancelled. Reading the part of the response in the kernel's buffers would take hours."""
     loop, client = asyncio.get_running_loop(), socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((HOST, port))
@@ -145,7 +145,7 @@ def main() -> int:
     print(f"{args.streams} streams of {args.tokens} tokens, {seen.lost_streams} lost; the longest pause of one: median "
           f"{pauses[len(pauses) // 2]:.2f} s, most {pauses[-1]:.2f} s")  # fmt: skip
     print(f"{args.idle} idle connections, {seen.lost_connections} lost")
-    print(f"a reader of a byte a second ended after {seen.slow_reader_s:.1f} s, its deadline was {args.deadline_s:g} s")
+    print(f"a reader of one byte per second ended after {seen.slow_reader_s:.1f} s; its deadline was {args.deadline_s:g} s")
     return int(bool(seen.lost_streams or seen.lost_connections))
 
 

@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, profile: Path | None) -> None:
     with Fleet(args.gateways, args.workers, profile) as fleet:
         warm = uvloop.run(run_load(fleet.targets, requests, args.connections, WARM_UP_S))
         if warm.failed or not warm.latencies_s:
-            raise RuntimeError(f"no good answer: {warm.failed[:1]}")
+            raise RuntimeError(f"the warm-up request failed: {warm.failed[:1]}")
         for repeat in range(args.repeats):
             before, begun = fleet.cpu_s(), time.perf_counter()
             tally = uvloop.run(run_load(fleet.targets, requests, args.connections, args.seconds))

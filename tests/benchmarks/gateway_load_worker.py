@@ -36,7 +36,7 @@ def handles_of(message: bytes) -> Iterator[int]:
     at = 0
     while at < len(message) and message[at] == _SUBMITS:
         size, at = _varint(message, at + 1)
-        assert message[at] == _HANDLE, "the handle is written first, and is never 0"
+        assert message[at] == _HANDLE, "a Submit begins with its handle, which is never 0"
         yield _varint(message, at + 1)[0]
         at += size
 

@@ -1,16 +1,17 @@
-"""Requests with grammars that try to waste the server's time or memory, or to crash it."""
+"""Requests whose grammars need much time or memory to compile, or might crash the server."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-DEPTH = 10_000
-BIG_BYTES = 10 << 20
+DEPTH = 10_000  # nesting depth, far above the recursion limits of parsers
+BIG_BYTES = 10 << 20  # size of the largest grammars, above the server's limit for a grammar
 
 
 def hostile_bodies(nonce: int) -> list[tuple[str, bytes]]:
-    """Returns (name, body) of each request. Each grammar contains the nonce, so that no two rounds send the same grammar."""
+    """Returns (name, body) of each request. Each grammar contains the nonce, so that no grammar of an
+    earlier round is cached."""
     return [*_patterns(nonce), *_grammars(nonce), *_schemas(nonce), *_bodies(nonce)]
 
 

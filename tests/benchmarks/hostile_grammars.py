@@ -150,7 +150,7 @@ async def quiet(url: str, streams: int, seconds: float) -> Phase:
 
 @contextmanager
 def stranger() -> Iterator[None]:
-    """Runs a process of the lowest priority that touches new memory in a loop."""
+    """Runs a process of the lowest priority that writes to new memory in a loop."""
     process = subprocess.Popen([sys.executable, "-c", STRANGER], preexec_fn=lambda: os.nice(19))
     try:
         yield

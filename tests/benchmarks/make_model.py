@@ -140,7 +140,7 @@ def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     chosen = list(islice(merges(), shape.text_tokens - len(alphabet)))
     vocab = {token: i for i, token in enumerate([*alphabet, *(first + second for first, second in chosen)])}
-    assert len(vocab) == shape.text_tokens, "a token was made twice, or there are too few"
+    assert len(vocab) == shape.text_tokens, "the merges must give exactly text_tokens distinct tokens"
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=chosen))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

@@ -40,7 +40,7 @@ def rate(system: System, clients: int, tokens: int, seconds: float) -> float:
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     if b"data: [DONE]" not in answer.read():
-                        raise OSError("a stream has not ended well")
+                        raise OSError("a stream ended without [DONE]")
             except OSError as error:
                 faults.append(error)
                 return
@@ -49,7 +49,7 @@ def rate(system: System, clients: int, tokens: int, seconds: float) -> float:
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)  # until connections are open and code is compiled that compiles at first use
+    time.sleep(1.0)  # connections open, and code that is compiled at its first use is ready
     begun, before = time.monotonic(), sum(ended)
     time.sleep(seconds)
     took, count = time.monotonic() - begun, sum(ended) - before
@@ -78,7 +78,7 @@ def main() -> None:
             for _ in range(asked.pairs):
                 clear, tls = (rate(system, asked.clients, asked.tokens, asked.seconds) for system in (plain, secured))
                 ratios.append(tls / clear)
-                print(f"in the clear {clear:7.1f} requests/s   with TLS {tls:7.1f}   × {ratios[-1]:.3f}", flush=True)
+                print(f"without TLS {clear:7.1f} requests/s   with TLS {tls:7.1f}   × {ratios[-1]:.3f}", flush=True)
         print(f"with TLS × {statistics.mean(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}] of {len(ratios)} pairs")
 
 

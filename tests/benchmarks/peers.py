@@ -67,9 +67,9 @@ def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None
             first = number * at_once % (POOL_PAGES - at_once + 1)
             proven = proof(ROOM.secret, "", TOKENS[: (first + at_once) * PAGE_SIZE * 4])
             begun = time.perf_counter()
-            assert reader.read(Pull(source, first, proven), at_once, out) == at_once, "pages were not read"
+            assert reader.read(Pull(source, first, proven), at_once, out) == at_once, "the read must return all pages"
             taken.append(time.perf_counter() - begun)
-        assert not asked.nixl or set(reader.read_bytes()) == {"nixl"}, "pages came by another way"
+        assert not asked.nixl or set(reader.read_bytes()) == {"nixl"}, "pages were read by another transport than NIXL"
         reader.close()
 
     threads = [threading.Thread(target=read_all) for _ in range(readers)]
@@ -79,7 +79,7 @@ def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None
     for thread in threads:
         thread.join()
     seconds = time.perf_counter() - begun
-    assert len(taken) == readers * reads, "a reader has failed"
+    assert len(taken) == readers * reads, "every reader must complete its reads"
     return readers * reads * at_once * PAGE_BYTES / seconds / GB, median(taken)
 
 

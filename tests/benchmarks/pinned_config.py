@@ -1,6 +1,6 @@
 """A scheduler configuration that does not follow the worker's defaults, so that figures stay comparable over years.
 
-It needs no settings module, which GPU machines may lack.
+It imports no settings module, because GPU machines may lack its dependencies.
 """
 
 from __future__ import annotations
@@ -63,5 +63,5 @@ PINNED = SchedulerConfig(
 
 
 def pinned_config(num_pages: int, page_size: int, context_len: int, vocab_size: int, **given: Any) -> SchedulerConfig:
-    """Returns PINNED with these values. `given` has other fields of SchedulerConfig."""
+    """Returns the pinned configuration with these values. `given` overrides further fields of SchedulerConfig."""
     return replace(PINNED, num_pages=num_pages, page_size=page_size, context_len=context_len, vocab_size=vocab_size, **given)

@@ -53,7 +53,7 @@ COMMAND = (
 )
 WARM_UP_CHATS = 3
 CHATS = 10
-MIN_RUNS = 10  # runs with the chats, for each idle run and without one
+MIN_RUNS = 10  # least number of runs with the chats, and least ratio to the runs in the idle window
 MAX_TOKENS = 32
 SETTLE_S = 2.0  # for the work that follows a chat
 ANSWER_S = 60.0  # limit for a chat, and for a process's counts
@@ -96,7 +96,7 @@ def traces(found: Iterable[Mapping[str, Any]]) -> dict[str, ProcessTrace]:
     for each in found:
         services.get(each["module"].split(".")[2], []).append(each)
     if missing := [name for name, sent in services.items() if not sent]:
-        raise RuntimeError(f"no counts came from: {', '.join(missing)}")
+        raise RuntimeError(f"these services sent no counts: {', '.join(missing)}")
     return {name: _trace(sent) for name, sent in services.items()}
 
 

@@ -2,7 +2,7 @@
 
 One thread makes decisions like the gateway, without I/O: it matches a prompt's blocks with the index, picks a worker by policy
 and adds the blocks as speculative. Expired speculative blocks are removed before each decision (`expire`), about one prompt's
-blocks each time. A shape defines which of `--workers` workers have how many of a prompt's `--blocks` blocks. For each shape the
+blocks each time. A shape defines how many of a prompt's `--blocks` blocks each of the `--workers` workers has. For each shape the
 output has the median, the 99th percentile and the maximum of a decision in µs, and the medians of expire and of the decision's
 parts. The last lines are the cost of hashing the prompt. Times are CPU times of the thread, so that other processes disturb less;
 `--wall` uses the clock.
@@ -26,9 +26,9 @@ from rootstock_llm.services.gateway.routing.policies import Policy, RoutingQuery
 from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, block_hashes, root_hash, split_hashes
 
-SYSTEM_BLOCKS = 64
-SPECULATION_S = 2.0
-DECISIONS_PER_S = 400.0
+SYSTEM_BLOCKS = 64  # blocks of the system prompt that all prompts of a shape share
+SPECULATION_S = 2.0  # lifetime of a speculative block
+DECISIONS_PER_S = 400.0  # rate of the simulated decisions; with SPECULATION_S, it sets the number of speculative blocks
 
 Prompt = list[bytes]
 Clock = Callable[[], float]
@@ -36,8 +36,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
+    """The prefix index, and the workers with their load."""
+
     index: PrefixIndex
-    owners: list[int]
+    owners: list[int]  # the workers' numbers in the index
     workers: WorkerColumns
 
 
@@ -61,6 +63,7 @@ def new_fleet(size: int, rng: random.Random) -> Fleet:
 
 
 def fresh(rng: random.Random, count: int) -> Prompt:
+    """Returns random block hashes, which no worker has."""
     raw = rng.randbytes(8 * count)
     return [raw[at : at + 8] for at in range(0, len(raw), 8)]
 
@@ -72,11 +75,13 @@ def background(fleet: Fleet, rng: random.Random, blocks: int) -> None:
 
 
 def nobody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    """No worker has a block of a prompt."""
     while True:
         yield fresh(rng, blocks)
 
 
 def everybody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    """All prompts are equal, and each worker has all blocks."""
     prompt = fresh(rng, blocks)
     for owner in fleet.owners:
         fleet.index.stored(owner, prompt)
@@ -85,6 +90,7 @@ def everybody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]
 
 
 def different_depths(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    """All prompts are equal. Each worker has a random number of the first blocks."""
     prompt = fresh(rng, blocks)
     for owner in fleet.owners:
         fleet.index.stored(owner, prompt[: rng.randrange(blocks + 1)])
@@ -102,7 +108,10 @@ def system_prefix(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Pro
 
 
 def conversations(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """Each prompt has a system prompt of all workers, one of 256 histories that one to four workers have, and a new turn."""
+    """Each prompt is a system prompt, one of 256 histories and a new turn of 8 blocks.
+
+    All workers have the system prompt. One to four workers have a history. No worker has the new turn.
+    """
     system = fresh(rng, SYSTEM_BLOCKS)
     for owner in fleet.owners:
         fleet.index.stored(owner, system)
@@ -115,7 +124,7 @@ def conversations(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Pro
 
 
 def half_of_them(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
-    """After every sixteenth of the prompt, half of the remaining workers have no more blocks: few, large drops."""
+    """All prompts are equal. Half of the workers have the first sixteenth only, a quarter the first two sixteenths, and so on."""
     prompt, owners = fresh(rng, blocks), list(fleet.owners)
     for owner in owners:
         depth = int(np.random.default_rng(owner).geometric(0.5)) * blocks // 16
@@ -133,7 +142,7 @@ def copied(prompt: Prompt) -> Prompt:
 
 
 def decide(fleet: Fleet, policy: Policy, prompt: Prompt, now: float, clock: Clock) -> tuple[float, ...]:
-    """Returns times in seconds: begin, expired, matched, picked, done."""
+    """Makes a decision. Returns the clock's times in seconds: at the beginning, and after expiry, match, pick and speculation."""
     index, workers = fleet.index, fleet.workers
     begin = clock()
     index.expire(now)
@@ -165,7 +174,7 @@ def measure(shape: Callable[..., Iterator[Prompt]], args: argparse.Namespace, cl
 
 
 def hashing(ids: Sequence[int], decisions: int, clock: Clock) -> NDArray[np.float64]:
-    """Returns the µs of hashing a prompt and splitting the hashes, for each repetition."""
+    """Returns the microseconds that hashing a prompt and splitting its hashes takes, by repetition."""
     root = root_hash("model", "main", "tokenizer", "")
     costs = np.zeros(decisions)
     for number in range(decisions):
@@ -183,8 +192,8 @@ def row(name: str, costs: NDArray[np.float64], rest: str = "") -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--blocks", type=int, default=512, help="of 64 tokens, in every prompt")
-    parser.add_argument("--background", type=int, default=500, help="blocks of other prompts that each worker holds")
+    parser.add_argument("--blocks", type=int, default=512, help="blocks of 64 tokens in every prompt")
+    parser.add_argument("--background", type=int, default=500, help="blocks of other prompts that each worker has")
     parser.add_argument("--decisions", type=int, default=4000)
     parser.add_argument("--policy", default=RoutingPolicy.PREFIX_AWARE.value, choices=[p.value for p in RoutingPolicy])
     parser.add_argument("--seed", type=int, default=1)

@@ -4,7 +4,7 @@ Streams run on random bf16 weights in the shape of Qwen3-0.6B, in two executors 
 Draft tokens are the true text with random errors, so that a step gives --accept-length tokens on average. With --drafter eagle3
 (a vocabulary of 32,000) or mtp, a random draft head also computes draft tokens, whose cost counts and whose values are ignored.
 Everything else is normal: each draft token is computed, sampled and verified, and the controller chooses their number, at most
---drafts. Two further measurements have draft tokens that are always wrong, and none at all; --only selects one of the three.
+--drafts. Two further measurements have only wrong draft tokens, and no draft tokens; --only selects one of the three.
 Prints medians of the time without over the time with drafting, with 95 % intervals.
 """
 
@@ -46,7 +46,7 @@ def error_rate(accept_length: float, drafts: int) -> float:
 
 
 class Forced(Guesses):
-    """A drafter that does the work of another one, and proposes the true text with errors instead of its draft tokens."""
+    """A drafter that runs another drafter for its cost, and proposes the true text with random errors."""
 
     def __init__(self, working: Drafter, told: Sequence[Sequence[int]], errors: float, seed: int) -> None:
         super().__init__(told, errors, VOCAB, seed)
@@ -76,7 +76,7 @@ class Forced(Guesses):
 
 
 class Side:
-    """An executor and its scheduler. If `settles`, all runs share a scheduler, which keeps the learned acceptance rates."""
+    """An executor and its scheduler. If `settles`, all runs use one scheduler, which keeps the learned acceptance rates."""
 
     def __init__(self, world: World, executor: DeviceExecutor, settles: bool) -> None:
         self.executor, self._world, self._settles = executor, world, settles

@@ -39,7 +39,7 @@ class Start:
     """Times of a start, in seconds."""
 
     wall: float  # until the service is ready
-    cpu: float  # of all cores
+    cpu: float  # CPU seconds of all cores
 
 
 def measured(python: str, checkout: Path, service: str, flags: list[str]) -> Start:

@@ -1,7 +1,7 @@
 """The picture of `rootstock status` for documents: python -m tests.benchmarks.status_picture
 
-Prints the command's output just after one of three small workers was killed under load. The output belongs into
-docs/pictures/status.txt, docs/tutorials/laptop.md and, by `make docs`, into docs/reference/cli.md.
+Prints the command's output just after one of three small workers was killed under load. Copy the output into
+docs/pictures/status.txt and docs/tutorials/laptop.md; `make docs` copies it into docs/reference/cli.md.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ from tests.exec.tiered import PAGE_SIZE, Served, build
 
 SECRET = bytes(range(SECRET_BYTES))
 REUSE_TOKENS, COST_TOKENS = 1024, 256
-FIRSTS = 4  # prompts in each turn whose median TTFT is measured
+FIRSTS = 4  # prompts in each turn for the median TTFT
 VOCAB = 100_000  # range of token ids in prompts
 HOST_BYTES, FILE_BYTES = 2 << 30, 24 << 30
-FACT_S = 0.05  # longest wait of a turn for the end of an operation
+FACT_S = 0.05  # seconds that a turn waits at most for the end of an operation
 SAID_PAIRS = 20  # pairs between two printed results
 
 
@@ -151,14 +151,14 @@ def reuse(args: argparse.Namespace, model: Path) -> None:
                     child.send_signal(signal.SIGKILL)
         one = served(model, args.prompts * REUSE_TOKENS // PAGE_SIZE // 4, Path(folder), args.threads, 2048)
         news = [ttft(one, prompt(args.prompts + number, REUSE_TOKENS)) for number in range(args.pairs)]
-        assert not any(tokens for _, tokens in news), "none of them was read"
+        assert not any(tokens for _, tokens in news), "new prompts must not read stored pages"
         computed = [taken for taken, _ in news]
         for what in ("a warm page cache", "the disk, its cache dropped"):
             if what.startswith("the disk") and not _drop_caches():
-                print("the kernel's cache cannot be dropped here")
+                print("the kernel's page cache cannot be dropped on this machine")
                 break
             found = [ttft(one, prompt(number, REUSE_TOKENS)) for number in range(args.pairs)]
-            assert all(tokens >= REUSE_TOKENS - PAGE_SIZE for _, tokens in found), "all of them were read"
+            assert all(tokens >= REUSE_TOKENS - PAGE_SIZE for _, tokens in found), "repeated prompts must read all stored pages"
             ratios = [a / b[0] for a, b in zip(computed, found, strict=True)]
             low, high = interval(ratios)
             print(

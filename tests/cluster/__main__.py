@@ -41,7 +41,7 @@ def main() -> int:
     asked: list[str] = parser.parse_args().asked
     local, kubeconfig = os.environ.get("CLUSTER", ""), os.environ.get("CLUSTER_TEST_KUBECONFIG", "")
     if not local and not kubeconfig:
-        sys.exit("say which cluster: CLUSTER=COMMAND or CLUSTER_TEST_KUBECONFIG=FILE (tests/cluster/__main__.py)")
+        sys.exit("set CLUSTER=COMMAND or CLUSTER_TEST_KUBECONFIG=FILE to select a cluster (tests/cluster/__main__.py)")
     packages.provide(local=bool(local))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rootstock-cluster-") as name:
@@ -98,7 +98,7 @@ def _test_whole(cluster: Cluster, lines: Path) -> int:
     lanes = os.environ.get("CLUSTER_TEST_LANES", "3")
     beside = _test(cluster, [*WHOLE, "-m", "not alone", "-n", lanes, "--dist", "loadfile", *IN_ORDER], lines)
     if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):
-        print("left out without CLUSTER_TEST_DISRUPT=1: what disturbs the whole cluster", flush=True)
+        print("tests that disturb the whole cluster are left out; CLUSTER_TEST_DISRUPT=1 runs them", flush=True)
         return beside
     _settle(cluster)
     alone = _test(cluster, [*WHOLE, "-m", "alone"], lines)  # also after a failed first pass

@@ -41,7 +41,7 @@ def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, li
             command, input=given, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise CommandFailed(f"{shlex.join(command)}\nhas not ended in {limit_s:.0f} s: {error.stderr!r}") from None
+        raise CommandFailed(f"{shlex.join(command)}\ndid not end within {limit_s:.0f} s: {error.stderr!r}") from None
     if done.returncode:
         raise CommandFailed(f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout
@@ -60,7 +60,7 @@ def until(holds: Callable[[], Any], what: str, within_s: float = WITHIN_S, pause
             fault = ""
         except (CommandFailed, httpx.HTTPError) as error:
             fault = f"; the last look failed: {type(error).__name__}: {error}"
-        assert time.monotonic() - begun < within_s, f"waited {within_s:.0f} s in vain for {what}{fault}"
+        assert time.monotonic() - begun < within_s, f"waited {within_s:.0f} s for {what}{fault}"
         time.sleep(pause_s)
 
 
@@ -139,7 +139,9 @@ class Release:
         waiting = ["--wait", "--timeout", "300s"] if wait else []
         arguments = ["upgrade", "--install", self.name, str(self.chart), "-n", self.namespace, *files, "-f", "-", *waiting]
         self.cluster.helm(*arguments, given=json.dumps(values))
-        if wait:  # helm does not wait for pods that a rollout may miss; with a single worker, it waits for none
+        if (
+            wait
+        ):  # helm does not wait for the pods that a rollout allows to be unavailable; with a single worker, it waits for no pod
             self.kubectl("rollout", "status", "deployment", "-l", f"app.kubernetes.io/instance={self.name}", "--timeout=300s")
 
     def kubectl(self, action: str, *arguments: str, given: str = "") -> str:

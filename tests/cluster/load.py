@@ -1,4 +1,4 @@
-"""Greedy streams in sequence over several gateways: records texts, pauses, and the cause of each failure."""
+"""Clients that send greedy streams through several gateways, and a record of texts, pauses and causes of failures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.cluster.spaces import gateway_state
 
 QUESTIONS = tuple(f"Count from {first} to {first + 24}." for first in range(1, 9))
 REQUEST_S = 330.0
-LOOK_S = 0.5  # between checks whether clients must disconnect
-FRESH_S = 1.0  # for which a list of gateways is used
-AGAIN_S = 0.5  # pause after a failure
-LEAVE_S = 30.0  # limit for the clients to disconnect
+LOOK_S = 0.5  # seconds between two checks whether clients must disconnect
+FRESH_S = 1.0  # seconds for which a list of gateways is used
+AGAIN_S = 0.5  # seconds until the next request after a failure
+LEAVE_S = 30.0  # seconds in which all clients must disconnect
 
 Urls = Callable[[], Sequence[str]]
 Witness = Callable[[str], str]
@@ -56,7 +56,7 @@ class Gateways:
             return self._known
 
     async def has_left(self, url: str) -> bool:
-        """Whether other gateways are ready and that one is not."""
+        """Returns whether other gateways are ready and this one is not."""
         try:
             return url not in await self.urls(time.monotonic())
         except ConnectionError:
@@ -79,7 +79,7 @@ class Load:
     questions: Sequence[str] = QUESTIONS
     ended: int = 0  # requests that have ended well
     elsewhere: int = 0  # connections refused by a gateway that is no longer ready; the request is sent to the next one
-    longest_pause_s: float = 0.0  # between two lines of a stream; a test may reset it to 0
+    longest_pause_s: float = 0.0  # longest time between two lines of a stream; a test may reset it to 0
     failures: Counter[str] = field(default_factory=Counter)  # failed requests by error
     firsts: dict[str, str] = field(default_factory=dict)  # details of the first failure by error
     texts: dict[str, set[str]] = field(default_factory=dict)  # all different answers by question
@@ -105,7 +105,7 @@ class Load:
         assert self._thread is not None
         self._thread.join(LEAVE_S if error is not None else REQUEST_S + LEAVE_S)
         if error is None:
-            assert not self._thread.is_alive(), f"clients do not come to an end: {self._told()}"
+            assert not self._thread.is_alive(), f"clients have not ended: {self._told()}"
             if self._fault is not None:
                 raise self._fault
 
@@ -123,7 +123,7 @@ class Load:
         assert not self.failures, self._told()
         different = {question: texts for question, texts in self.texts.items() if len(texts) > 1}
         assert not different, different
-        assert self.ended, "nothing has ended"
+        assert self.ended, "at least one request must have ended"
         again = f", {self.elsewhere} connections refused by gateways that had left" if self.elsewhere else ""
         return f"{self.ended} requests, 0 failed, longest pause {self.longest_pause_s:.1f} s{again}"
 
@@ -210,7 +210,7 @@ class Load:
                 if "error" in event:
                     raise ValueError(data[:200])
                 said[0] += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-        raise ValueError("the stream ended without its end")
+        raise ValueError("the stream ended without [DONE]")
 
 
 def load_on(release: Release, streams: int, urls: Urls | None = None, **more: Any) -> Load:

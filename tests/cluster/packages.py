@@ -1,4 +1,4 @@
-"""Checks the programs that a run needs. As root, installs missing ones as Debian packages with apt-get."""
+"""Checks that the programs of a run are installed. As root, installs the Debian packages of missing programs with apt-get."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 
 from tests.cluster.kubernetes import run
 
+# Debian package by program: for every run, and in addition for a local cluster.
 ALWAYS = {"buildah": "buildah", "redis-server": "redis-server", "redis-cli": "redis-tools", "openssl": "openssl"}
 OF_A_LOCAL_CLUSTER = {
     "containerd": "containerd",
@@ -18,15 +19,15 @@ OF_A_LOCAL_CLUSTER = {
     "/usr/lib/cni/bridge": "containernetworking-plugins",
     "debootstrap": "debootstrap",  # makes the base image if no registry has it
 }
-TOOLS = ("helm", "kubectl")  # the command of a local cluster provides them
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+TOOLS = ("helm", "kubectl")  # checked for an existing cluster; the command of a local cluster provides them
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # some programs are only in the folders of the administrator
 
 
 def provide(local: bool) -> None:
-    """Installs missing packages. Exits with a message if a program stays missing.
+    """Installs missing packages. Exits with a message if a program is still missing.
 
     Args:
-        local: the cluster runs on this machine and needs further programs.
+        local: whether the run starts a cluster on this machine, which needs further programs.
     """
     wanted = ALWAYS | OF_A_LOCAL_CLUSTER if local else ALWAYS
     packages = _missing(wanted)
@@ -37,10 +38,10 @@ def provide(local: bool) -> None:
         run("apt-get", "install", "--yes", "--no-install-recommends", *packages, env=quiet)
         packages = _missing(wanted)
     if packages:
-        sys.exit(f"first, as root: apt-get install {' '.join(packages)}")
+        sys.exit(f"programs are missing; as root, run: apt-get install {' '.join(packages)}")
     tools = [name for name in TOOLS if not local and shutil.which(name) is None]
     if tools:
-        sys.exit(f"not on PATH: {', '.join(tools)}")
+        sys.exit(f"programs are not on PATH: {', '.join(tools)}")
 
 
 def _missing(wanted: dict[str, str]) -> list[str]:

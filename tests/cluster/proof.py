@@ -38,7 +38,7 @@ class Proof:
     def ready(self, seconds: float) -> None:
         """Records and prints the time from the start of the run until images and cluster are ready."""
         self.found["seconds_to_ready"] = round(seconds)
-        print(f"images and cluster are there after {seconds:.0f} s", flush=True)
+        print(f"images and cluster are ready after {seconds:.0f} s", flush=True)
 
     def write(self, folder: Path, lines: Path, seconds: float, status: int) -> None:
         """Writes both files. A `status` of pytest other than 0 marks the run as failed."""

@@ -32,7 +32,9 @@ def what_became_of(job: Future[T]) -> T:
     try:
         return job.result(JOB_S)
     except FutureTimeout:
-        raise AssertionError(f"it has {'begun' if job.running() else 'not begun'}, and not ended in {JOB_S:.0f} s") from None
+        raise AssertionError(
+            f"the job has {'begun' if job.running() else 'not begun'} and did not end within {JOB_S:.0f} s"
+        ) from None
 
 
 def asked_for(request: pytest.FixtureRequest, test: str) -> list[str]:

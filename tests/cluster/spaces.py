@@ -13,7 +13,7 @@ ENDS = ("reason", "exitCode", "finishedAt", "message")  # fields of a container 
 
 
 def told_of(cluster: Cluster, pods: Sequence[Object]) -> str:
-    """Returns a line about each pod, and the last log lines of pods that are not ready or were restarted."""
+    """Returns a line for each pod, and the last log lines of pods that are not ready or were restarted."""
     lines = []
     for pod in pods:
         name, space = pod["metadata"]["name"], pod["metadata"]["namespace"]

@@ -35,7 +35,7 @@ def test_disruption_budget_allows_one_eviction_of_two_pods(install: Install, pro
         for component, model in SERVICES:
             first, second = release.ready(component, model)
             assert (evict(release, first), evict(release, second)) == (True, False), component
-            until(lambda: len(release.ready(component, model)) == 2, "the one in its place")  # noqa: B023
+            until(lambda: len(release.ready(component, model)) == 2, "the replacement of the evicted pod")  # noqa: B023
     proved(f"one of two pods of each service evicted, the other refused: {load.check()}")
 
 

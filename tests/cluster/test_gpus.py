@@ -1,4 +1,4 @@
-"""Workers with GPUs are scheduled on nodes that have some. The GPUs are only a number in the node's status."""
+"""Workers with GPUs are scheduled on nodes with GPUs. The GPUs are simulated by a number in the node's status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_worker_waits_for_a_node_with_a_free_gpu(install: Install, node_with_gpu
     worker = {"gpus": 1, "replicas": GPUS + 1, "resources": small, "topologySpread": True}
     release = install({"models": models, "worker": worker}, wait=False)
     until(lambda: len(release.pods("worker", "demo")) == GPUS + 1, "the workers' pods")
-    until(lambda: sum(bool(pod.node) for pod in release.pods("worker", "demo")) == GPUS, "as many placed as there are GPUs")
+    until(lambda: sum(bool(pod.node) for pod in release.pods("worker", "demo")) == GPUS, "as many scheduled workers as GPUs")
     pods = release.pods("worker", "demo")
     assert {pod.node for pod in pods} == {node_with_gpus, ""}
     (left,) = [pod.name for pod in pods if not pod.node]

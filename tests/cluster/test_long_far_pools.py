@@ -20,7 +20,7 @@ from tests.cluster.load import QUESTIONS, Load, load_on
 from tests.cluster.pulls import METRICS_OPEN, pulled
 from tests.cluster.values import MONITORED
 
-STREAMS, CROWD = 8, 24  # CROWD sends short prompts and needs more than one decode worker
+STREAMS, CROWD = 8, 24  # concurrent clients: with long prompts; with short prompts, which need more than one decode worker
 CUT_S, WITHIN_S = 10.0, 300.0
 # The prompts have more tokens than all KV pools, so that prompts are computed again and again.
 PROMPTS = tuple(f"{number}. Repeat: {'the garden of stone and coral ' * 60}{QUESTIONS[number % 8]}" for number in range(200))
@@ -65,7 +65,7 @@ def flowing(release: Release, load: Load) -> float:
     """Waits until each stream has had a response. Returns the number of tokens whose KV was read between nodes."""
     until(lambda: load.ended >= STREAMS, "the load", 120)
     read = pulled(release)
-    assert read > 0, "pages go from node to node"
+    assert read > 0, "decode workers must read KV from the other node"
     return read
 
 

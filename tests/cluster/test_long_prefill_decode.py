@@ -35,7 +35,7 @@ def test_prefill_and_decode_roll_out_under_load(install: Install, proved: Callab
     with load_on(release, STREAMS, questions=LONG) as load:
         until(lambda: load.ended >= STREAMS, "the load", 120)
         read = pulled(release)
-        assert read > 0, "pages go from pod to pod"
+        assert read > 0, "decode workers must read KV from prefill workers"
         for component in ("prefill", "worker"):
             release.restart(component, "demo")
             before = load.ended
@@ -57,7 +57,7 @@ def test_prefill_and_decode_survive_loss_of_a_node(
     with load_on(release, STREAMS, gateways(release, redis.node), questions=LONG) as load:
         until(lambda: load.ended >= STREAMS, "the load", 120)
         read = pulled(release)
-        assert read > 0, "pages go from pod to pod"
+        assert read > 0, "decode workers must read KV from prefill workers"
         broken_nodes.take(action, node, remedy)
         begun, before = time.monotonic(), load.ended
         until(lambda: time.monotonic() - begun > CUT_S and load.ended >= before + STREAMS, "answers meanwhile", 180)

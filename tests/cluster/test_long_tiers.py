@@ -75,7 +75,7 @@ def killed(release: Release) -> None:
     until(others, "workers in place of those that were killed")
 
 
-def said_again_behind_a_kill(release: Release) -> tuple[int, str]:
+def asked_again_after_a_kill(release: Release) -> tuple[int, str]:
     """Sends all prompts twice, kills the workers and sends them again; the answers must be equal.
 
     Returns:
@@ -85,7 +85,7 @@ def said_again_behind_a_kill(release: Release) -> tuple[int, str]:
     second, _ = asked(release)
     assert second == first
     from_host = worker_metric(release, FROM_HOST)
-    assert from_host > 0, "what left the pool was read from memory"
+    assert from_host > 0, "pages that were evicted from the pool are read from host memory"
     # The pages that the pool still has at the end are not stored.
     until(lambda: worker_metric(release, STORED) >= POOL_TOKENS, "KV in the storage", 120)
     killed(release)
@@ -124,9 +124,9 @@ def test_kv_files_outlive_the_pod(install: Install, claim_class: str, proved: Ca
     files = {"sizeGB": 1, "claimSize": "2Gi", "storageClass": claim_class}
     release = install(values_of({"files": files}, kind="StatefulSet", replicas=1))
     (pod,) = release.ready("worker", "demo")
-    assert pod.name.endswith("-0"), "of a StatefulSet, whose claim the next one has"
-    from_storage, line = said_again_behind_a_kill(release)
-    assert from_storage > 0, "usage says what was read from the claim"
+    assert pod.name.endswith("-0"), "the pod belongs to a StatefulSet, so its successor gets the same claim"
+    from_storage, line = asked_again_after_a_kill(release)
+    assert from_storage > 0, "usage has the tokens that were read from the claim"
     proved(f"KV in files on a claim: {line}")
 
 
@@ -135,6 +135,6 @@ def test_workers_share_kv_in_redis(install: Install, space: str, cluster: Cluste
     secret(there, "kv-storage", {"url": f"redis://elsewhere:{REDIS_PORT}/0", "secret": SECRET})
     there.kubectl("apply", "-f", "-", given=json.dumps(redis_elsewhere(REDIS_PORT)))
     release = install(values_of({"shared": {"secret": "kv-storage", "port": REDIS_PORT}}, replicas=2))
-    from_storage, line = said_again_behind_a_kill(release)
-    assert from_storage > 0, "usage says what was read from the Redis"
+    from_storage, line = asked_again_after_a_kill(release)
+    assert from_storage > 0, "usage has the tokens that were read from the Redis"
     proved(f"KV in a Redis of two workers: {line}")

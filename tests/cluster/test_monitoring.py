@@ -133,5 +133,5 @@ def test_target_down_fires_and_clears(release: Release, cluster: Cluster, proved
     fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
     release.kubectl("patch", "networkpolicy", name, "--type=merge", "-p", json.dumps({"spec": {"ingress": ingress}}))
     clears = until(lambda: fired not in prometheus.firing(space), "its end", SOON_S)
-    assert prometheus.all_up(space), "the alert ends because targets answer again"
+    assert prometheus.all_up(space), "the alert ends because all targets respond again"
     proved(f"tokenizers cut off from Prometheus: {fired} after {fires:.0f} s, gone after {clears:.0f} s (`for` of 5 s)")

@@ -68,7 +68,7 @@ def process_of(release: Release, component: str, model: str) -> psutil.Process:
                 return process
         except (OSError, psutil.Error):  # the process has ended
             continue
-    raise AssertionError(f"no process of {pod.name} is seen here")
+    raise AssertionError(f"this machine has no process of {pod.name}")
 
 
 def test_streams_survive_the_kill_of_redis(release: Release, proved: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Ports that a pod outside the release can reach when NetworkPolicies are enforced."""
+"""With enforced NetworkPolicies, a pod outside the release can reach only the gateway's HTTP port."""
 
 from __future__ import annotations
 

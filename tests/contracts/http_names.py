@@ -31,7 +31,9 @@ from rootstock_llm.services.worker.core.control import RANGES
 from tests.contracts.schema_names import Schema, names_of
 
 METHODS = frozenset(("delete", "get", "patch", "post", "put"))
-WITHIN: Mapping[type[BaseModel], str] = {NativeSampling: "sampling_params"}  # path of a type that an operation names in `within`
+WITHIN: Mapping[type[BaseModel], str] = {
+    NativeSampling: "sampling_params"
+}  # where `within` of an operation refers to a type: its path
 MAPS = {"tunables": tuple(RANGES), "stats": tuple(field.name for field in fields(StepStats))}  # keys of messages' maps
 
 
@@ -96,7 +98,7 @@ def response_fields() -> set[str]:
 
 
 def error_fields() -> set[str]:
-    """Returns the fields of error bodies, by the API that writes them so."""
+    """Returns the fields of error bodies by API."""
     responses = openapi()["components"]["responses"]
     by_api: dict[str, set[str]] = {}
     for _, operation in operations():
@@ -108,7 +110,7 @@ def error_fields() -> set[str]:
 
 
 def _fields_without_effect() -> set[str]:
-    """Returns the request fields that the gateway accepts and does not act on: those of other servers, mostly at one value."""
+    """Returns the request fields that the gateway accepts without an effect, mostly with one permitted value."""
     found: set[str] = set()
     for body, known in BODIES.values():
         prefixes = [f"{each.method.upper()} {each.path} " for each in OPERATIONS if each.body is body]

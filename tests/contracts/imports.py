@@ -56,7 +56,7 @@ def _imported(tree: ast.AST, modules: Mapping[str, Path]) -> Iterable[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix(PACKAGE) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, "imports are absolute"
+            assert node.level == 0 and node.module, "imports must be absolute"
             module = f"{node.module}.".removeprefix(PACKAGE).removesuffix(".")
             for alias in node.names:
                 inner = f"{module}.{alias.name}".removeprefix(".")

@@ -69,7 +69,7 @@ def _label(name: str, root: str) -> str:
 def main() -> None:
     head, begin, rest = PAGE.read_text().partition(BEGIN)
     tail = rest.partition(END)[2]
-    assert begin and tail, f"{PAGE} has no place for the picture"
+    assert begin and tail, f"{PAGE} lacks the marks around the diagram"
     PAGE.write_text(head + rendered() + tail)
 
 

@@ -41,7 +41,7 @@ RULES = Path(__file__).parents[2] / "charts/rootstock/files/rules.yaml"
 PROTO_FILES: tuple[FileDescriptor, ...] = tuple(
     module.DESCRIPTOR for module in (common_pb2, tokenizer_pb2, detokenizer_pb2, worker_pb2, control_pb2, gateway_pb2, kv_pb2)
 )
-# Parsers of the programs that are no services. Charts, images and operators' scripts have their flags.
+# Parsers of the programs that are no services. Charts, images and operators' scripts use their flags.
 PROGRAMS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
     "rootstock": build_parser,
     "rootstock sim run": run_command.build_parser,
@@ -92,7 +92,7 @@ def complaint(gone: Collection[str]) -> str:
 
 
 def flags() -> Iterator[str]:
-    """Yields the flags of each service, and the words that a flag takes."""
+    """Yields the flags of each service, and the permitted words of each flag."""
     for service, settings in SERVICES.items():
         parser = FlagParser(service, allow_abbrev=False)
         CliSettingsSource(settings, cli_prog_name=service, root_parser=parser)
@@ -111,7 +111,7 @@ def environment_variables() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Yields the commands of each program, their flags, and the words that a flag or an argument takes."""
+    """Yields the commands of each program, their flags, and the permitted words of each flag and argument."""
     for program, parser in PROGRAMS.items():
         yield from _commands(program, parser())
     yield from (f"rootstock control {operation}" for operation in PARSERS)

@@ -1,4 +1,4 @@
-"""Lists the names that a JSON schema gives to users: the paths of its fields, and the strings that a field may be.
+"""Lists the public names of a JSON schema: the paths of its fields, and the permitted strings of a field.
 
 A path is written as `choices[].message.content`: `[]` is an item of a list, `*` a value under any key. An allowed string is
 written as `finish_reason = stop`. Names of types do not appear, because a type may be renamed without an effect on users.
@@ -11,12 +11,12 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-FOREIGN = "x-foreign-key"  # marks a key of another chart, which ours refuses
+FOREIGN = "x-foreign-key"  # marks a key of another chart, which this chart refuses
 _ALTERNATIVES = ("allOf", "anyOf", "oneOf")
 
 
 def names_of(schema: Schema, definitions: Mapping[str, Schema]) -> set[str]:
-    """Returns the paths of all fields, and the strings that they may be.
+    """Returns the paths of all fields, and their permitted strings.
 
     Args:
         definitions: the schemas that `$ref` means, by the last part of the reference.

@@ -11,7 +11,7 @@ import pytest
 GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
 PARTS = ("Choice", "Placement")
 MODULES = {path: ast.parse(path.read_text()) for path in sorted(GATEWAY.rglob("*.py"))}
-# Fields of these names also exist in other classes; these variables contain objects of such classes.
+# Variables with objects of other classes that have fields of the same names.
 OTHERS = {"handle": {"decoding"}, "seed": {"into"}, "model_version": {"link"}, "decoding": {"sink"}}
 
 
@@ -19,7 +19,7 @@ def class_of(name: str) -> tuple[Path, ast.ClassDef]:
     """Returns the module and definition of the only class with this name and with slots."""
     classes = [(path, node) for path, tree in MODULES.items() for node in tree.body if isinstance(node, ast.ClassDef)]
     found = [(path, node) for path, node in classes if node.name == name and slots_of(node)]
-    assert len(found) == 1, f"{name} is there {len(found)} times"
+    assert len(found) == 1, f"{len(found)} classes with the name {name} have slots"
     return found[0]
 
 
@@ -37,7 +37,7 @@ def stores(tree: ast.AST, fields: set[str]) -> Iterator[ast.Attribute]:
 
 
 def foreign(node: ast.Attribute) -> bool:
-    """Whether the attribute belongs to another object: `self`, or a variable in OTHERS."""
+    """Whether the attribute belongs to an object of another class: `self`, or a variable in OTHERS."""
     owner = ast.unparse(node.value).rpartition(".")[2]
     return owner == "self" or owner in OTHERS.get(node.attr, set())
 
@@ -46,7 +46,7 @@ def foreign(node: ast.Attribute) -> bool:
 def test_fields_are_assigned_in_one_module(name: str) -> None:
     home, part = class_of(name)
     fields = slots_of(part)
-    assert {node.attr for node in stores(part, fields)} == fields, "every field is the class's own to set"
+    assert {node.attr for node in stores(part, fields)} == fields, "the module of the class assigns every field"
     elsewhere = [
         f"{path.relative_to(GATEWAY)}:{node.lineno}: {ast.unparse(node)}"
         for path, tree in MODULES.items()
@@ -58,7 +58,7 @@ def test_fields_are_assigned_in_one_module(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_have_no_subclass_and_no_setattr(name: str) -> None:
-    """A subclass or a setattr would be a writer that the test above does not find."""
+    """The test above does not find assignments by a subclass or by setattr."""
     for path, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""compose.yaml names targets of docker/Dockerfile, settings of the services, and ports that agree with each other."""
+"""compose.yaml names existing targets and settings, and its ports agree."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_compose_builds_the_target_of_the_service(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_compose_sets_known_settings_and_probes_the_port_of_the_service(name: str) -> None:
     settings: Any = settings_of(name)
-    assert settings.host == "0.0.0.0", "other containers reach it"
+    assert settings.host == "0.0.0.0", "the service must listen for other containers"
     *_, address, option, service = PARTS[name]["healthcheck"]["test"]
     port = settings.health_port if name == "gateway" else settings.port
     assert (address, option, service) == (f"127.0.0.1:{port}", "--service", name)
@@ -78,7 +78,9 @@ def test_compose_connects_the_gateway_to_the_services_ports() -> None:
         service: Any = settings_of(name)
         assert getattr(gateway, field) == (f"{name}:{service.port}",)
     (published,) = PARTS["gateway"]["ports"]
-    assert published == f"127.0.0.1:{gateway.port}:{gateway.port}", "on this machine alone: there are no API keys"
+    assert published == f"127.0.0.1:{gateway.port}:{gateway.port}", (
+        "the port is published on this machine only, because there are no API keys"
+    )
     worker: Any = settings_of("worker")
     assert gateway.redis_url == worker.redis_url == f"redis://redis:{REDIS_PORT}/0"
     assert gateway.state_redis_url == f"redis://state:{REDIS_PORT}/0"

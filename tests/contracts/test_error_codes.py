@@ -14,7 +14,7 @@ from rootstock_llm.services.gateway.generation.errors import BATCH_CODES, CODES,
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "services/gateway/generation/errors.py"
-# Functions that make an error → index of the argument `code`, and the status of the error.
+# Functions that create an error → index of the argument `code`, and the status of the error.
 MAKERS: dict[str, tuple[int, int]] = {
     "ApiError": (-1, 0),
     "bad_request": (2, 400),
@@ -98,7 +98,7 @@ def uses() -> Iterator[Use]:
                 where = f"{path.relative_to(ROOT)}:{call.lineno}"
                 texts = texts_of(node)
                 if texts is None:
-                    assert ast.unparse(node) in PASSED_ON, f"{where}: the code is no text: {ast.unparse(node)}"
+                    assert ast.unparse(node) in PASSED_ON, f"{where}: the code is no constant text: {ast.unparse(node)}"
                 yield from (Use(where, maker, text, status_of(maker, call)) for text in texts or ())
 
 

@@ -89,7 +89,7 @@ def test_circles_finds_the_modules_of_a_cycle() -> None:
 
 @pytest.mark.parametrize("service", ["gateway", "tokenizer", "detokenizer", "worker", "local", "sim", "cli"])
 def test_class_names_are_unique_in_a_service_and_shared(service: str) -> None:
-    """A leading underscore does not make a name another one."""
+    """Names that differ only by a leading underscore count as equal."""
     found: dict[str, list[str]] = {}
     for name, path in imports.house().modules.items():
         if below(name, (f"services.{service}", "services.shared")):

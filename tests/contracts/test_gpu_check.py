@@ -79,7 +79,7 @@ def outcome_script(figures: dict[str, Any], more: str = "") -> str:
 
 @dataclass
 class Reached:
-    """A clock and a wait for tests of time limits: the limit passes as soon as the part has created `file`."""
+    """A clock and a wait for tests of time limits. The limit is reached as soon as the part has created `file`."""
 
     file: Path
     now: float = 0.0
@@ -89,7 +89,7 @@ class Reached:
 
     def wait(self, process: subprocess.Popen[bytes], limit_s: float) -> int | None:
         while not self.file.exists():
-            assert process.poll() is None, "it ended before it got there"
+            assert process.poll() is None, "the part ended before it created the file"
             time.sleep(0.05)
         self.now += limit_s
         return None
@@ -132,7 +132,7 @@ def test_parts_begin_with_key_figures_and_end_with_compilers() -> None:
 
 
 def test_commands_of_the_page_name_existing_parts() -> None:
-    """The page's commands run on a rented machine, where they cannot be corrected."""
+    """A wrong command on the page would be noticed only on a rented machine."""
     page = (ROOT / "docs/reference/gpu/README.md").read_text()
     section = page.partition("## A first session of three commands")[2].partition("\n## ")[0].replace("\\\n", " ")
     each = (command.strip() for line in section.splitlines() for command in line.split(";"))
@@ -151,7 +151,7 @@ def test_parts_are_chosen_by_name_or_kind() -> None:
     assert len(chosen(parts, ["waits", "tests"])) == len(chosen(parts, ["tests"]))
     assert {part.kind for part in chosen(parts, ["tests"])} == {TESTS}
     assert chosen(parts, []) == parts
-    with pytest.raises(ValueError, match="no part is called nonsense; there are parity, waits, "):
+    with pytest.raises(ValueError, match="no part has the name nonsense; the parts are parity, waits, "):
         chosen(parts, ["nonsense"])
 
 
@@ -166,7 +166,7 @@ def test_make_gpu_check_reports_a_missing_gpu() -> None:
         timeout=120,
     )
     assert done.returncode == 2
-    assert done.stdout.strip().startswith("There is no GPU here that the check could run on: torch ")
+    assert done.stdout.strip().startswith("The check found no usable GPU: torch ")
     assert len(done.stdout.strip().splitlines()) == 1
 
 
@@ -208,7 +208,7 @@ def test_passed_parts_are_not_run_again(tmp_path: Path) -> None:
     bad = script(tmp_path, "bad", outcome_script({}))
     runner, _ = check(tmp_path, [good, bad])
     assert runner.run([good, bad], None, keep=False) == 0
-    assert (tmp_path / "ran").read_text() == "x", "what had passed was not run again"
+    assert (tmp_path / "ran").read_text() == "x", "a passed part is not run again"
     assert "failed" not in report_of(tmp_path)
 
 
@@ -254,17 +254,17 @@ def test_tests_run_in_parallel_and_before_benchmarks(tmp_path: Path) -> None:
             os.kill(int(pid.read_text()), 0)
 
 
-def test_changed_source_makes_results_old(tmp_path: Path) -> None:
+def test_parts_run_again_when_the_source_has_changed(tmp_path: Path) -> None:
     part = script(tmp_path, "part", outcome_script({}, "open('ran', 'a').write('x')"))
     assert check(tmp_path, [part])[0].run([part], None, keep=False) == 0
     changed = Source("abc", "2233")
     assert check(tmp_path, [part], changed)[0].run([part], None, keep=True) == 0
-    assert "passed (files 0011)" in report_of(tmp_path), "the report says what it ran on"
+    assert "passed (files 0011)" in report_of(tmp_path), "the report names the files of the run"
     assert check(tmp_path, [part], changed)[0].run([part], None, keep=False) == 0
     assert (tmp_path / "ran").read_text() == "xx"
 
 
-def test_changed_versions_and_flags_make_results_old(tmp_path: Path) -> None:
+def test_parts_run_again_when_versions_or_flags_have_changed(tmp_path: Path) -> None:
     part = script(tmp_path, "part", outcome_script({}, "open('ran', 'a').write('x')"))
     runner, state = check(tmp_path, [part])
     assert runner.run([part], None, keep=False) == 0
@@ -278,7 +278,7 @@ def test_changed_versions_and_flags_make_results_old(tmp_path: Path) -> None:
 
 
 def test_variant_is_added_to_earlier_results(tmp_path: Path) -> None:
-    """Results with other flags or from another card are added: figures, logs and judgement of both stay."""
+    """Results with other flags or from another card are added. Figures, logs and judgement of both results stay."""
     part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 26.0}}))
     text = (tmp_path / "bench-throughput.py").read_text().replace("26.0", "31.0")
     (tmp_path / "other.py").write_text(text)
@@ -306,7 +306,7 @@ def test_targets_do_not_judge_another_card(tmp_path: Path) -> None:
     assert runner.run([part], None, keep=False) == 0
     report = (tmp_path / "out/report-nvidia-h100-80gb-hbm3-2030-01-02.md").read_text()
     assert "| ≤ 28 s | 60 s | NVIDIA H100 80GB HBM3 | not judged |" in report and "Missed" not in report
-    assert "On NVIDIA H100 80GB HBM3." in report, "each part's figures say which card they are from"
+    assert "On NVIDIA H100 80GB HBM3." in report, "the report names the card of each part's figures"
     assert [is_for(name) for name in ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H100")] == [
         True,
         True,
@@ -353,7 +353,7 @@ def test_check_resumes_from_a_report(tmp_path: Path) -> None:
     state = load_state(tmp_path / "elsewhere/state.json", "2030-01-05", fresh=False, earlier=report)
     assert state.begun == "2030-01-02"
     assert state.is_done(good, SOURCE, FACTS, keep=False) and not state.is_done(bad, SOURCE, FACTS, keep=False)
-    with pytest.raises(ValueError, match="to go on from"):
+    with pytest.raises(ValueError, match="so the check cannot continue from it"):
         load_state(tmp_path / "state.json", "2030-01-05", fresh=False, earlier=tmp_path / "none.json")
 
 
@@ -369,11 +369,11 @@ def test_slow_part_is_killed_with_all_children(tmp_path: Path) -> None:
     assert runner.run([slow], None, keep=False) == 1
     result = state.results["slow", "", "NVIDIA H200"]
     assert result.status is Status.TIMED_OUT and "so far" in result.tail
-    assert result.outcome["figures"] == {"a": {"value": 1.0}}, "what it had measured by then is kept"
+    assert result.outcome["figures"] == {"a": {"value": 1.0}}, "the figures that were measured before the limit are stored"
 
 
 def test_check_stops_at_the_whole_limit(tmp_path: Path) -> None:
-    """A part that the whole limit stops does not count as timed out. A part without enough time is not started."""
+    """A part that the limit of the whole check ends does not count as timed out. A part without enough time is not started."""
     slow = script(
         tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, "import time\nopen('there', 'w')\ntime.sleep(600)"), limit_s=300
     )
@@ -451,7 +451,7 @@ def test_tests_fail_at_once_on_a_lost_device(tmp_path: Path) -> None:
 def test_load_state_names_a_broken_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text("{")
-    with pytest.raises(ValueError, match="begin anew with --fresh"):
+    with pytest.raises(ValueError, match="start again with --fresh"):
         load_state(path, "2030-01-02", fresh=False)
     assert load_state(path, "2030-01-02", fresh=True).results == {}
 
@@ -502,7 +502,7 @@ def test_source_has_commit_and_digest(tmp_path: Path) -> None:
 def test_install_uses_wheels_without_a_network(tmp_path: Path) -> None:
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()
-    with pytest.raises(ValueError, match="holds no wheels"):
+    with pytest.raises(ValueError, match="has no wheels"):
         install(wheels, site)
     info = "gpu_check_probe-1.0.dist-info"
     with zipfile.ZipFile(wheels / "gpu_check_probe-1.0-py3-none-any.whl", "w") as wheel:
@@ -542,4 +542,4 @@ def test_flashinfer_folder_omits_compiler_sources(tmp_path: Path, capsys: pytest
     there = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert there == {name for name, left in names.items() if left} | {"tvm_ffi/csrc/whole.cu", f"{data}/aot/decode/decode.so"}
     assert carry_flashinfer([str(wheels[0]), "--out", str(out), "--modules", str(tmp_path / "none")]) == 1
-    assert "holds no NAME/NAME.so" in capsys.readouterr().err
+    assert "has no NAME/NAME.so" in capsys.readouterr().err

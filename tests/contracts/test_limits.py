@@ -1,4 +1,4 @@
-"""A test covers every limit of services/shared/limits.py: one of the two walks over all limits, or a test that is named here."""
+"""Every limit of services/shared/limits.py has a test: in one of the two walks over all limits, or named here."""
 
 from __future__ import annotations
 

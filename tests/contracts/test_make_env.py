@@ -65,13 +65,17 @@ def test_torch_comes_from_the_cpu_index_when_the_index_is_reached(
     asked = ["make", "-s", str(ready), f"VENV={tmp_path / 'venv'}", f"PYTHON={programs / 'python'}", f"TORCH_INDEX={index}"]
     subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
     installed, *removed = log.read_text().splitlines()
-    assert [line.split()[-1] for line in removed] == ([] if gpu else ["triton"]), "it serves GPUs alone"
+    assert [line.split()[-1] for line in removed] == ([] if gpu else ["triton"]), (
+        "triton, which only GPUs need, is removed without a GPU"
+    )
     assert (f"--extra-index-url {INDEX}" in installed) == used and installed.endswith("-e .[protos]")
     assert ready.exists()
     if not (gpu or index == "" or system != "Linux"):
-        assert "timeout=3" in log.with_suffix(".asked").read_text(), "pip itself would try for minutes"
+        assert "timeout=3" in log.with_suffix(".asked").read_text(), (
+            "the index is tried with a short timeout, because pip would retry for minutes"
+        )
 
 
 def without_nvidia() -> str:
-    """PATH, whose folders with nvidia-smi are left out."""
+    """Returns PATH without the folders that have nvidia-smi."""
     return os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if not (Path(each) / "nvidia-smi").exists())

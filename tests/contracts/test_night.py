@@ -124,7 +124,7 @@ def test_by_day_selects_the_same_cases_after_renames(tmp_path: Path) -> None:
     for name in ("old", "new"):
         (tmp_path / f"test_file_{name}.py").write_text(MODULE.format(name))
     day, by_night = ([line.replace("new", "old") for line in collected(tmp_path, nightly)] for nightly in ("", "1"))
-    assert day[: len(day) // 2] == day[len(day) // 2 :], "the second module is the first one under other names"
+    assert day[: len(day) // 2] == day[len(day) // 2 :], "the renamed module selects the same cases"
     assert len(day) == 2 * (8 + 1 + 3) and len(by_night) == 2 * (15 + 3 + 3)
 
 

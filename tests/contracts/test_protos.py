@@ -1,4 +1,4 @@
-"""Each proto field, enum value and method is on record, and enums and sampling fields have the forms that old pods can read.
+"""Each proto field, enum value and method is recorded. Earlier versions can read the forms of enums and sampling fields.
 
 tests/contracts/test_public_names.py checks that a recorded field keeps its number, type and label.
 """
@@ -29,7 +29,7 @@ def test_every_sampling_field_has_presence() -> None:
         assert field.is_repeated or field.has_presence, field.name
 
 
-def test_the_cores_enums_are_the_wires() -> None:
+def test_enums_of_the_core_equal_those_of_the_messages() -> None:
     from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason
 
     assert {f"FINISH_REASON_{r.name}": r.value for r in FinishReason} == dict(common_pb2.FinishReason.items()[1:])

@@ -1,4 +1,4 @@
-"""Public names only grow: a name in public_names.json stays in the code until its removal is recorded there too."""
+"""A public name in public_names.json stays in the code until it is removed from this file too."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def limits_of(field: FieldInfo) -> dict[str, Any]:
         for kind, name in (("Ge", "ge"), ("Gt", "gt"), ("Le", "le"), ("MinLen", "min_length"), ("MaxLen", "max_length")):
             if isinstance(limit, getattr(annotated_types, kind)):
                 found[kind] = getattr(limit, name)
-        assert not isinstance(limit, annotated_types.Lt), "ranges have their upper ends in them"
+        assert not isinstance(limit, annotated_types.Lt), "upper ends of ranges are inclusive"
     return found
 
 
@@ -130,7 +130,7 @@ def test_neutral_and_default_values_are_within_the_range() -> None:
         values = [value for value in (row.default, *row.neutral) if value is not None]
         assert not [row.fault(value) for value in values if row.fault(value)], row.wire
         if row in SCALARS and row.neutral:
-            assert row.default == row.neutral[0], f"{row.wire}: who says nothing asks for nothing"
+            assert row.default == row.neutral[0], f"{row.wire}: the default is a neutral value"
 
 
 def descriptor_of(row: SamplingParameter) -> FieldDescriptor:
@@ -155,7 +155,7 @@ def test_message_has_the_tables_fields() -> None:
 
 
 def test_range_ends_are_unchanged_as_float32() -> None:
-    """The gateway would accept a value that the worker refuses if rounding to float32 changed an end."""
+    """If rounding to float32 changed an end of a range, the gateway would accept values that the worker refuses."""
     for row in PARAMETERS:
         if row.kind is Kind.NUMBER:
             assert [float(np.float32(end)) for end in (row.low, row.high)] == [row.low, row.high], row.wire

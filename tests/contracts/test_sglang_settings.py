@@ -74,7 +74,9 @@ def test_table_has_each_setting_that_sglang_names_alike() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_table_names_a_setting_of_the_worker(name: str) -> None:
-    assert name in ARGUMENTS or re.fullmatch("SGLANG_[A-Z_]+", name), "an argument of SGLang, or its variable"
+    assert name in ARGUMENTS or re.fullmatch("SGLANG_[A-Z_]+", name), (
+        "the name is an argument or an environment variable of SGLang"
+    )
     assert OTHER[name][0].strip("`") in WorkerSettings.model_fields
 
 

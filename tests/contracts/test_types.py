@@ -1,4 +1,4 @@
-"""The type checker checks the whole product strictly, and these tests list the exceptions."""
+"""The type checker is strict for the whole product. These tests list the exceptions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_only_foreign_libraries_may_lack_types() -> None:
 LOOSENED = [name for each in overrides_of("check_untyped_defs", "disallow_untyped_defs") for name in each["module"]]
 
 
-def test_only_modules_with_triton_kernels_are_loosened() -> None:
+def test_checks_are_relaxed_only_for_modules_with_triton_kernels() -> None:
     files = [path.relative_to(ROOT) for folder in OURS for path in (ROOT / folder).rglob("*.py")]
     jitted = [
         ".".join(("rootstock_llm", *path.with_suffix("").parts)) for path in files if "@triton.jit" in (ROOT / path).read_text()

@@ -1,6 +1,6 @@
-"""Names the internals of uvicorn that the gateway uses: attributes which uvicorn does not document and may rename in any release.
+"""Lists the internals of uvicorn that the gateway uses. uvicorn does not document these attributes and may rename them.
 
-If uvicorn is updated, read the changes of the methods that are named here before the pin in pyproject.toml is changed.
+Before you change the pin in pyproject.toml, read uvicorn's changes of the methods that are listed here.
 """
 
 from __future__ import annotations

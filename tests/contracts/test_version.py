@@ -1,4 +1,4 @@
-"""`services.__version__` is the version of the wheel, the chart, the images and the client."""
+"""The wheel, the chart, the images and the client have the version in `services.__version__`."""
 
 from __future__ import annotations
 

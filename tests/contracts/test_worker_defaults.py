@@ -154,7 +154,7 @@ def attributes(node: ast.AST, owner: str) -> set[str]:
 def binding() -> dict[str, ast.expr]:
     """Expression of each field in the call of SchedulerConfig."""
     (call,) = calls(tree_of(BINDING), "SchedulerConfig")
-    assert not call.args and all(keyword.arg for keyword in call.keywords), "field by field, and each by its name"
+    assert not call.args and all(keyword.arg for keyword in call.keywords), "the call must pass every field as a keyword argument"
     return {str(keyword.arg): keyword.value for keyword in call.keywords}
 
 
@@ -169,7 +169,9 @@ def test_every_field_is_bound_to_the_setting_of_that_name(binding: dict[str, ast
     assert {name for name, settings in read.items() if not settings} == set(FIELDS_WITHOUT_A_SETTING)
     assert [name for name, settings in read.items() if settings and settings != {name}] == []
     plain = {name for name, value in binding.items() if ast.unparse(value) == f"settings.{name}"}
-    assert {name for name, settings in read.items() if settings} - plain == COMPUTED, "as it is, or tried by itself"
+    assert {name for name, settings in read.items() if settings} - plain == COMPUTED, (
+        "a field equals its setting or is listed in COMPUTED"
+    )
 
 
 def test_constant_fields_are_bound_to_constants(binding: dict[str, ast.expr]) -> None:
@@ -182,7 +184,7 @@ def test_every_setting_has_a_reader(binding: dict[str, ast.expr]) -> None:
     bound = set(binding) - set(FIELDS_WITHOUT_A_SETTING)
     assert not bound & set(SETTINGS_ELSEWHERE)
     read = bound | set(SETTINGS_ELSEWHERE) | {CONFIG}  # load() reads CONFIG before there are settings
-    assert read == set(WorkerSettings.model_fields), "a setting that nobody reads, or no setting"
+    assert read == set(WorkerSettings.model_fields), "a setting has no reader, or a listed name is no setting"
 
 
 @pytest.mark.by_day(one_in=4)
@@ -215,10 +217,12 @@ def range_of(name: str) -> Range | None:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_tunable_has_the_range_of_the_setting_and_a_row_in_docs(name: str) -> None:
-    own = range_of(name)
-    if name == "max_running_requests":  # the setting also has 0, with which the device decides
-        assert own is not None and RANGES[name] == Range(1)
-    else:
-        assert RANGES[name] == own
+def test_tunable_has_the_range_of_the_setting(name: str) -> None:
+    setting = range_of(name)
+    # As a setting, max_running_requests may also be 0: the device's memory decides at the start. The tunable needs a number.
+    assert RANGES[name] == (Range(1) if name == "max_running_requests" else setting)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_tunable_has_a_row_in_docs(name: str) -> None:
     assert f"| `{name}` | " in (ROOT / "docs/reference/control.md").read_text()

@@ -1,4 +1,4 @@
-"""A worker's messages are for people: the gateway forwards them, and decides by fields and codes only."""
+"""A worker's messages are texts for people. The gateway forwards them unread and decides only by fields and codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yields targets with the values that are bound to them, tuples by their items."""
+    """Yields each assignment's target with its value. Tuples are split into their items."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         for part, its in zip(target.elts, value.elts, strict=True):
             yield from pairs(part, its)
@@ -98,7 +98,7 @@ class Words:
 
 
 def looks(tree: ast.AST) -> list[int]:
-    """Returns the lines that depend on the content of a message, and not only on whether there is one."""
+    """Returns the lines that use the content of a message. Lines that only test whether a message exists do not count."""
     words = Words(tree)
 
     def looks_into(node: ast.AST) -> bool:
@@ -125,7 +125,9 @@ def looks(tree: ast.AST) -> list[int]:
 def test_readers_of_worker_messages_import_no_regex() -> None:
     trees = {path: ast.parse(path.read_text()) for path in GATEWAY.rglob("*.py")}
     reading = {path for path, tree in trees.items() if "rootstock_llm.protos.worker_pb2" in imported(tree)}
-    assert READER in reading and "finish.message" in ast.unparse(trees[READER]), "one of them does read it"
+    assert READER in reading and "finish.message" in ast.unparse(trees[READER]), (
+        "the reader of finish.message must be among the checked modules"
+    )
     assert not [path for path in reading if "re" in imported(trees[path])]
 
 
@@ -171,7 +173,7 @@ PASSES_ON = {
 }
 
 
-def test_looks_finds_each_interpretation_of_a_message() -> None:
+def test_looks_finds_each_use_of_a_messages_content() -> None:
     assert [name for name, source in LOOKS.items() if not looks(ast.parse(source))] == []
 
 

@@ -34,7 +34,7 @@ def packages() -> list[str]:
     before = (ROOT / "README.md").read_text().partition("make run\n")[0].rpartition("## Run it")[2]
     named = re.findall(r"`([a-z0-9][a-z0-9.+-]+)`", before)
     if "build-essential" not in named:
-        raise ValueError("README names no package build-essential before its first command")
+        raise ValueError("README must name the package build-essential before its first command")
     return named
 
 

@@ -33,8 +33,8 @@ KERNELS = ROOT / "build/gpu-cache"  # compiled kernels
 COMPILERS = 16  # compilers of FlashInfer's kernels in all processes together; each takes a core and gigabytes
 NO_GPU = 2  # exit status
 MACHINE_S = 240.0  # time limit of tests.gpu.machine, which imports torch from a cold disk
-LEAST_S = 20.0  # time left of --limit-s below which no part is started
-KEEP_BACK_S = 15.0  # time of --limit-s that is reserved to end a hanging part and to write the report
+LEAST_S = 20.0  # no part is started if fewer seconds of --limit-s are left
+KEEP_BACK_S = 15.0  # seconds of --limit-s that are reserved to end a hanging part and to write the report
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(install(options.wheels, site))
         facts = machine_facts(environment(site))
         if not facts["device"]:
-            print(f"There is no GPU here that the check could run on: {facts['reason']}.")
+            print(f"The check found no usable GPU: {facts['reason']}.")
             return NO_GPU
         state = load_state(options.work / "state.json", today(), options.fresh, options.earlier)
     except (ValueError, subprocess.SubprocessError) as error:
@@ -155,11 +155,11 @@ class Check:
 
     def _turn(self, part: Part, deadline: float | None, keep: bool) -> None:
         if self._state.is_done(part, self._source, self._facts, keep):
-            print(f"{part.label}: done before", flush=True)
+            print(f"{part.label}: done in an earlier run", flush=True)
             return
         left = part.limit_s if deadline is None else min(part.limit_s, deadline - self._clock())
         if left < min(self._least_s, part.limit_s):
-            print(f"{part.label}: no time is left; start the check again to go on", flush=True)
+            print(f"{part.label}: no time is left; start the check again to continue", flush=True)
             return
         self._run_one(part, left)
 
@@ -175,7 +175,7 @@ class Check:
             self._report()
         print(f"{part.label}: {result.status} in {result.seconds:.0f} s", flush=True)
         if kept is not result:
-            print(f"{part.label}: an earlier run has more figures; they are kept", flush=True)
+            print(f"{part.label}: an earlier run has more figures and stays in the report", flush=True)
         if result.status not in DONE:
             print(result.tail, flush=True)
 

@@ -43,7 +43,7 @@ def add_modules(modules: Path, out: Path) -> list[str]:
     found = sorted(modules.glob("*/*.so"))
     if not found:
         raise ValueError(
-            f"{modules} holds no NAME/NAME.so: see rootstock_llm.services.worker.exec.attention.flashinfer_prebuild --out"
+            f"{modules} has no NAME/NAME.so; see rootstock_llm.services.worker.exec.attention.flashinfer_prebuild --out"
         )
     for module in found:
         place = out / COMPILED / module.parent.name / module.name

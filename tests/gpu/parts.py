@@ -11,8 +11,8 @@ from pathlib import Path
 
 TESTS, BENCHMARK = "tests", "benchmark"
 BACKEND_TESTS = ("gpu/test_backends", "exec/test_flashinfer_signatures", "exec/test_flashinfer_backend")
-COMPILERS = 8  # processes of a part that mainly compiles with Triton, which uses one core per process
-CONTEXTS = 7  # processes of a part that mainly runs steps of a few rows: one for each of its tests
+COMPILERS = 8  # processes of a part that mainly compiles with Triton; each uses one core
+CONTEXTS = 7  # processes of a part that mainly runs steps of a few rows: one per test
 COMPILING = 4  # processes of a part that mainly runs nvcc, several at a time in each process, see check.compilers()
 
 
@@ -128,7 +128,7 @@ def chosen(parts: Sequence[Part], names: Sequence[str]) -> tuple[Part, ...]:
     """Returns the parts with these names or kinds, in this order. No names mean all parts. Raises ValueError for other names."""
     known = {part.name for part in parts} | {part.kind for part in parts}
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"no part is called {', '.join(unknown)}; there are {', '.join(part.name for part in parts)}")
+        raise ValueError(f"no part has the name {', '.join(unknown)}; the parts are {', '.join(part.name for part in parts)}")
     if not names:
         return tuple(parts)
     return tuple(dict.fromkeys(part for name in names for part in parts if name in (part.name, part.kind)))

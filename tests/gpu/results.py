@@ -140,7 +140,7 @@ def load_state(path: Path, today: str, fresh: bool, earlier: Path | None = None)
         ValueError: `earlier` does not exist, or the file is not a state or report.
     """
     if earlier is not None and not earlier.is_file():
-        raise ValueError(f"there is no {earlier} to go on from")
+        raise ValueError(f"{earlier} does not exist, so the check cannot continue from it")
     begin = earlier or path
     if fresh or not begin.is_file():
         return State(path, today)
@@ -149,7 +149,7 @@ def load_state(path: Path, today: str, fresh: bool, earlier: Path | None = None)
         results = [_result(entry) for entry in saved["parts"]]
         return State(path, saved["date"], {result.key: result for result in results})
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{begin} cannot be read ({error!r}); begin anew with --fresh") from error
+        raise ValueError(f"{begin} cannot be read ({error!r}); start again with --fresh") from error
 
 
 def _result(entry: dict[str, Any]) -> Result:

@@ -61,4 +61,4 @@ def test_draws_equal_draws_of_cpu_executor(tmp_path: Path, device: str) -> None:
     ours.close()
     differing = [index for index, (mine, other) in enumerate(zip(said, want, strict=True)) if mine != other]
     assert len(differing) <= 1, differing
-    assert len({tuple(tokens) for tokens in want}) > REQUESTS // 2, "the draws differ from request to request"
+    assert len({tuple(tokens) for tokens in want}) > REQUESTS // 2, "most requests get different tokens"

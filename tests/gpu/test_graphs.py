@@ -19,7 +19,7 @@ from tests.gpu.served import Asked, Served, config_for, greedy
 from tests.gpu.truth import prompts_of
 
 VOCAB = 257
-SLOTS = GRAPH_ROWS + 4  # more rows than the largest graph has
+SLOTS = GRAPH_ROWS + 4  # more slots than the largest graph has rows
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_steps_run_without_graph_when_rows_exceed_largest(executors: tuple[Any, 
     said, want, plans = run_both(executors, [(prompt, greedy(8 + row)) for row, prompt in enumerate(prompts)], SLOTS)
     assert said == want
     decodes = [plan for plan in plans if not plan.num_extend]
-    assert {replayed(executors[0], plan) for plan in decodes} == {True, False}, "steps of both kinds"
+    assert {replayed(executors[0], plan) for plan in decodes} == {True, False}, "some steps use a graph and some do not"
 
 
 def test_graph_applies_sampling_parameters(executors: tuple[Any, Any]) -> None:
@@ -121,4 +121,6 @@ def test_graph_computes_given_tokens(executors: tuple[Any, Any]) -> None:
         driver.decode(rows[1:], 8)
         outputs.append([row.tokens for row in rows])
     assert outputs[0] == outputs[1]
-    assert runner.stats.eager_steps == before + 2, "the prompts, and 15 tokens beside 2 rows"
+    assert runner.stats.eager_steps == before + 2, (
+        "only the step with the prompts and the step with 15 given tokens and 2 rows have no graph"
+    )

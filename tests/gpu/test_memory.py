@@ -78,10 +78,10 @@ def little_left(device: str, num_bytes: int) -> Iterator[None]:
 
 
 def test_other_requests_continue_when_allocator_has_no_memory(tmp_path: Path, device: str) -> None:
-    """A long prompt's log probabilities over a wide vocabulary have almost no memory left, next to other requests.
+    """Almost no memory is left for the log probabilities of a long prompt over a large vocabulary.
 
-    The buffers of a step are allocated before. The request may end for lack of memory, or its log probabilities are right. The
-    other requests are not affected.
+    The buffers of a step are allocated before. Either the request ends for lack of memory, or its log probabilities are right.
+    The other requests are not affected.
     """
     shape = MODELS["qwen3"]
     wide = type(shape)(shape.family, {**shape.options, "vocab_size": 65_536})

@@ -18,7 +18,7 @@ from tests.exec.tiered import Served, build
 from tests.exec.tiny_models import TinyModel
 
 PROMPTS = 4
-PAUSE_CYCLES = 20_000_000  # about 10 ms
+PAUSE_CYCLES = 20_000_000  # cycles of torch.cuda._sleep, about 10 ms
 Open = Callable[[int, TierOptions | None], Served]
 
 

@@ -21,7 +21,7 @@ def install(wheels: Path, site: Path) -> str:
     """
     found = sorted(wheels.glob("*.whl"))
     if not found:
-        raise ValueError(f"{wheels} holds no wheels")
+        raise ValueError(f"{wheels} has no wheels")
     listed = "\n".join(f"{wheel.name} {wheel.stat().st_size}" for wheel in found)
     if (site / LIST).is_file() and (site / LIST).read_text() == listed:
         return f"{len(found)} wheels are installed in {site} already"

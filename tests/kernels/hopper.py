@@ -1,8 +1,8 @@
 """python -m tests.kernels.hopper MODULE: compiles for an H100 or H200 each kernel that the cases of a bench module launch.
 
-No GPU is needed: tensors have shapes and no memory, and a launch compiles the kernel instead. The command prints as JSON the
-bytes of shared memory of each kernel's variants, and the number of fused products in variants that forbid fusion. It must be a
-process of its own, without Triton's interpreter.
+No GPU is needed: tensors have shapes and no memory, and a launch compiles the kernel instead. For each variant of
+each kernel, the command prints the bytes of shared memory and, if the variant forbids fusion, the number of fused products, as
+JSON. It must run in a separate process without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HopperCompiler:
     """Compiles kernels in place of launches."""
 
     def __init__(self) -> None:
-        # By kernel, with one entry per variant: products fused with sums, of variants that forbid it; bytes of shared memory.
+        # By kernel, with one entry per variant: fused multiply-adds if the variant forbids them; bytes of shared memory.
         self.fused: dict[str, list[int]] = defaultdict(list)
         self.shared: dict[str, list[int]] = defaultdict(list)
         self._known: set[str] = set()

@@ -1,6 +1,6 @@
 """Replaces the matrix product of Triton's interpreter by a sum in a fixed order, as tensor cores make it.
 
-The interpreter multiplies by numpy, whose order of a number's sum depends on the row's index in a tile.
+The interpreter multiplies with numpy, which adds the products of an element in an order that depends on the row in the tile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Builds the arguments of a call of the sampling kernels, and collects its results.
+"""Arguments and results of a call of the sampling kernels, for the tests of all back ends.
 
-Tests of all back ends share the random parameters and the tolerance for rounding defined here.
+Defines the random sampling parameters and the tolerance for rounding.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rootstock_llm.kernels.contracts.sample_ops import SEEN, SampleKernels, Samp
 from rootstock_llm.kernels.reference import sampling
 from rootstock_llm.kernels.reference.sampling import draw_token, support, tempered
 
-ALWAYS = (1 << 31) - 1
-POISON = 777.0
-NEAR = 2e-6  # distance to a boundary between two tokens within which rounding decides
+ALWAYS = (1 << 31) - 1  # value of the column EDITED_UNTIL if logits are edited at every position
+POISON = 777.0  # content of memory that a kernel must write or must not read
+NEAR = 2e-6  # if a uniform number is nearer to the boundary between two tokens, rounding decides which one is drawn
 Columns = TypeVar("Columns", SampleRows, SlotTable)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Sampling parameters of one slot."""
+    """Sampling parameters of one slot, with the meanings of the API; the defaults are neutral."""
 
     temperature: float = 0.0
     top_k: int = -1
@@ -40,10 +40,10 @@ class Asked:
     presence: float = 0.0
     biases: tuple[tuple[int, float], ...] = ()
     stops: tuple[int, ...] = ()
-    stopped_until: int = 0
-    counted: bool = False  # whether the slot's counts are used
-    seen: tuple[int, ...] = ()  # prompt tokens, if counted
-    outputs: Mapping[int, int] = field(default_factory=dict)  # output counts by token, if counted
+    stopped_until: int = 0  # position from which stop tokens may be sampled
+    counted: bool = False  # whether penalties use the token counts of the slot
+    seen: tuple[int, ...] = ()  # tokens of the prompt; used if `counted`
+    outputs: Mapping[int, int] = field(default_factory=dict)  # number of occurrences in the output by token; used if `counted`
     allowed: Sequence[int] | None = None  # allowed tokens, or None for all
 
     @property
@@ -56,13 +56,13 @@ class Row:
     """A row to sample."""
 
     slot: int  # below 0: padding
-    position: int = 10
+    position: int = 10  # of the sampled token in the sequence
     mask: Sequence[int] | None = None  # tokens that the grammar allows, or None for all
-    losses: Mapping[int, float] = field(default_factory=dict)  # values to subtract by token
+    losses: Mapping[int, float] = field(default_factory=dict)  # DRY penalty by token, which is subtracted from the logit
 
 
 def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Returns random parameters of a draw, under the names that Asked and the core's SamplingParams share."""
+    """Returns random temperature, cuts and seed. The names are fields of Asked and of the core's SamplingParams."""
     return {
         "temperature": chance.choice([0.0, 0.0, 0.25, 0.5, 0.7, 1.0, 2.0, 3.0, 1e-9, 2.0**-30]),
         "top_k": chance.choice([-1, -1, -1, 0, 1, 2, 3, 20, 50, vocab_size - 1, vocab_size, vocab_size + 7]),
@@ -74,7 +74,13 @@ def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
 
 
 def could_be(logits: Tensor, asked: Asked, position: int) -> set[int]:
-    """Returns the tokens that rounding at a boundary can lead to. logits is float32[V], edited."""
+    """Returns the tokens that a kernel may draw if it rounds differently from the reference.
+
+    Args:
+        logits: float32[V] after the edits.
+        asked: parameters of the slot.
+        position: position of the drawn token.
+    """
     scaled = tempered(logits, float(np.float32(asked.temperature)), float(np.float32(asked.top_n_sigma)))
     uniform, found = sampling.uniform(asked.seed, position), set()
     for step in (-NEAR, 0.0, NEAR):
@@ -153,13 +159,13 @@ def _admit(table: SlotTable, slot: int, one: Asked, vocab_size: int) -> None:
 
 def rows_of(rows: Sequence[Row], vocab_size: int) -> SampleRows:
     masked = [row.mask for row in rows if row.mask is not None]
-    places = iter(range(len(masked)))
+    mask_rows = iter(range(len(masked)))
     masks = [words_of(mask, vocab_size) for mask in masked] or [torch.zeros(-(-vocab_size // 32), dtype=torch.int32)]
     ends = np.cumsum([0] + [len(row.losses) for row in rows])
     return SampleRows(
         slots=ints([row.slot for row in rows]),
         positions=ints([row.position for row in rows]),
-        mask_rows=ints([-1 if row.mask is None else next(places) for row in rows]),
+        mask_rows=ints([-1 if row.mask is None else next(mask_rows) for row in rows]),
         masks=torch.stack(masks),
         loss_offsets=torch.from_numpy(ends.astype(np.int32)),
         loss_ids=ints([token for row in rows for token in row.losses] or [0]),
@@ -174,7 +180,7 @@ def on_device(columns: Columns, device: torch.device) -> Columns:
 
 @dataclass
 class Left:
-    """Tensors that a call of the sampling kernels has written."""
+    """Tensors that the sampling kernels have written in a call."""
 
     tokens: Tensor
     faults: Tensor
@@ -196,7 +202,7 @@ def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: Slo
     )
     kernels.edit_logits(left.edited, held, rows, table)
     kernels.select_tokens(left.tokens, left.faults, held, left.edited, rows, table, left.relay)
-    assert held.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the kernels do not change the logits"
+    assert held.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the kernels must not change the input logits"
     return Left(*(column.cpu() for column in (left.tokens, left.faults, left.edited, left.relay, left.counts)))
 
 

@@ -77,8 +77,8 @@ def test_silu_and_mul_keeps_extreme_values(kernels: CpuKernels) -> None:
     assert torch.isnan(found[0, 6])
 
 
-# Per type: tiles of 1 to 6 rows, blocks with and without a tail, with and without a bias, rows in one part and in several, more
-# parts than rows, depths of one segment and of several. An odd depth has no pairs.
+# For each dtype, the cases have: tiles of 1 to 6 rows, blocks with and without a tail, with and without a bias, rows in one part
+# and in several, more parts than rows, and depths of one and of several segments. An odd depth cannot be computed in pairs.
 LINEAR = [
     (torch.float32, 1, (65, 64), False),
     (torch.float32, 2, (64, 635), True),
@@ -136,7 +136,7 @@ def test_gated_linear_matches_reference(
 
 
 def ragged(shapes: list[tuple[int, int]], page_size: int, seed: int = 0) -> tuple[RaggedRows, int]:
-    """Returns rows of (start, tokens) on shuffled pages and scattered slots, and the number of pages."""
+    """Returns a batch with these (start, tokens) of the rows, on shuffled pages and scattered slots, and the number of pages."""
     width = max(-(-(start + count) // page_size) for start, count in shapes) + 1
     num_pages = width * len(shapes)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
@@ -290,13 +290,15 @@ CUTS = [(-1, 1.0, 0.0), (5, 1.0, 0.0), (200, 1.0, 0.0), (-1, 0.9, 0.0), (-1, 0.0
 
 
 def assert_draws_as_reference(size: int, temperature: float, cut: tuple[int, float, float]) -> None:
-    logits, count = (random(4, size) * 3).round(decimals=1), 50  # rounding makes ties at every cut
+    logits, count = (random(4, size) * 3).round(decimals=1), 50  # rounded logits have ties at every cut
     logits[2, 1:] = -torch.inf
     each, asked = logits[torch.arange(count) % 4], Asked(temperature, *cut, seed=9)
     found, rows = chosen(each, asked, list(range(count))), [Row(slot, slot) for slot in range(count)]
     expected = sampled(sampling_reference, each, rows_of(rows, size), table_of([asked] * count, size), torch.device("cpu"))
     assert found.faults.tolist() == expected.faults.tolist() == [0] * count
-    assert int((found.tokens != expected.tokens).sum()) <= 1, "only rounding at a boundary between two tokens may differ"
+    assert int((found.tokens != expected.tokens).sum()) <= 1, (
+        "at most one row may differ, by rounding at a boundary between two tokens"
+    )
     assert found.relay.tolist() == found.tokens.tolist()
 
 
@@ -364,7 +366,7 @@ def test_cpu_sampling_rejects_unfit_shapes() -> None:
     ids=str,
 )
 def test_select_tokens_draws_as_reference(size: int, cut: tuple[int, float, float], temperature: float) -> None:
-    """Flat distributions, where every cut removes tokens with some mass, and sharp ones."""
+    """Tests flat distributions, in which every cut removes tokens with some probability, and sharp ones."""
     assert_draws_as_reference(size, temperature, cut)
 
 

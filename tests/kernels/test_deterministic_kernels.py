@@ -36,7 +36,7 @@ def slices(rows: int) -> Iterator[slice]:
 
 
 def assert_rows_alone(compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Compares compute() of parts of x with the same rows of the whole. compute maps [rows, N] to [rows, M]."""
+    """Checks that compute() of some rows of x equals these rows of compute(x). compute maps [rows, N] to [rows, M]."""
     whole = compute(x)
     for part in slices(len(x)):
         assert torch.equal(compute(x[part].clone()), whole[part]), part
@@ -186,6 +186,6 @@ def test_paged_attention_gives_same_bits_in_any_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_attention_changes_bits_when_chunks_differ(dtype: torch.dtype) -> None:
-    """torch's own kernels order their sums by the sizes of a step on every CPU, so these comparisons can fail."""
+    """The comparisons above can fail: on every CPU, the order of sums in torch's kernels depends on the sizes of a step."""
     context = Context(dtype, (4, 2, 64), 16, 0)
     assert not torch.equal(context.in_pieces(layers, [1] * LENGTH), context.in_pieces(layers, [LENGTH]))

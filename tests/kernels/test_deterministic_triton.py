@@ -22,11 +22,11 @@ from tests.kernels.test_deterministic_kernels import CUTS, LENGTH, Context, rand
 from tests.night import NIGHTLY
 
 CPU = torch.device("cpu")
-PLACES = 64  # positions per split: a context has three splits
+PLACES = 64  # positions per split; the tested contexts have three splits
 LARGE = Tile(128, 128, 128, 8, 2)
 ROOMY = Tiles(few=Tile(64, 128, 64, 4, 2), deep=Tile(64, 16, 256, 4, 2), some=LARGE, many=LARGE)
 ROW_CUTS = (1, 3, 40, 64, 65, 97)
-ATTENTION_CUTS = CUTS[2:] if NIGHTLY else CUTS[2:3]  # by day the least even chunks
+ATTENTION_CUTS = CUTS[2:] if NIGHTLY else CUTS[2:3]  # by day only the chunks of the most different sizes
 
 
 def launched(shape: attention.HeadShape, rows: RaggedRows, num_tokens: int, split: bool, strided: bool) -> Launch:

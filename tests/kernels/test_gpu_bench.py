@@ -21,8 +21,8 @@ from tests.night import NIGHTLY
 ROOT = Path(__file__).resolve().parents[2]
 
 TOY = DecoderShape("toy", hidden=24, inner=40, heads=3, kv_heads=1, head_dim=8, vocab=33, page_size=4)
-LOGARITHM = 12  # fused steps of one logarithm
-SHARED_MEMORY = 227 * 1024  # largest number of bytes of a program on Hopper
+LOGARITHM = 12  # fused multiply-adds in one logarithm of the CUDA library
+SHARED_MEMORY = 227 * 1024  # bytes of shared memory that a program may use on Hopper
 KERNELS = {
     "gpu_layers": {
         "_rms_norm_kernel",

@@ -84,7 +84,7 @@ def test_bring_pieces_rejects_unfit_shapes(device: torch.device) -> None:
 
 
 class TestStartupTrial:
-    """At start-up the worker tries the copy layer by layer once, with a page that it then restores."""
+    """At its start, the worker tries the layer-wise copy once with a page and then restores the page."""
 
     @pytest.mark.parametrize("how", ["rightly", "wrongly", "not at all"])
     def test_trial_accepts_correct_copies_only(self, device: torch.device, how: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,4 +105,6 @@ class TestStartupTrial:
         odd = KVPool((torch.zeros(2, 1, 1, 3, device=device),), (torch.zeros(2, 1, 1, 2, device=device),))
         copier = DeviceCopier([odd], bring=page_pieces.bring_pieces)
         assert not copier.can_bring and not brings_rightly(copier, rows_of(1, copier.page_bytes, device))
-        assert not DeviceCopier([pools(device)[0]]).can_bring, "no kernel reads host memory"
+        assert not DeviceCopier([pools(device)[0]]).can_bring, (
+            "a device whose kernels cannot read host memory does not copy layer by layer"
+        )

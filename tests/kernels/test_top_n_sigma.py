@@ -18,8 +18,8 @@ from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 from tests.all_pairs import each_pair
 from tests.kernels.sampling_case import Asked, Row, rows_of, sampled, table_of, uniforms
 
-HOT = 2.0**13  # a temperature that makes tokens about equally likely and divides without rounding
-WIDE = 5000  # more tokens than a tile or the candidates of a draw
+HOT = 2.0**13  # a temperature at which tokens are about equally likely; a power of two, so that the division does not round
+WIDE = 5000  # vocabulary with more tokens than a tile and than the candidates of a draw
 NUMBERS = np.random.default_rng(3)
 NOISE = NUMBERS.normal(size=300) * 3
 MASKED = np.where(NUMBERS.random(300) < 0.3, -np.inf, NOISE)
@@ -127,13 +127,13 @@ def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float,
 def test_top_n_sigma_keeps_equals_at_the_threshold(
     row: list[float], n: float, first: int, last: int, back_end: str, device: torch.device
 ) -> None:
-    """The widest row keeps its other half, but at this temperature that half has no mass."""
+    """The widest row keeps the other half of its tokens, too, but at this temperature their probability is 0."""
     hot = HOT if max(row) < 1e9 else 1.0
     assert extremes(back_end, torch.tensor([row]), Asked(hot, top_n_sigma=n), device) == (first, last)
 
 
 def test_sigma_includes_edited_logits_only(back_end: str, device: torch.device) -> None:
-    """A bias and a mask leave 4, 2 and 0, with a standard deviation of 1.63."""
+    """A bias and a mask leave the logits 4, 2 and 0, whose standard deviation is 1.63."""
     logits, row = torch.tensor([[0.0, 4.0, -96.0, 60.0, -50.0, 7.0]]), Row(0, mask=[0, 1, 2])
     asked = Asked(HOT, biases=((2, 98.0),))
     assert extremes(back_end, logits, replace(asked, top_n_sigma=1.2), device, row) == (1, 1)

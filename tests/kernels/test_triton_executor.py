@@ -68,8 +68,13 @@ def test_executor_completes_greedy_and_sampled_requests(tmp_path: Path, device: 
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1")
-def test_executor_verifies_draft_tokens_of_a_model(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft head runs on the same kernels, and its sampler columns begin in the middle of larger columns."""
+def test_executor_verifies_draft_tokens_of_an_mtp_layer(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's MTP layer drafts two tokens per step with the same kernels.
+
+    With draft tokens, the columns of a sampling call are slices that begin within larger tensors, as the kernels must accept.
+    """
     model = MODEL.build(tmp_path).to(device)
     add_mtp(tmp_path, deepseek=False)
     monkeypatch.setattr(DraftController, "choose", always)

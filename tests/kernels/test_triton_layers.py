@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 POISON = -77.0
 
-# A kernel depends on the dtype at its loads and stores only, so the cases need not combine all shapes and dtypes.
+# Only loads and stores of a kernel depend on the dtype, so the cases do not combine all shapes with all dtypes.
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0)
 
 
 def guarded(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns a poisoned [rows, columns] with a poisoned row before and after it, and the tensor that contains all rows."""
+    """Returns a poisoned tensor [rows, columns], and the larger tensor that also has a poisoned row before and after it."""
     whole = torch.full((rows + 2, columns), POISON, dtype=dtype, device=device)
     return whole[1:-1], whole
 

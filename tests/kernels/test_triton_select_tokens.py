@@ -24,7 +24,7 @@ from rootstock_llm.kernels.triton.sampling.select_keys import MAX_VOCAB, uniform
 from tests.all_pairs import each_value
 from tests.kernels.sampling_case import Asked, Left, Row, could_be, random_cuts, rows_of, sampled, table_of, uniforms
 
-WIDE = 5000  # more tokens than a draw has candidates
+WIDE = 5000  # vocabulary with more tokens than a draw has candidates
 
 
 def compared(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> tuple[Left, int]:
@@ -116,13 +116,13 @@ def test_select_tokens_samples_as_reference_when_vocabulary_is_wide(asked: Asked
 def test_select_tokens_keeps_lowest_ids_among_equals(asked: Asked, device: torch.device) -> None:
     rows, slots = same_slots(asked, 40 if device.type == "cuda" else 2)
     left, different = compared(torch.zeros(len(rows), WIDE), rows, slots, device)
-    # The reference's masses are floats, which a GPU sums in another order, so half of them may be reached one token later.
+    # A GPU sums the float masses in another order than the reference, so the sum may reach one half one token later.
     assert different == 0 or (device.type == "cuda" and asked.top_p < 1.0 and asked.top_k < 0)
     assert int(left.tokens.max()) < {-1: WIDE * asked.top_p, 3: 3, 2500: 1250}[asked.top_k]
 
 
 def seed_near(end: float) -> int:
-    """Returns a seed whose uniform number at position 0 lies within 1 / 4096 of the end."""
+    """Returns a seed whose uniform number at position 0 differs from `end` by less than 1 / 4096."""
     seeds = np.arange(1 << 15, dtype=np.uint64)
     return int(np.abs(uniforms(seeds, np.zeros(len(seeds), dtype=np.int32)) - end).argmin())
 

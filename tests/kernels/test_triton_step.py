@@ -53,7 +53,7 @@ CASES: dict[str, list[tuple[int, int, list[int]]]] = {
 }
 
 
-# The reference writes by index only, and it writes skipped entries to the table's first entry, whose value needs these cases.
+# The reference writes by index. It writes skipped entries to the first entry of the table, so these cases set that entry, too.
 REFERENCE_CASES = ("the first entry among others", "the first entry left alone", "outside alone")
 UPDATES = [(name, case) for name in NAMES for case in CASES if name == "torch" or case not in REFERENCE_CASES]
 
@@ -151,7 +151,7 @@ def test_resolve_tokens_fills_ids_positions_and_locations(
     order = torch.randperm(5 * width, generator=torch.Generator().manual_seed(page_size)).view(5, width).int()
     order[3, width // 8 :] = -1
     held = ragged(rows, order.to(device), tokens + 2, device, reverse=page_size == 4)
-    own = [(13 * token) % 60 - 5 for token in range(tokens)]  # some below 0, some beyond the vocabulary
+    own = [(13 * token) % 60 - 5 for token in range(tokens)]  # some ids are below 0, some beyond the vocabulary
     last = [7, 49, 5000, 3, -1]
     relay = torch.tensor(last, dtype=torch.int64, device=device)
     unwritten = column([3], device) if counted else None

@@ -29,7 +29,7 @@ import torch
 from tests.mutants.areas import AREAS, FAULTS
 from tests.mutants.fault import Fault
 
-SHARED = (torch,)  # imported once here for all forked test processes; helm's library is not, because Go does not survive a fork
+SHARED = (torch,)  # imported before the test processes are forked. Helm's library is not, because Go does not survive a fork
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("fork")
 SECONDS = 900  # time limit for the files of an area; a hanging test counts as a found fault
@@ -100,7 +100,7 @@ def tests_of(revision: str, target: Path) -> None:
 def put_into(fault: Fault, roots: Sequence[Path]) -> Iterator[None]:
     right = (roots[0] / fault.path).read_text() if (roots[0] / fault.path).is_file() else ""
     if right.count(fault.right) != 1:
-        raise Unusable(f"its place is there {right.count(fault.right)} times")
+        raise Unusable(f"the text occurs {right.count(fault.right)} times")
     try:
         for root in roots:
             (root / fault.path).write_text(right.replace(fault.right, fault.wrong))
@@ -159,7 +159,7 @@ def main() -> int:
                 (suite.root / "build").symlink_to(Path(name))
         for area in areas if not arguments.known_good else ():
             if suites[0].noticed(AREAS[area]):
-                raise SystemExit(f"{area}: the tests fail where there is no fault\n{suites[0].log.read_text()}")
+                raise SystemExit(f"{area}: the tests fail without a fault\n{suites[0].log.read_text()}")
         chosen = [fault for fault in FAULTS if fault.area in areas and arguments.match in fault.name]
         return int(report(chosen, suites) > 0)
 

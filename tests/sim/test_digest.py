@@ -31,7 +31,7 @@ from tests.sim.deployed_worker import on_gpu
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--concurrency", "12", "--num-pages", "96", "--context-len", "4096", "--schedule-conservativeness", "0.05")
 DRAFTS = ("--max-drafts", "3")
-# Attributes outside the canonical form: wording, and parts of a schema that a gateway has made.
+# Attributes that the canonical form omits: texts, and parts of a schema that a gateway has generated.
 LEFT_OUT = {Finish: {"message"}, GrammarSpec: {"parts"}}
 # Attributes that a function of the digest reads.
 READ_BY_FUNCTIONS = {BatchPlan: {"admitted", "table_slots", "table_firsts", "table_counts", "table_pages"}}
@@ -39,7 +39,7 @@ READ_BY_FUNCTIONS = {BatchPlan: {"admitted", "table_slots", "table_firsts", "tab
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """A trace whose outputs do not fit the pool, so that requests are retracted."""
+    """A trace whose outputs do not fit into the pool, so that requests are retracted."""
     path = tmp_path / "trace.jsonl"
     sizes = ("--requests", "24", "--input-len", "70", "--output", "60", "--factor", "2", "--begin", "0.2", "--end", "0.9")
     assert main(["generate", "storm", str(path), *sizes]) == 0

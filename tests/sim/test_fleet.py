@@ -1,4 +1,4 @@
-"""Checks that every request of a fleet ends once with its tokens, that runs are reproducible, and that news is delayed."""
+"""Checks that every request of a fleet ends once with its tokens, that runs are reproducible, and that messages are delayed."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_load_columns_are_zero_when_all_requests_have_ended() -> None:
         assert not gateway.columns.requests.any() and not gateway.columns.tokens.any()
 
 
-def test_load_view_counts_own_requests_at_once_and_others_by_reports() -> None:
+def test_load_view_counts_own_requests_immediately_and_others_by_reports() -> None:
     columns = WorkerColumns()
     rows = [columns.add(name, number) for number, name in enumerate(("a", "b"))]
     view = LoadView(columns, peer=1)

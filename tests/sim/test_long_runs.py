@@ -20,9 +20,9 @@ from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, 
 from tests.night import NIGHTLY
 
 ROUNDS = range(20) if NIGHTLY else range(1)
-PATIENCE = 4 if NIGHTLY else 15  # factor of its share of steps by which a run ends, unless it has met every event before
+PATIENCE = 4 if NIGHTLY else 15  # a run that has not met every event ends after this multiple of its share of the steps
 STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 4_500
-TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # turns per seed
+TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # turns of the workload per seed
 
 LRU, LFU, FIFO, PRIORITY = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.FIFO, EvictionPolicy.PRIORITY
 
@@ -182,8 +182,8 @@ class TestNoStarvation:
     def test_scheduler_admits_within_the_time_of_earlier_requests(self, overlap: bool, retract_interval: int) -> None:
         """Bounds the steps until the first admission, under a load that keeps the queue full.
 
-        Each step extends or decodes an earlier request. One by one, a request takes its chunks and its outputs; each retraction
-        costs at most another round of chunks.
+        Until its admission, each step extends or decodes an earlier request. A request takes one step per chunk and per output
+        token, and each retraction costs at most the steps of all its chunks again.
         """
         config = config_of(4, 160, 6, 16, retract_interval=retract_interval, schedule_conservativeness=0.3)
         engine, rng = Engine(config, overlap, checked=False), random.Random(6)
@@ -204,7 +204,7 @@ class TestNoStarvation:
 
     @staticmethod
     def bound(engine: Engine, handle: int) -> int:
-        """Returns the number of the step by which the request begins if no request is retracted."""
+        """Returns the step at which the request begins at the latest if no request is retracted."""
         before = [request for request in engine.core.queues.by_key.values() if request.handle != handle]
         chunks = sum(-(-request.num_prompt_tokens // 16) + 1 for request in before)
         outputs = sum(request.params.max_new_tokens - len(request.progress.output_ids) for request in before)

@@ -1,4 +1,4 @@
-"""Checks the cost of forced runs of grammars: the scheduler computes them where other requests lose least."""
+"""Checks the cost of grammars' forced tokens: the scheduler computes them in steps in which other requests lose least time."""
 
 from __future__ import annotations
 

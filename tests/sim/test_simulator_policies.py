@@ -17,7 +17,7 @@ from tests.all_pairs import each_value
 from tests.sim.deployed_worker import on_gpu
 
 PAGE_SIZE = 16
-LPM_FALLBACK = 128  # number of waiting requests above which lpm behaves as fcfs
+LPM_FALLBACK = 128  # with more waiting requests, lpm behaves like fcfs
 
 
 def run(trace: Trace, config: SchedulerConfig, concurrency: int, times: TimeModel) -> Outcome:
@@ -26,9 +26,9 @@ def run(trace: Trace, config: SchedulerConfig, concurrency: int, times: TimeMode
 
 @pytest.fixture(scope="module")
 def reports() -> dict[SchedulePolicy, Report]:
-    """64 groups of 16 requests with 2048 + 128 prompt tokens and 256 output tokens.
+    """Reports by policy for 64 groups of 16 requests, each with 2048 shared and 128 own prompt tokens and 256 output tokens.
 
-    The KV pool has a quarter of the unique prompt tokens.
+    The KV pool has space for a quarter of the distinct prompt tokens.
     """
     trace = shared_prefix(groups=64, per_group=16, prefix=2048, suffix=128, output=256, rate=0.0, seed=0)
     out = {}
@@ -45,7 +45,7 @@ def test_lpm_hits_more_often_than_fcfs(reports: dict[SchedulePolicy, Report]) ->
 
 
 def test_dfs_weight_hits_as_often_as_lpm(reports: dict[SchedulePolicy, Report]) -> None:
-    """The margin is 1 %, because the luck of evictions differs from trace to trace."""
+    """The margin of 0.01 covers the effect of the order of evictions, which differs between traces."""
     assert reports[SchedulePolicy.DFS_WEIGHT].hit_rate >= reports[SchedulePolicy.LPM].hit_rate - 0.01
 
 
@@ -58,8 +58,10 @@ def test_dfs_weight_hits_as_often_as_lpm(reports: dict[SchedulePolicy, Report]) 
     },
     policy=[SchedulePolicy.LPM, SchedulePolicy.FCFS],
 )
-def test_radix_cache_keeps_ttft_of_adjacent_pairs(settings: dict[str, int], policy: SchedulePolicy) -> None:
-    """64 pairs at once share 128 tokens and add 128 each: the second request waits for the prefix of the first."""
+def test_radix_cache_does_not_raise_ttft_of_adjacent_pairs(settings: dict[str, int], policy: SchedulePolicy) -> None:
+    """64 pairs arrive at once. The requests of a pair share 128 tokens and have 128 further tokens each.
+
+    The second request of a pair waits for the prefix of the first one."""
     trace = shared_prefix(groups=64, per_group=2, prefix=128, suffix=128, output=64, rate=0.0, seed=0, adjacent=True)
     p99 = {}
     for cached in (True, False):
@@ -72,14 +74,14 @@ def test_radix_cache_keeps_ttft_of_adjacent_pairs(settings: dict[str, int], poli
 
 
 def test_throughput_recovers_within_a_minute_of_a_retraction_storm() -> None:
-    """A saturated worker has learned to expect a tenth of max_new_tokens. For a while, requests then use all of it."""
+    """The requests of a saturated worker use a tenth of max_new_tokens, then all of it for a while, then a tenth again."""
     slow = TimeModel(base=20e-3, per_prefill_token=100e-6, per_row=40e-6, per_context_token=100e-9)
     trace = storm(requests=2600, input_len=512, output=64, factor=10, begin=0.46, end=0.52, rate=0.0, seed=0)
     outcome = run(trace, on_gpu(2048, 2048, page_size=PAGE_SIZE, max_running_requests=64), 96, slow)
     stormy = np.array([request.output_len > 64 for request in trace.requests])
     begin, end = float(outcome.requests.sent[stormy].min()), float(outcome.requests.ended[stormy].max())
     assert outcome.requests.finished.all()
-    assert begin > 60 and outcome.seconds > end + 60, "a minute before and a minute after"
+    assert begin > 60 and outcome.seconds > end + 60, "the run lasts a minute before and after the storm"
     assert outcome.stats.retractions_total > 10, "the storm causes retractions"
     before, after = outcome.steps.throughput(begin - 60, begin), outcome.steps.throughput(end, end + 60)
     assert after >= 0.8 * before

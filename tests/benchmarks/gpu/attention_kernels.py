@@ -29,7 +29,7 @@ COLUMNS = ("step", "page", "kernel", "µs", "GB/s", "difference")
 SPLITS = (1, 2, 4)
 DECODES = {"256 x 1536": (1535,) * 256, "64 x 1536": (1535,) * 64, "255 x 1536 and 32768": (1535,) * 255 + (32767,)}
 PROMPTS = {"4 prompts of 2048": ((0,) * 4, 2048), "512 tokens behind 8192": ((8192,), 512)}
-WRONG = 0.1  # difference of outputs of the order of 1 that bf16 cannot explain
+WRONG = 0.1  # a larger difference of outputs, which are of the order of 1, is an error and not bf16 rounding
 
 Make = Callable[[StepTensors], Work]
 
@@ -76,7 +76,7 @@ def measure(setting: Setting, journal: Journal) -> None:
     there = setting.on_gpu and importlib.util.find_spec("flashinfer") is not None
     module = importlib.import_module("flashinfer") if there else None
     if setting.on_gpu and module is None:
-        journal.note("FlashInfer is not installed: Triton's kernels alone.")
+        journal.note("FlashInfer is not installed: only Triton's kernels are measured.")
     with torch.inference_mode():
         for batch in (*decode_batches(setting), *prompt_batches(setting)):
             measure_batch(batch, kinds_of(batch, setting, module), setting, journal)
@@ -91,7 +91,7 @@ def measure_batch(batch: StepBatch, kinds: dict[str, Make], setting: Setting, jo
             expected = found if expected is None else expected
             difference = batches.distance(found, expected)
             if not difference < WRONG:
-                raise RuntimeError(f"its outputs differ by {difference:.3g}")
+                raise RuntimeError(f"the outputs differ from the expected ones by {difference:.3g}")
             _time(batch, kind, make, difference, setting, journal)
 
 

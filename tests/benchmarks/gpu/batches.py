@@ -14,7 +14,7 @@ WARM_TOKENS = 16  # output tokens of each request of the warm-up
 
 
 def timed(model: Model, warm: Workload, workload: Workload) -> Timing:
-    """Runs `warm` with short outputs, then measures `workload`. Their ids differ, so that they share no prefix."""
+    """Runs `warm` with short outputs, then measures `workload`. The token ids of both differ, so that they share no prefix."""
     short = replace(warm, new_tokens=tuple(min(count, WARM_TOKENS) for count in warm.new_tokens))
     model.serving.run(short)
     model.serving.forget()

@@ -16,7 +16,7 @@ WARM_STEPS = 8
 
 
 def output_of(rows: int, steps: int) -> int:
-    """Returns the output tokens that each row needs for this number of steps: rows that are admitted first already decode."""
+    """Returns the output tokens that each row needs for this number of steps. Rows that are admitted first decode earlier."""
     return steps + 2 * WARM_STEPS + rows
 
 
@@ -38,7 +38,7 @@ class Decoding:
             if plan is not None and plan.mode is ForwardMode.DECODE and plan.num_rows == rows:
                 break
         else:
-            raise RuntimeError(f"{rows} rows never decoded together")
+            raise RuntimeError(f"{rows} rows have never decoded in one step")
         for _ in range(WARM_STEPS):
             serving.turn()
 

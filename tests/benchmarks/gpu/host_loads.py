@@ -25,7 +25,7 @@ HOW = (
 )
 MODEL = "qwen3-0.6b"
 HOST_BYTES = 8 << 30
-TOY, ON_CPU, ON_GPU = ((160, 16),), ((1024, 16),), ((4096, 256), (24_000, 512))  # tokens from the host, and new ones
+TOY, ON_CPU, ON_GPU = ((160, 16),), ((1024, 16),), ((4096, 256), (24_000, 512))  # (tokens from the host, new tokens) of a prompt
 PAIRS = 15
 COLUMNS = ("from the host", "new", "MiB", "GB/s", "by layers, ms", "whole, ms", "ratio", "95 %")
 
@@ -39,7 +39,7 @@ def measure(setting: Setting, journal: Journal) -> None:
         write_model(Path(folder), SHAPES["tiny" if setting.toy else MODEL])
         executor, core = build(
             Path(folder),
-            3 * longest // PAGE_SIZE,  # an import takes half of the pool at most
+            3 * longest // PAGE_SIZE,  # an import may take at most half of the pool
             TierOptions(0.0, 64 << 20 if setting.toy else HOST_BYTES, None, SECRET),
             max_slots=4,
             dtype="bfloat16",
@@ -59,19 +59,19 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 def _measured(served: Served, journal: Journal, tokens: int, new: int, pairs: int) -> None:
     mover, tiers = served.executor._mover, served.core.tiers
-    assert mover is not None and tiers is not None, "it has a tier in the host's memory"
+    assert mover is not None and tiers is not None, "the executor must have a host tier"
     if not mover._by_layers:
-        journal.note("Pages cannot be brought layer by layer here: both are of whole pages.")
+        journal.note("This machine cannot load pages layer by layer, so both figures are for whole pages.")
     by_layers, asked = mover._by_layers, 0
     ttft(served, prompt(tokens, tokens))
     taken: dict[bool, list[float]] = {False: [], True: []}
-    for pair in range(-1, pairs):  # the first of each warms up
+    for pair in range(-1, pairs):  # pair -1 warms up
         for layered in (pair % 2 == 0, pair % 2 == 1):
             SchedulerControl(served.core).flush_cache()
             mover._by_layers = layered and by_layers
             asked += 1
             seconds, found = ttft(served, [*prompt(tokens, tokens), *(asked + at for at in range(1, new + 1))])
-            assert found == tokens // PAGE_SIZE * PAGE_SIZE, "the prompt's beginning came from the host"
+            assert found == tokens // PAGE_SIZE * PAGE_SIZE, "all whole pages of the prefix must come from the host"
             if pair >= 0:
                 taken[layered].append(seconds)
     mover._by_layers = by_layers

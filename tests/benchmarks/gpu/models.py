@@ -50,7 +50,7 @@ class Model:
     serving: Serving
     shape: Shape
     weight_bytes: int  # bytes of all weights
-    read_bytes: int  # bytes of the weights that a decode step reads: all but an untied embedding, of which it reads a few rows
+    read_bytes: int  # bytes of the weights that a decode step reads: all except an untied embedding, of which it reads a few rows
 
     @property
     def vocab(self) -> int:
@@ -86,7 +86,7 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
         max_prefill_tokens=options.max_tokens,
         chunked_prefill_size=options.max_tokens,
         adaptive_chunk_s=0.0,
-        adaptive_chunk_rows=0,  # shorter chunks would mean more prefill steps, and no client waits for a token
+        adaptive_chunk_rows=0,  # off: no client waits for a token, and shorter chunks would cause more prefill steps
     )
     model = Model(Serving(config, executor, wanted.overlap), shape, weight_bytes, weight_bytes - embedding)
     del loaded

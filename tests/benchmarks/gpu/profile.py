@@ -43,9 +43,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Summary of a trace from the begin of the first event to the end of the last one."""
+    """Summary of a trace from the beginning of the first event to the end of the last one."""
 
-    span_us: float  # length of this time in microseconds
+    span_us: float  # length of the trace in microseconds
     busy_us: float  # time in which any event runs, in microseconds
     idle_share: float  # share of the span that is idle between launches
     idle_in_graphs_share: float  # share of the span that is idle within launches
@@ -107,7 +107,7 @@ def _launch_of(entry: dict[str, Any], index: int) -> int:
 def profile_of(events: list[Event], steps: int) -> Profile:
     """Returns the summary of all streams together. `events` are in order of their begin."""
     if not events:
-        raise NoEvents("the trace has no event of the device")
+        raise NoEvents("the trace has no device event")
     gaps, inside, until, launch = [], 0.0, events[0].begin, events[0].launch
     for event in events:
         if event.begin > until:

@@ -84,7 +84,7 @@ class Serving:
         self.turn_until(lambda: self.core.idle and self._prev is None)
         timing = self.end()
         if timing.output_tokens != workload.output_tokens:
-            raise RuntimeError(f"{timing.output_tokens} tokens came out, {workload.output_tokens} were asked for")
+            raise RuntimeError(f"the run gave {timing.output_tokens} tokens instead of {workload.output_tokens}")
         return timing
 
     def begin(self) -> None:
@@ -105,7 +105,7 @@ class Serving:
         """Runs one turn of the loop and returns the launched plan, if any. Raises RuntimeError if no step can run."""
         self._empty_turns = 0 if self._prev is not None else self._empty_turns + 1
         if self._empty_turns > 2:
-            raise RuntimeError(f"nothing runs: {self.core.stats()}")
+            raise RuntimeError(f"no step can run: {self.core.stats()}")
         if not self.overlap:
             self._commit()
         plan = self.core.plan(time.monotonic())

@@ -12,13 +12,13 @@ from tests.benchmarks.gpu.journal import Journal
 from tests.benchmarks.gpu.models import Wanted, serving_of
 
 HOW = (
-    "One request decodes greedily, short context. Seconds per token: median of the wall time from token to token on the host."
-    " Bytes: the weights that a step reads, keys and values not counted. Measured bandwidth: the better of copy and read,"
-    " same run."
+    "One request decodes greedily with a short context. The time per token is the median time between two tokens on the host."
+    " GB per token are the weights that a step reads, without keys and values. The measured bandwidth is the larger of copy and"
+    " read in this run."
 )
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-14b")
 COLUMNS = ("model", "ms per token", "tokens/s", "GB per token", "GB/s", "share of measured bandwidth")
-PROFILED_STEPS = 20
+PROFILED_STEPS = 20  # steps after the measured ones
 
 
 def measure(setting: Setting, journal: Journal) -> None:
@@ -31,7 +31,7 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 def _measure_one(name: str, limit: Bandwidth, setting: Setting, journal: Journal) -> None:
     prompt_len, steps = (8, 6) if setting.toy else (128, 256)
-    turns = steps + PROFILED_STEPS + 4
+    turns = steps + PROFILED_STEPS + 4  # a few spare steps, so that the request does not end before the profile
     with serving_of(Wanted(name, 1, prompt_len + output_of(1, turns)), setting) as model:
         decoding = Decoding(model.serving, 1, prompt_len, turns, model.vocab)
         median, _ = decoding.step_s(steps)

@@ -75,20 +75,20 @@ class Batching:
         tokens = 0
         while waiting:
             if time.perf_counter() - begun > limit_s:
-                raise TooSlow(f"{len(waiting)} of its {len(workload.prompts)} requests had not ended after {limit_s:.0f} s")
+                raise TooSlow(f"{len(waiting)} of {len(workload.prompts)} requests have not ended after {limit_s:.0f} s")
             result = self._manager.get_result(timeout=RESULT_TIMEOUT_S)
             if result is None:
                 if not self._manager.is_running():
-                    raise Stopped("its generation thread has ended before its requests have")
+                    raise Stopped("the generation thread ended before its requests")
                 continue
             if result.error is not None:
-                raise Stopped(f"its request {result.request_id} failed: {result.error}")
+                raise Stopped(f"request {result.request_id} failed: {result.error}")
             if result.is_finished():
                 waiting.discard(result.request_id)
                 tokens += len(result.generated_tokens)
         seconds = time.perf_counter() - begun
         if tokens != workload.output_tokens:
-            raise Stopped(f"{tokens} tokens came out, {workload.output_tokens} were asked for")
+            raise Stopped(f"the run gave {tokens} tokens instead of {workload.output_tokens}")
         return seconds
 
 

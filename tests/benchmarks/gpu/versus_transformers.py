@@ -26,7 +26,7 @@ THEIR_LIMIT_S = 90.0  # time limit of each run
 
 
 def workloads(setting: Setting, vocab: int, seed: int) -> dict[str, Workload]:
-    """Returns the workloads in the order in which they run: short ones first, because the time of a part may end."""
+    """Returns the workloads in the order in which they run: short ones first, because the part may exceed its time limit."""
     if setting.toy:
         return {"nano": nano(3, 3, 7, vocab, seed), "fixed": fixed(3, 6, 5, vocab, seed)}
     return {
@@ -38,7 +38,7 @@ def workloads(setting: Setting, vocab: int, seed: int) -> dict[str, Workload]:
 
 def measure(setting: Setting, journal: Journal) -> None:
     ours = _ours(setting, journal)
-    journal.note(f"Theirs runs with attention by {attention_of()[0]}.")
+    journal.note(f"transformers runs with the attention of {attention_of()[0]}.")
     shape = shape_of(MODEL, setting)
     theirs = random_model(shape, setting)
     warm = workloads(setting, shape.text_tokens, seed=1)
@@ -56,7 +56,9 @@ def _their_seconds(batching: Batching, name: str, workload: Workload, journal: J
     try:
         return batching.run(workload, THEIR_LIMIT_S)
     except TooSlow as late:
-        journal.note(f"{name}: of theirs, {late}; the figures take that for its time, so it is slower than they say.")
+        journal.note(
+            f"{name}: transformers exceeded its limit ({late}). The figures use the limit as its time, which is too short."
+        )
         return THEIR_LIMIT_S
 
 

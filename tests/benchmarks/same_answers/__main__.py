@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the block that stops the servers
-    # Several outputs of one request share steps by chance, so only deterministic workers give the same ones twice.
+    # Several outputs of one request may or may not share steps, so only deterministic workers repeat them exactly.
     single, cases = corpus(args.seed, args.requests, without=(SEVERAL,)), corpus(args.seed, args.requests)
     alone = Part(f"{len(single)} requests, one at a time", single, 1, served(compare_cached=True))
     together = Part(f"{len(cases)} requests, {AT_ONCE} at a time, deterministic", cases, AT_ONCE, served(compare_cached=False))
@@ -144,4 +144,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except aiohttp.ClientError as error:
-        sys.exit(f"a server does not answer: {error!r}")
+        sys.exit(f"a server does not respond: {error!r}")

@@ -99,7 +99,7 @@ def _greedy(path: str, rng: random.Random) -> Json:
 
 
 def _seeded(path: str, rng: random.Random) -> Json:
-    """Messages has no seed, so its draws are made certain by top_k 1."""
+    """/v1/messages has no seed, so top_k 1 makes its outputs repeatable."""
     if path == MESSAGES:
         return body_of(path, _question(rng), 24, temperature=1.0, top_k=1, top_p=0.9)
     cut: Json = rng.choice([{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_n_sigma": 1.5}, {}])
@@ -232,7 +232,7 @@ def _turns(path: str, rng: random.Random) -> Json:
 
 
 def _several(path: str, rng: random.Random) -> Json:
-    """Several outputs: choices of one prompt, or several prompts."""
+    """Several outputs of a request: choices of one prompt, or several prompts."""
     seed, temperature = rng.randrange(1 << 20), rng.choice([0, 1.0])
     name = "sampling_seed" if path == GENERATE else "seed"
     body = body_of(path, _phrase(rng, 8), 16, n=rng.choice([2, 3]), ignore_eos=True, **{name: seed, "temperature": temperature})

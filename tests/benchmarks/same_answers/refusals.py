@@ -1,4 +1,4 @@
-"""Bodies that a route refuses, 40 for each route: faults of its own fields, then of sampling parameters."""
+"""Bodies that a route refuses, 40 for each route: first faults of the route's own fields, then of sampling parameters."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def refused_cases(path: str) -> list[Case]:
     bodies = [_with(path, field, value) for field, value in OWN[path]]
     bodies += [_with_sampling(path, field, value) for field, value in _sampling_faults(path)]
     bodies = bodies[:PER_PATH]
-    assert len(bodies) == PER_PATH, "each route has as many refused bodies"
+    assert len(bodies) == PER_PATH, "every route must have PER_PATH refused bodies"
     return [Case("refused", path, {"stream": True, **body} if number % 5 == 4 else body) for number, body in enumerate(bodies)]
 
 
@@ -186,7 +186,7 @@ def all_refused_cases() -> list[Case]:
 
 
 def _sampling_faults(path: str) -> list[tuple[str, Any]]:
-    """The first value of each field, then the second of each, so that a cut keeps every field."""
+    """Yields the first bad value of each field, then the second of each, so that a shortened list still has every field."""
     fields = {field: values for field, values in SAMPLING.items() if field not in WITHOUT.get(path, set())}
     names = RENAMED.get(path, {})
     most = max(len(values) for values in fields.values())
