@@ -151,11 +151,11 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "a pool beyond the GPU": (
         sized(80, "Qwen/Qwen3-32B", max_total_tokens=20000),
-        "worker.settings.max_total_tokens is 20000, and a GPU of 80 GB (gpuMemoryGB) has room for 13344 tokens of KV",
+        "worker.settings.max_total_tokens is 20000, and a GPU of 80 GB (gpuMemoryGB) has memory for 13344 tokens of KV",
     ),
     "a context beyond the pool": (
         sized(80, "Qwen/Qwen3-32B", context_len=16384),
-        "worker.settings.context_len is 16384, and the KV pool of a GPU of 80 GB (gpuMemoryGB) holds 13344 tokens",
+        "worker.settings.context_len is 16384, and the KV pool of a GPU of 80 GB (gpuMemoryGB) has 13344 tokens",
     ),
     "a GPU with the demo's memory": (worker(gpus=1), "worker.resources are those of the demo model on a CPU"),
     "one digest of two images": (
@@ -165,7 +165,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "disk of a Deployment": (worker(cacheSize="10Gi"), "which only worker.kind StatefulSet has; it is Deployment."),
     "disk without a source": (
         worker(kind="StatefulSet", cacheSize="10Gi"),
-        "worker.cacheSize or cacheVolume needs something to copy from. Set modelCache.type and put the model",
+        "worker.cacheSize or cacheVolume needs a model in the model cache to copy. Set modelCache.type and the model",
     ),
     "two caches": (
         worker(kind="StatefulSet", cacheSize="10Gi", cacheVolume={"emptyDir": {}}),
@@ -182,19 +182,19 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         ),
         "is /models/draft, and with modelCache.type pod a worker fetches only its model.",
     ),
-    "a store that is killed before it is full": (
+    "a store with a memory limit below maxMemory": (
         {"state": {"embedded": True, "maxMemory": "3gb"}},
-        "state.maxMemory is 3gb, and state.resources.limits.memory is 3Gi: it would be killed before it is full",
+        "state.maxMemory is 3gb, and state.resources.limits.memory is 3Gi: the server would exceed its memory limit",
     ),
     "a certificate that is renewed before it is made": (
         {"tls": {"certManager": {"enabled": True, "issuerRef": {"name": "a"}, "duration": "72h"}}},
         "tls.certManager.renewBefore (720h) must be less than its duration (72h)",
     ),
-    "tokenizers of nobody knows where": (
+    "tokenizers without a download source": (
         merged(SHARED_CACHE, {**cache(fetchTokenizers=True), "models": CACHED}),
-        "modelCache.fetchTokenizers needs to know where from. Set models[].source, or fetchTokenizers to false.",
+        "modelCache.fetchTokenizers is true, but the model has no download source. Set models[].source,",
     ),
-    "files of KV without memory": (tiers(0, files={"sizeGB": 8}), "by way of which it goes there. Set hostGB to 1 or more."),
+    "files of KV without memory": (tiers(0, files={"sizeGB": 8}), "which needs a host tier. Set hostGB to 1 or more."),
     "KV in files and elsewhere": (
         tiers(2, files={"sizeGB": 8}, shared={"secret": "kv"}),
         "files.sizeGB and shared.secret are both set: a worker has one storage.",
@@ -208,14 +208,14 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         tiers(2, files={"sizeGB": 8, "volume": {"hostPath": {"path": "/mnt/nvme/kv"}}}),
         "with worker.kind Deployment no later pod has that name, and the files are never deleted. Set kind to StatefulSet",
     ),
-    "a claim without room": (
+    "a claim that is too small": (
         tiers(2, kind="StatefulSet", files={"sizeGB": 8, "claimSize": "7.5Gi"}),
-        "claimSize is 7.5Gi, and sizeGB is 8: files and what belongs to them take up to 8467108864 bytes.",
+        "claimSize is 7.5Gi, and sizeGB is 8: the files with their metadata take up to 8467108864 bytes.",
     ),
-    "memory without room for KV": (
+    "a memory limit below the host tier": (
         tiers(2, resources={"requests": {"memory": "4G"}, "limits": {"memory": 4000000000}}),
-        "hostGB is 2, and resources.limits.memory is 4000000000: with the worker itself, and in a limit with sharedMemory (1Gi),"
-        " it is 4433Mi at least.",
+        "hostGB is 2, and resources.limits.memory is 4000000000: hostGB, the worker itself and, in a limit, sharedMemory (1Gi)"
+        " need at least 4433Mi.",
     ),
     "tiers in settings too": (
         tiers(2, settings={"hicache_size": 4}),
@@ -231,7 +231,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "prompts for nobody": (
         worker(replicas=0, prefill=PREFILL),
-        "of which there may be none: worker.replicas is 0. Raise it, or set prefill.replicas to 0.",
+        "needs at least one decode worker, and worker.replicas is 0. Raise it, or set prefill.replicas to 0.",
     ),
     "KV of two layouts": (
         worker(settings={"page_size": 16}, prefill={**PREFILL, "settings": {"page_size": 32}}),
@@ -247,7 +247,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "variable of the chart": (
         gateway(extraEnv=[{"name": "HOME", "value": "/root"}]),
-        "extraEnv sets HOME, which the chart points",
+        "extraEnv sets HOME, which the chart sets",
     ),
     "another volume of that name": (
         worker(pod={"volumes": [{"name": "shm", "emptyDir": {}}]}),
@@ -259,7 +259,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "mount over the code": (
         gateway(pod={"volumes": [{"name": "v", "emptyDir": {}}], "volumeMounts": [{"name": "v", "mountPath": "/app/"}]}),
-        "gateway: pod.volumeMounts mounts v at /app/, where the chart or the image has something of its own.",
+        "gateway: pod.volumeMounts mounts v at /app/, where the chart or the image has files.",
     ),
     "sidecar of a service's name": (
         {"tokenizer": {"pod": {"containers": [{"name": "tokenizer", "image": "a:1"}]}}},
@@ -275,7 +275,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "killed amid its drain": (
         {"pod": {"terminationGracePeriodSeconds": 60}},
-        "pod.terminationGracePeriodSeconds is 60, and its drain needs 138: it would be killed amid requests.",
+        "pod.terminationGracePeriodSeconds is 60, and its drain needs 138: the pod would be killed while requests run.",
     ),
     "claim of nothing": (
         worker(resources=GPU_RESOURCES, resourceClaims=[{"name": "gpu"}]),
@@ -303,7 +303,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "keys twice": (
         {"auth": {"apiKeysSecret": "k", "apiKeys": [{"name": "a", "key": "b"}]}},
-        "auth.apiKeys and auth.apiKeysSecret both say which keys are accepted.",
+        "auth.apiKeys and auth.apiKeysSecret are both set, and only one can have the accepted keys.",
     ),
     "operators' API without control": (
         gateway(settings={"admin_port": 9000}),
@@ -323,7 +323,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "token from nowhere": (
         {"autoscaling": {"prometheusAuth": {"modes": ["bearer"]}}},
-        "autoscaling.prometheusAuth.modes is bearer, and there is no secret to take them from.",
+        "autoscaling.prometheusAuth.modes is bearer, but prometheusAuth.secret is empty.",
     ),
     "adapter and KEDA": (
         {"autoscaling": {"engine": "keda", "adapterRules": True}},
@@ -361,24 +361,24 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "a source that nobody fetches": (
         merged(SHARED_CACHE, {"models": [model(path="/models/a", source="org/a")]}),
-        "model demo: its source org/a would not be fetched. Set modelCache.type to pod, or to pvc with",
+        "model demo: its source org/a would not be downloaded. Set modelCache.type to pod, or to pvc with",
     ),
     "a cache with no model in it": (
         cache(type="image", image={"reference": "models/qwen:1"}),
-        "modelCache.type is image, and no model lies in it. Set models[].path below modelCache.mountPath (/models), or to it",
+        "modelCache.type is image, but no model has a path in the cache. Set models[].path below modelCache.mountPath (/models)",
     ),
-    "volume that nobody fills": (
+    "a cache volume that no pod may write": (
         merged(SHARED_CACHE, cache(pvc={"accessMode": "ReadOnlyMany"})),
-        "modelCache.pvc.accessMode ReadOnlyMany: nothing could write the models.",
+        "modelCache.pvc.accessMode ReadOnlyMany: no pod could write the models.",
     ),
     "no Redis": ({"redis": {"embedded": False}}, "Name a Secret whose key `url` holds redis://…, or set embedded to true."),
     "two Redises": (
         {"redis": {"externalUrlSecret": "r"}},
-        "which Redis is meant? Set embedded to false, or remove externalUrlSecret.",
+        "only one Redis is used. Set embedded to false, or remove externalUrlSecret.",
     ),
     "two stores": (
         {"state": {"embedded": True, "externalUrlSecret": "s"}},
-        "state.embedded and state.externalUrlSecret are both set: which Redis is meant? Set embedded to false",
+        "state.embedded and state.externalUrlSecret are both set: only one Redis is used. Set embedded to false",
     ),
     "a claim that is not used": (
         {"state": {"embedded": True, "volume": {"type": "emptyDir", "existingClaim": "c"}}},
@@ -386,7 +386,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "certificates of two kinds": (
         {"tls": {"secret": "s", "certManager": {"enabled": True, "issuerRef": {"name": "i"}}}},
-        "whose certificates are meant? Remove secret, or set enabled to false.",
+        "only one can issue the certificates. Remove secret, or set enabled to false.",
     ),
     "certificates that nobody signs": (
         {"tls": {"certManager": {"enabled": True}}},
@@ -395,7 +395,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "a token in the clear": ({"tls": {"tokenSecret": "t"}}, "TLS between services, which is off. Set tls.secret or"),
     "certificates for no Redis": (
         {"state": {"externalTlsSecret": "t"}},
-        "state.externalUrlSecret names, which is empty. Name it, or remove externalTlsSecret.",
+        "needs state.externalUrlSecret, which is empty. Set externalUrlSecret, or remove externalTlsSecret.",
     ),
     "ingress of no host": (
         {"ingress": {"enabled": True}},
@@ -407,7 +407,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "policy of a Service that has no nodes": (
         gateway(service={"externalTrafficPolicy": "Local"}),
-        "gateway.service.externalTrafficPolicy is of a Service of type LoadBalancer or NodePort, and gateway.service.type is",
+        "gateway.service.externalTrafficPolicy applies to Services of type LoadBalancer or NodePort, and gateway.service.type is",
     ),
     "route from no gateway": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty. Add the Gateway"),
     "rights for everybody": (
@@ -445,10 +445,10 @@ def test_chart_accepts_the_cache_root_as_model_only_when_the_operator_fills_the_
     claim = merged(SHARED_CACHE, {**cache(pvc={"existingClaim": "weights"}), **whole})
     assert refusal(claim) == refusal({**cache(type="hostPath", hostPath="/srv/qwen"), **whole}) == ""
     for own in (merged(SHARED_CACHE, whole), merged(claim, cache(fetchTokenizers=True))):
-        assert "and no model lies in it" in refusal(own)
+        assert "but no model has a path in the cache" in refusal(own)
     sourced = merged(SHARED_CACHE, {"models": [model("a", path="/app/models/a", source="org/a"), *CACHED]})
-    assert "its source org/a would not be fetched" in refusal(sourced)
-    assert "its source org/a would not be fetched" in refusal({"models": [model(source="org/a")]})
+    assert "its source org/a would not be downloaded" in refusal(sourced)
+    assert "its source org/a would not be downloaded" in refusal({"models": [model(source="org/a")]})
 
 
 def test_prefill_workers_are_checked_like_workers() -> None:
@@ -459,7 +459,7 @@ def test_prefill_workers_are_checked_like_workers() -> None:
     assert refusal(one_node) == ""
     assert "ReadWriteOnce is a volume of one node, but worker has several" in refusal(merged(one_node, worker(prefill=PREFILL)))
     from_zero = merged(KEDA, worker(prefill=PREFILL))
-    assert "of which there may be none: worker.autoscaling.minReplicas is 0." in refusal(from_zero)
+    assert "needs at least one decode worker, and worker.autoscaling.minReplicas is 0." in refusal(from_zero)
     assert refusal(merged(from_zero, worker(autoscaling={"minReplicas": 1}))) == ""
     assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""  # refused only with prefill
 

@@ -79,7 +79,7 @@ block. */}}
     {{- fail (printf "model %s: worker.cacheSize is a volume for each pod, which only worker.kind StatefulSet has; it is %s. Change kind, or set cacheSize to 0." .name .worker.kind) -}}
   {{- end -}}
   {{- if and (or (ne $size "0") .worker.cacheVolume) (not .cached) -}}
-    {{- fail (printf "model %s: worker.cacheSize or cacheVolume needs something to copy from. Set modelCache.type and put the model's path below %s, or leave it out." .name $.Values.modelCache.mountPath) -}}
+    {{- fail (printf "model %s: worker.cacheSize or cacheVolume needs a model in the model cache to copy. Set modelCache.type and the model's path below %s, or remove cacheSize and cacheVolume." .name $.Values.modelCache.mountPath) -}}
   {{- end -}}
   {{- if and (eq $.Values.modelCache.type "pod") (not (and .cached .source (or .worker.cacheVolume (ne $size "0")))) -}}
     {{- fail (printf "model %s: modelCache.type pod has each worker fetch its model, which needs a source, a path below %s, and a disk: worker.cacheVolume, or with kind StatefulSet worker.cacheSize." .name $.Values.modelCache.mountPath) -}}
@@ -93,7 +93,7 @@ block. */}}
     {{- end -}}
   {{- end -}}
   {{- if and $.Values.modelCache.fetchTokenizers .cached (not .source) -}}
-    {{- fail (printf "model %s: modelCache.fetchTokenizers needs to know where from. Set models[].source, or fetchTokenizers to false." .name) -}}
+    {{- fail (printf "model %s: modelCache.fetchTokenizers is true, but the model has no download source. Set models[].source, or fetchTokenizers to false." .name) -}}
   {{- end -}}
 {{- end -}}
 {{- end }}
@@ -108,7 +108,7 @@ block. */}}
   {{- end -}}
   {{- $least := ternary $worker.autoscaling.minReplicas $worker.replicas $worker.autoscaling.enabled -}}
   {{- if lt (int $least) 1 -}}
-    {{- fail (printf "model %s: worker.prefill has prompts computed for workers that decode, of which there may be none: worker.%s is 0. Raise it, or set prefill.replicas to 0." .model.name (ternary "autoscaling.minReplicas" "replicas" $worker.autoscaling.enabled)) -}}
+    {{- fail (printf "model %s: worker.prefill needs at least one decode worker, and worker.%s is 0. Raise it, or set prefill.replicas to 0." .model.name (ternary "autoscaling.minReplicas" "replicas" $worker.autoscaling.enabled)) -}}
   {{- end -}}
   {{- range $name := list "page_size" "dtype" "deterministic" "context_len" "speculative_algorithm" "speculative_draft_model_path" -}}
     {{- if and (hasKey $worker.prefill.settings $name) (ne (index $worker.prefill.settings $name | toString) (index $worker.settings $name | toString)) -}}
@@ -136,7 +136,7 @@ block. */}}
   {{- end -}}
 {{- end -}}
 {{- if and .Values.auth.apiKeys .Values.auth.apiKeysSecret -}}
-  {{- fail "auth.apiKeys and auth.apiKeysSecret both say which keys are accepted. Put the entries of apiKeys into the Secret, or remove apiKeysSecret." -}}
+  {{- fail "auth.apiKeys and auth.apiKeysSecret are both set, and only one can have the accepted keys. Put the entries of apiKeys into the Secret, or remove apiKeysSecret." -}}
 {{- end -}}
 {{- if and .Values.gateway.settings.admin_port (not .Values.auth.controlTokenSecret) -}}
   {{- fail "gateway.settings.admin_port opens the operators' API, which needs workers with a control service. Set auth.controlTokenSecret, or remove admin_port." -}}
@@ -163,7 +163,7 @@ block. */}}
 {{- range $scopes -}}
   {{- if .values.autoscaling.enabled -}}
     {{- if gt (int .values.autoscaling.minReplicas) (int .values.autoscaling.maxReplicas) -}}
-      {{- fail (printf "%s: autoscaling.minReplicas (%d) is above maxReplicas (%d). Lower the one or raise the other." .at (int .values.autoscaling.minReplicas) (int .values.autoscaling.maxReplicas)) -}}
+      {{- fail (printf "%s: autoscaling.minReplicas (%d) is above maxReplicas (%d). Lower minReplicas or raise maxReplicas." .at (int .values.autoscaling.minReplicas) (int .values.autoscaling.maxReplicas)) -}}
     {{- end -}}
     {{- if and .cpu (not (dig "requests" "cpu" "" .values.resources)) -}}
       {{- fail (printf "%s: autoscaling.targetCPUPercent is a share of resources.requests.cpu, which is not set. Set it, or switch autoscaling off." .at) -}}
@@ -171,7 +171,7 @@ block. */}}
   {{- end -}}
 {{- end -}}
 {{- if and .Values.autoscaling.prometheusAuth.modes (not .Values.autoscaling.prometheusAuth.secret) -}}
-  {{- fail (printf "autoscaling.prometheusAuth.modes is %s, and there is no secret to take them from. Name a Secret under prometheusAuth.secret, or remove modes." (join ", " .Values.autoscaling.prometheusAuth.modes)) -}}
+  {{- fail (printf "autoscaling.prometheusAuth.modes is %s, but prometheusAuth.secret is empty. Name the Secret with these credentials in prometheusAuth.secret, or remove modes." (join ", " .Values.autoscaling.prometheusAuth.modes)) -}}
 {{- end -}}
 {{- if and .Values.autoscaling.adapterRules.enabled (eq .Values.autoscaling.engine "keda") -}}
   {{- fail "autoscaling.adapterRules are for HorizontalPodAutoscalers, and autoscaling.engine is keda: two autoscalers must not drive the same workers. Set adapterRules.enabled to false, or engine to hpa." -}}
@@ -221,7 +221,7 @@ block. */}}
 {{- end -}}
 {{- if eq $cache.type "pvc" -}}
   {{- if and (eq $cache.pvc.accessMode "ReadOnlyMany") (or $cache.prefetch.enabled (not $cache.pvc.existingClaim)) -}}
-    {{- fail "modelCache.pvc.accessMode ReadOnlyMany: nothing could write the models. Set accessMode to ReadWriteMany, or pvc.existingClaim to a volume that holds them and prefetch.enabled to false." -}}
+    {{- fail "modelCache.pvc.accessMode ReadOnlyMany: no pod could write the models. Set accessMode to ReadWriteMany, or pvc.existingClaim to a volume that has them and prefetch.enabled to false." -}}
   {{- end -}}
   {{- if eq $cache.pvc.accessMode "ReadWriteOnce" -}}
     {{- range $model := $models -}}
@@ -241,33 +241,33 @@ block. */}}
   {{- if .cached }}{{ $cached = add1 $cached }}{{ end -}}
   {{- $fetched := and .cached (or .filled $cache.prefetch.enabled $cache.fetchTokenizers (eq $cache.type "pod")) -}}
   {{- if and .source (not $fetched) -}}
-    {{- fail (printf "model %s: its source %s would not be fetched. Set modelCache.type to pod, or to pvc with modelCache.prefetch.enabled, and its path below modelCache.mountPath (%s); or leave the source out." .name .source $cache.mountPath) -}}
+    {{- fail (printf "model %s: its source %s would not be downloaded. Set modelCache.type to pod, or to pvc with modelCache.prefetch.enabled, and its path below modelCache.mountPath (%s); or leave the source out." .name .source $cache.mountPath) -}}
   {{- end -}}
 {{- end -}}
 {{- if and (ne $cache.type "none") (not $cached) -}}
-  {{- fail (printf "modelCache.type is %s, and no model lies in it. Set models[].path below modelCache.mountPath (%s), or to it where an image, a hostPath or an existingClaim is one model; or type to none." $cache.type $cache.mountPath) -}}
+  {{- fail (printf "modelCache.type is %s, but no model has a path in the cache. Set models[].path below modelCache.mountPath (%s), or to the mount path if an image, a hostPath or an existingClaim has one model only; or set type to none." $cache.type $cache.mountPath) -}}
 {{- end -}}
 {{- end }}
 
 {{- define "rootstock.validate.tls" -}}
 {{- $tls := .Values.tls -}}
 {{- if and $tls.secret $tls.certManager.enabled -}}
-  {{- fail "tls.secret and tls.certManager.enabled are both set: whose certificates are meant? Remove secret, or set enabled to false." -}}
+  {{- fail "tls.secret and tls.certManager.enabled are both set: only one can issue the certificates. Remove secret, or set enabled to false." -}}
 {{- end -}}
 {{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
-  {{- fail "tls.certManager.issuerRef.name is empty. Name an Issuer or a ClusterIssuer that signs this release's services alone (docs/how-to/kubernetes/security.md), or set enabled to false." -}}
+  {{- fail "tls.certManager.issuerRef.name is empty. Name an Issuer or a ClusterIssuer that signs only this release's services (docs/how-to/kubernetes/security.md), or set enabled to false." -}}
 {{- end -}}
 {{- $spans := $tls.certManager -}}
 {{- if and $spans.enabled (ge (include "rootstock.seconds" $spans.renewBefore | int64) (include "rootstock.seconds" $spans.duration | int64)) -}}
-  {{- fail (printf "tls.certManager.renewBefore (%s) must be less than its duration (%s): cert-manager takes no such Certificate. A third of duration is a good start." $spans.renewBefore $spans.duration) -}}
+  {{- fail (printf "tls.certManager.renewBefore (%s) must be less than its duration (%s): cert-manager refuses such a Certificate. Set it to a third of duration, for example." $spans.renewBefore $spans.duration) -}}
 {{- end -}}
 {{- if and (or $tls.tokenSecret $tls.caConfigMap) (not (include "rootstock.tls" .)) -}}
-  {{- fail "tls.tokenSecret and tls.caConfigMap are of TLS between services, which is off. Set tls.secret or tls.certManager.enabled, or remove them." -}}
+  {{- fail "tls.tokenSecret and tls.caConfigMap apply to TLS between services, which is off. Set tls.secret or tls.certManager.enabled, or remove them." -}}
 {{- end -}}
 {{- range $name := list "redis" "state" -}}
   {{- $redis := index $.Values $name -}}
   {{- if and $redis.externalTlsSecret (not $redis.externalUrlSecret) -}}
-    {{- fail (printf "%s.externalTlsSecret is for a Redis that %s.externalUrlSecret names, which is empty. Name it, or remove externalTlsSecret." $name $name) -}}
+    {{- fail (printf "%s.externalTlsSecret needs %s.externalUrlSecret, which is empty. Set externalUrlSecret, or remove externalTlsSecret." $name $name) -}}
   {{- end -}}
 {{- end -}}
 {{- end }}
@@ -277,16 +277,16 @@ block. */}}
   {{- fail "redis.embedded is false and redis.externalUrlSecret is empty. Name a Secret whose key `url` holds redis://…, or set embedded to true." -}}
 {{- end -}}
 {{- if and .Values.redis.embedded .Values.redis.externalUrlSecret -}}
-  {{- fail "redis.embedded and redis.externalUrlSecret are both set: which Redis is meant? Set embedded to false, or remove externalUrlSecret." -}}
+  {{- fail "redis.embedded and redis.externalUrlSecret are both set: only one Redis is used. Set embedded to false, or remove externalUrlSecret." -}}
 {{- end -}}
 {{- if and .Values.state.embedded .Values.state.externalUrlSecret -}}
-  {{- fail "state.embedded and state.externalUrlSecret are both set: which Redis is meant? Set embedded to false, or remove externalUrlSecret." -}}
+  {{- fail "state.embedded and state.externalUrlSecret are both set: only one Redis is used. Set embedded to false, or remove externalUrlSecret." -}}
 {{- end -}}
 {{- range $name := list "redis" "state" -}}
   {{- $server := index $.Values $name -}}
   {{- $limit := dig "limits" "memory" "" $server.resources -}}
   {{- if and $server.embedded $limit (gt (mulf 1.25 (include "rootstock.redis.bytes" $server.maxMemory | float64)) (include "rootstock.bytes" $limit | float64)) -}}
-    {{- fail (printf "%s.maxMemory is %s, and %s.resources.limits.memory is %s: it would be killed before it is full, also each time that it starts again. Let the limit be a quarter more, or lower maxMemory." $name $server.maxMemory $name (toString $limit)) -}}
+    {{- fail (printf "%s.maxMemory is %s, and %s.resources.limits.memory is %s: the server would exceed its memory limit before it reaches maxMemory, and again after each restart. Set the limit a quarter above maxMemory, or lower maxMemory." $name $server.maxMemory $name (toString $limit)) -}}
   {{- end -}}
 {{- end -}}
 {{- if and .Values.state.volume.existingClaim (ne .Values.state.volume.type "pvc") -}}
@@ -295,7 +295,7 @@ block. */}}
 {{- $service := .Values.gateway.service -}}
 {{- range $key, $types := dict "externalTrafficPolicy" (list "LoadBalancer" "NodePort") "loadBalancerClass" (list "LoadBalancer") -}}
   {{- if and (index $service $key) (not (has $service.type $types)) -}}
-    {{- fail (printf "gateway.service.%s is of a Service of type %s, and gateway.service.type is %s: Kubernetes refuses it. Change type, or remove %s." $key (join " or " $types) $service.type $key) -}}
+    {{- fail (printf "gateway.service.%s applies to Services of type %s, and gateway.service.type is %s: Kubernetes refuses it. Change type, or remove %s." $key (join " or " $types) $service.type $key) -}}
   {{- end -}}
 {{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}

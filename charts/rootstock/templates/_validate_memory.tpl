@@ -11,10 +11,10 @@
   {{- fail (printf "%s: no page of KV fits on a GPU of %v GB (gpuMemoryGB): the weights take %v GB, 3 GB are for activations and graphs, and mem_fraction_static is %v. Use a GPU with more memory, or a smaller model." $at .values.gpuMemoryGB $memory.weightsGB $memory.share) -}}
 {{- end -}}
 {{- if gt $tokens $fitting -}}
-  {{- fail (printf "%s.settings.max_total_tokens is %d, and a GPU of %v GB (gpuMemoryGB) has room for %d tokens of KV next to weights of %v GB. Set it to %d or less, or leave it out." $at (int64 .values.settings.max_total_tokens) .values.gpuMemoryGB $fitting $memory.weightsGB $fitting) -}}
+  {{- fail (printf "%s.settings.max_total_tokens is %d, and a GPU of %v GB (gpuMemoryGB) has memory for %d tokens of KV next to weights of %v GB. Set it to %d or less, or leave it out." $at (int64 .values.settings.max_total_tokens) .values.gpuMemoryGB $fitting $memory.weightsGB $fitting) -}}
 {{- end -}}
 {{- if gt $asked $tokens -}}
-  {{- fail (printf "%s.settings.context_len is %d, and the KV pool of a GPU of %v GB (gpuMemoryGB) holds %d tokens next to weights of %v GB. Set context_len to %d or less, or use a GPU with more memory." $at $asked .values.gpuMemoryGB $tokens $memory.weightsGB $tokens) -}}
+  {{- fail (printf "%s.settings.context_len is %d, and the KV pool of a GPU of %v GB (gpuMemoryGB) has %d tokens next to weights of %v GB. Set context_len to %d or less, or use a GPU with more memory." $at $asked .values.gpuMemoryGB $tokens $memory.weightsGB $tokens) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -19,7 +19,7 @@
     {{- fail (printf "%s: %s sets %s. Settings of the services belong under `settings` (%s), come from a Secret by extraEnv and valueFrom.secretKeyRef, or have another value in values.yaml (drainSeconds, auth, redis, …)." $at $from .name (trimPrefix "ROOTSTOCK_" .name | lower)) -}}
   {{- end -}}
   {{- if hasKey $variables .name -}}
-    {{- fail (printf "%s: %s sets %s, which the chart points at what its own container needs. Use another variable." $at $from .name) -}}
+    {{- fail (printf "%s: %s sets %s, which the chart sets for its container. Use another variable." $at $from .name) -}}
   {{- end -}}
 {{- end -}}
 {{- $volumes := dict -}}
@@ -38,7 +38,7 @@
     {{- fail (printf "%s: pod.volumeMounts mounts %s, and the pod has no such volume. Add it to pod.volumes." $at .name) -}}
   {{- end -}}
   {{- if or (hasKey $paths .mountPath) (has (trimSuffix "/" .mountPath) (list "" "/app" "/opt/venv")) -}}
-    {{- fail (printf "%s: pod.volumeMounts mounts %s at %s, where the chart or the image has something of its own. Choose another path." $at .name .mountPath) -}}
+    {{- fail (printf "%s: pod.volumeMounts mounts %s at %s, where the chart or the image has files. Choose another path." $at .name .mountPath) -}}
   {{- end -}}
 {{- end -}}
 {{- $names := dict -}}
@@ -69,7 +69,7 @@
 {{- $grace := int $over.terminationGracePeriodSeconds -}}
 {{- $least := int $spec.terminationGracePeriodSeconds -}}
 {{- if and $grace (lt $grace $least) -}}
-  {{- fail (printf "%s: pod.terminationGracePeriodSeconds is %d, and its drain needs %d: it would be killed amid requests. Raise it, lower drainSeconds, or leave it out." $at $grace $least) -}}
+  {{- fail (printf "%s: pod.terminationGracePeriodSeconds is %d, and its drain needs %d: the pod would be killed while requests run. Raise it, lower drainSeconds, or leave it out." $at $grace $least) -}}
 {{- end -}}
 {{- end }}
 

@@ -7,13 +7,13 @@
 {{- $volume := $tiers.files.volume -}}
 {{- $claimed := ne (toString $tiers.files.claimSize) "0" -}}
 {{- if and (not $tiers.hostGB) (or $tiers.files.sizeGB $tiers.shared.secret) -}}
-  {{- fail (printf "%s keeps KV in files or in a shared store without a tier in memory, by way of which it goes there. Set hostGB to 1 or more." $at) -}}
+  {{- fail (printf "%s stores KV in files or in a shared Redis, which needs a host tier. Set hostGB to 1 or more." $at) -}}
 {{- end -}}
 {{- if and $tiers.files.sizeGB $tiers.shared.secret -}}
   {{- fail (printf "%s.files.sizeGB and shared.secret are both set: a worker has one storage. Set sizeGB to 0, or remove secret." $at) -}}
 {{- end -}}
 {{- if and (or $claimed $volume) (not $tiers.files.sizeGB) -}}
-  {{- fail (printf "%s.files has a volume, and sizeGB is 0: nothing would be kept there. Set sizeGB, or remove claimSize and volume." $at) -}}
+  {{- fail (printf "%s.files has a volume, and sizeGB is 0: no files would be stored there. Set sizeGB, or remove claimSize and volume." $at) -}}
 {{- end -}}
 {{- if and $claimed $volume -}}
   {{- fail (printf "%s.files.claimSize and volume are both set: the files have one volume. Set claimSize to 0, or remove volume." $at) -}}
@@ -24,7 +24,7 @@
 {{- end -}}
 {{- $files := include "rootstock.tiers.fileBytes" $pool | int64 -}}
 {{- if and $claimed (lt (include "rootstock.bytes" $tiers.files.claimSize | int64) $files) -}}
-  {{- fail (printf "%s.files.claimSize is %v, and sizeGB is %v: files and what belongs to them take up to %d bytes. Raise claimSize, or lower sizeGB." $at $tiers.files.claimSize $tiers.files.sizeGB $files) -}}
+  {{- fail (printf "%s.files.claimSize is %v, and sizeGB is %v: the files with their metadata take up to %d bytes. Raise claimSize, or lower sizeGB." $at $tiers.files.claimSize $tiers.files.sizeGB $files) -}}
 {{- end -}}
 {{- if $tiers.hostGB -}}
   {{- /* A worker does not start if its tier needs more than four fifths of the free memory (MOST_FREE of make_tiers.py). */}}
@@ -35,7 +35,7 @@
     {{- $memory := dig $kind "memory" "" $values.resources -}}
     {{- $least := index $leasts $kind -}}
     {{- if and $memory (lt (include "rootstock.bytes" $memory | int64) $least) -}}
-      {{- fail (printf "%s.hostGB is %v, and resources.%s.memory is %v: with the worker itself, and in a limit with sharedMemory (%v), it is %dMi at least. Raise it, or lower hostGB." $at $tiers.hostGB $kind (include "rootstock.setting" $memory) $values.sharedMemory (add1 (div $least 1048576))) -}}
+      {{- fail (printf "%s.hostGB is %v, and resources.%s.memory is %v: hostGB, the worker itself and, in a limit, sharedMemory (%v) need at least %dMi. Raise it, or lower hostGB." $at $tiers.hostGB $kind (include "rootstock.setting" $memory) $values.sharedMemory (add1 (div $least 1048576))) -}}
     {{- end -}}
   {{- end -}}
   {{- range $name := list "enable_hierarchical_cache" "hicache_ratio" "hicache_size" "hicache_storage_backend" "hicache_storage_dir" "hicache_storage_size" "hicache_storage_url" "hicache_storage_secret_file" -}}
