@@ -146,7 +146,7 @@ class ProcessCounts:
         threading.setprofile(None)
 
     def _begin(self, frame: FrameType, event: str, value: Any) -> None:
-        """Is called at the first event of a new thread, and installs the thread's profile function in its place."""
+        """Installs the profile function of a new thread. Python calls this method at the thread's first event."""
         counts = ThreadCounts(self._window)
         self._threads.append(counts)
         sys.setprofile(counts.profile)

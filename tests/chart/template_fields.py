@@ -1000,7 +1000,7 @@ BESIDES: dict[str, Case] = {
                 container("worker", "volumeMounts cache= mountPath"): "/cache",
                 container(
                     "worker", "volumeMounts models= mountPath"
-                ): "/models",  # other models, such as a draft model, may be there
+                ): "/models",  # the cache may also have other models, such as a draft model
             }
         },
     ),

@@ -174,7 +174,7 @@ class Case:
         """
         fleet, of = self.fleet, self.fleet.of
         if state in ("queued", "computing"):
-            if state == "queued":  # behind other requests, and not on an idle decode worker
+            if state == "queued":  # the request waits because other requests occupy all workers
                 fleet.slow(DECODE, SLOW_S)
                 self.begin_beside(0, 1)
             fleet.slow(PREFILL, SLOW_S if state == "queued" else SLOW_S / 2)
