@@ -41,10 +41,10 @@ from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 
-MAX_CRASHES = 3  # workers that a choice may lose within SHORT_LIFE_S each, so that a harmful request does not end all of them
-SHORT_LIFE_S = 10.0
-FULL_S = 1.0  # interval of load reports
-SESSION, RETRY, HEDGE, READER, HOME = "session", "retry", "hedge", "reader", "home"  # labels of routing decisions
+MAX_CRASHES = 3  # with the next lost worker, a choice fails, because its request may crash every worker
+SHORT_LIFE_S = 10.0  # seconds; a worker that is lost this long after the submit restarts the count of crashes
+FULL_S = 1.0  # seconds without submits after a worker's queue was full; equals the interval of its load reports
+SESSION, RETRY, HEDGE, READER, HOME = "session", "retry", "hedge", "reader", "home"  # metric labels: reasons, and causes of moves
 
 
 class Dispatcher:
@@ -65,7 +65,7 @@ class Dispatcher:
         Args:
             handles: Numbers that no stream to a worker has used.
             changed: Called when the set of usable workers may have changed.
-            weights: Shares of API keys while requests wait, by the key's name. With None, all shares are equal.
+            weights: Weights of API keys in the queue, by name of the API key. None: all weights are equal.
         """
         self.fleet = Fleet(settings, self, self._ticked, weights, dialer)
         self._settings = settings
@@ -88,11 +88,13 @@ class Dispatcher:
         return self.catalog.waiting()
 
     def num_waiting_anywhere(self) -> int:
-        """Returns the number of choices that wait for a worker here, or at a worker for its next step. Choices of a model without
-        a usable worker do not count."""
+        """Returns the number of choices that wait in this gateway or in the queue of a worker.
+
+        Choices that wait in this gateway for a model without a usable worker do not count.
+        """
         at_workers = sum(link.load.num_waiting for link in self.fleet.links.values() if link.load is not None)
-        here = sum(pool.num_waiting for pool in self.fleet.pools.values() if pool.columns.usable.any())
-        return here + int(at_workers)
+        in_gateway = sum(pool.num_waiting for pool in self.fleet.pools.values() if pool.columns.usable.any())
+        return in_gateway + int(at_workers)
 
     def connected(self) -> int:
         return len(self.fleet.usable())
@@ -104,10 +106,10 @@ class Dispatcher:
         """Places or queues every choice.
 
         Args:
-            refused_by: Addresses of workers that do not get the request while there are others.
+            refused_by: Addresses of workers that get the request only if no other worker takes requests.
 
         Raises:
-            ApiError: The queue is full, or every worker is of a version without scores and the request asks for one.
+            ApiError: The queue is full, or the request asks for scores and the version of every worker lacks them.
         """
         pool = self.fleet.pools[request.model.name]
         if pool.model.source != request.model.source:
@@ -133,7 +135,7 @@ class Dispatcher:
             elif queued or pool.num_waiting or not self._place(placement):
                 queued.append(placement)
         self._waiting.wait(pool, queued)
-        self._waiting.pump(pool)  # some of them may wait for one worker only
+        self._waiting.pump(pool)  # a worker with a free slot may suit other choices than the first queued one
 
     def _resume(self, placement: Placement) -> None:
         """Places a choice whose output began at another gateway, like a choice that has lost its worker."""
@@ -159,7 +161,11 @@ class Dispatcher:
             self._waiting.charge(placement)
 
     def abort(self, choice: Choice) -> bool:
-        """Ends a choice with the output so far; its last text follows. Returns False if it has ended already."""
+        """Ends a choice with the output so far; the detokenizer still sends its last text.
+
+        Returns:
+            False if the choice has ended already.
+        """
         placement = self._placements.get(choice)
         if placement is None or choice.worker_ending is not None or choice.request.error is not None:
             return False
@@ -258,7 +264,7 @@ class Dispatcher:
         link.submit(placement, submit)
         pool.picked(placement, link, now + self._settings.speculative_s)
         link.breaker.begin(now)
-        pool.refresh(link, now)  # while the breaker tries a worker, it gets one request only
+        pool.refresh(link, now)  # a half-open breaker now excludes the worker until this request has a result
         self._waiting.charge(placement)
         self._metrics.decisions.labels(reason).inc()
 
@@ -280,7 +286,7 @@ class Dispatcher:
             self._send(placement, link, handle, HEDGE, at.predicted_tokens, hands_over=prefill is not None)
 
     def _settle(self, placement: Placement, link: Link) -> None:
-        """Keeps the copy on this link, whose worker has sent output, and frees the slot of the second copy."""
+        """Keeps the submit to this link, whose worker has sent output, and aborts the other submit of a hedged choice."""
         loser = placement.settle(link)
         if loser is not None:
             self._fill_free_slot(placement.pool, loser)
@@ -463,8 +469,11 @@ class Dispatcher:
             placement.request.fail(error_of_finish(finish, choice, self._settings.retry_after_s))
 
     def _other_weights(self, link: Link, placement: Placement) -> None:
-        """Moves a choice whose worker has another model version than its submit names: the submit has crossed the worker's hello.
-        If the worker's hello names that version, one retry follows, because it may have changed twice."""
+        """Moves a choice that a worker refuses because it has another model version than the submit names.
+
+        Usually, the submit has crossed the worker's new hello. If the last hello names the version of the submit, the worker may
+        have changed its version twice, and the choice is retried once.
+        """
         request, contradicts = placement.request, placement.model_version == link.model_version
         if placement.in_session:
             request.fail(sessions.session_weights_replaced(self._settings.retry_after_s))

@@ -29,10 +29,10 @@ from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, DEFA
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.25  # seconds between two looks at leases, breakers and speculative blocks
-YOUNG_S = 5.0  # seconds after the start in which the first workers connect
+TICK_S = 0.25  # seconds between two checks of leases, breakers and speculative blocks
+YOUNG_S = 5.0  # seconds after the start in which requests for an unknown model wait, because its first worker may connect
 SWEEP_BLOCKS = 2000  # blocks of lost workers that a tick removes from the index
-NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)
+NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)  # policies that use the prefix index
 
 
 class Fleet:
@@ -50,7 +50,7 @@ class Fleet:
 
         Args:
             ticked: Called every TICK_S, after leases, breakers and the index have been brought up to date.
-            weights: Shares of API keys while requests wait, by the key's name. With None, all shares are equal.
+            weights: Weights of API keys in the queue, by name of the API key. None: all weights are equal.
         """
         self._replicas: Replicas[Link] = Replicas(self._make)
         self.links: Mapping[str, Link] = self._replicas.by_address
@@ -119,7 +119,7 @@ class Fleet:
         """Adds a worker after its hello.
 
         Returns:
-            The pool of its model. None if the gateway's only model name belongs to another model.
+            The pool of its model. None if workers of another model already use the model name.
         """
         info = link.info
         assert info is not None
@@ -161,7 +161,8 @@ class Fleet:
     def may_serve(self, version: ModelVersion) -> bool:
         """Whether a worker has this model version, or may have it once it connects.
 
-        A worker that was never connected may have any version. So may a new worker if discovery knows none of the model.
+        A worker that was never connected may have any version. The result is also True if discovery finds no worker of the model,
+        because a new one may have any version.
         """
         known = [link.model_version for link in self.links.values() if not link.retiring]
         mine = [each for each in known if each is None or each.model == version.model]
@@ -179,7 +180,7 @@ class Fleet:
         return ModelPool(model, policy, self.index, queue, self._lease_alive, self._owner_of, settings.worker_queue_slack)
 
     def _lease_alive(self, link: AnyLink) -> bool:
-        """Whether the worker's lease is valid. A worker needs none if it keeps no lease, or reports that Redis has refused it."""
+        """Whether the worker's lease is valid or unknown. Always True if the worker publishes no blocks or reports no lease."""
         info, load = link.info, link.load
         if self.mirror is None or info is None or not info.publishes_index or load is None or not load.lease_held:
             return True
@@ -218,7 +219,11 @@ class Fleet:
         _agree(pool)
 
     def unused(self, gone: AnyLink) -> list[Link]:
-        """Returns connected links that could not join because a lost worker's model (`gone`) had the gateway's only name."""
+        """Returns connected links that join() refused because another model used the gateway's only model name.
+
+        Args:
+            gone: Link of the lost worker. If another worker of its model is left, the result is empty.
+        """
         pool = self.pools.get(self._settings.model_name)
         if pool is None or pool.links:
             return []
@@ -238,7 +243,7 @@ class Fleet:
 
     def _make(self, address: str) -> Link:
         settings = self._settings
-        cooldown_s = settings.breaker_cooldown_s  # also the time limit of a probe, whose client may leave
+        cooldown_s = settings.breaker_cooldown_s  # also ends a probe without a result, because its client may disconnect
         breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
         patience = Patience(settings.worker_silence_s, settings.unreachable_s)
         return WorkerLink(address, self._events, patience, breaker, self._dialer)
@@ -264,12 +269,12 @@ class Fleet:
 
 
 def _agree(pool: Pool) -> None:
-    """Sets the model of a pool from its workers, because any of them may get any of its requests.
+    """Sets the model of a pool to values that hold for all its workers, because any worker may get any request.
 
-    - The context is the shortest one. Prompts are cut if all workers cut them.
-    - Block names come from the model version of most workers; in a tie, from the version that they come from now.
-    - Sampling defaults come from the worker of that version with the lowest id, so all gateways use the same ones.
-    - The model is deterministic if all workers report one equal fingerprint.
+    - The context length is the shortest of all workers. Prompts are truncated if all workers truncate them.
+    - The model version, from which block hashes are computed, is that of most workers; in a tie, the present one.
+    - Sampling defaults are those of the worker of that version with the lowest id, so that all gateways use the same ones.
+    - The model is deterministic if all workers report the same model version and the same fingerprint.
     """
     links = [link for link in pool.links.values() if link.info is not None]
     infos = [link.info for link in links if link.info is not None]
@@ -289,10 +294,10 @@ def _agree(pool: Pool) -> None:
 
 
 def _defaults_of(info: worker_pb2.WorkerInfo) -> SamplingDefaults:
-    """Returns the sampling defaults of a worker without invalid values, for which clients would get errors."""
+    """Returns a worker's valid sampling defaults. An invalid default would fail every request without an own value."""
     given = info.sampling_defaults
     values = {name: getattr(given, name) for name in DEFAULT_NAMES if given.HasField(name)}
     wrong = {name: text for name, value in values.items() if (text := default_fault(name, value))}
     if wrong:
-        logger.error("a worker's sampling defaults are left out", extra=fields(worker=info.worker_id, faults=wrong))
+        logger.error("ignored invalid sampling defaults of a worker", extra=fields(worker=info.worker_id, faults=wrong))
     return API_DEFAULTS.over({name: value for name, value in values.items() if name not in wrong})

@@ -57,7 +57,7 @@ class FleetCollector(Readings[Fleet]):
         Reading(
             Gauge,
             INDEX + "up",
-            "1 if Redis responds, else 0. Without Redis, routing uses this copy as it is.",
+            "1 if Redis responds, else 0. While it does not respond, routing uses the last copy of the prefix index.",
             _mirror(lambda index: index.available),
         ),
         Reading(

@@ -1,4 +1,4 @@
-"""The workers of one model for routing, and the choices that wait for one. Copies the state of the links into WorkerColumns."""
+"""The workers of one model, and the choices that wait for them. Copies the state of the links into WorkerColumns for routing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rootstock_llm.services.gateway.routing.policies import (
 from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
-TRIES_ONE_IN = 16  # requests of which one reads KV from a source that has reported that reading does not pay
+TRIES_ONE_IN = 16  # one in so many requests reads KV even if reading saved no time recently, so that the worker measures again
 UNLIMITED = 1 << 20  # request limit of a worker that reports none
 AnyLink: TypeAlias = WorkerLink[Any]
 LeaseAlive = Callable[[AnyLink], bool]
@@ -42,7 +42,7 @@ def reads(link: AnyLink, layout: bytes) -> bool:
 
 
 def _share(value: float) -> float:
-    """Returns a worker's value within 0 and 1; 0 for NaN."""
+    """Returns a share that a worker has reported, limited to 0 to 1; 0 for NaN."""
     return min(1.0, max(0.0, value))
 
 
@@ -67,7 +67,7 @@ class Candidate(OpenChoice, Protocol):
 
     @property
     def source_layout(self) -> bytes:
-        """Layout of the pages that another worker reserves for it; empty if none does."""
+        """Layout of the pages that another worker reserves for it; empty without reserved pages."""
 
     @property
     def routing_key(self) -> str: ...
@@ -100,9 +100,9 @@ class ModelPool(Generic[C]):
 
         Args:
             index: None if the policy uses no prefixes.
-            lease_alive: Returns whether a link's worker has a valid lease, or needs none.
-            owner_of: Returns the number of a link's worker in the index, or -1 if it has none.
-            slack: Requests that a worker may have beyond those that it can run, as a share of these.
+            lease_alive: Returns whether a link's worker has a valid lease, or does not need a lease.
+            owner_of: Returns the owner number of a link's worker in the index, or -1 if it is not in the index.
+            slack: Requests that a worker may queue, as a share of the requests that it can run at once.
         """
         self.model = model
         self.columns = WorkerColumns()
@@ -117,10 +117,11 @@ class ModelPool(Generic[C]):
         self._lease_alive = lease_alive
         self._owner_of = owner_of
         self._slack = slack
-        self._leases_count = True  # False if no worker has one: Redis has then failed, not the workers
-        self._breakers_count = True  # False if they would exclude every worker
-        self._kept_back = self._passed_over = 0  # requests that did not read KV because reading does not pay
-        self._has_decoded = False  # a worker that serves whole requests has been here
+        self._leases_count = True  # False: leases are ignored. No worker has a lease, so Redis has failed, not the workers
+        self._breakers_count = True  # False: breakers are ignored, because they would exclude every worker
+        self._slow_pulls = 0  # requests whose decode worker reports that pulls save no time
+        self._slow_tier_hits = 0  # requests with blocks in a tier that a worker reports to save no time
+        self._has_decoded = False  # a worker that serves whole requests has joined before
         self._prefill: set[int] = set()  # rows of prefill workers
         self._loads: dict[int, worker_pb2.WorkerLoad] = {}  # the load that each row's columns were read from
         self._refusing: set[int] = set()  # rows of workers that take requests with output only
@@ -177,7 +178,7 @@ class ModelPool(Generic[C]):
         self.renew(link, now)
 
     def renew(self, link: AnyLink, now: float) -> None:
-        """Takes the worker's new hello into the columns."""
+        """Updates the columns from the worker's new hello."""
         info, row = link.info, self._rows[link]
         assert info is not None
         running = info.max_running_requests or UNLIMITED
@@ -277,86 +278,86 @@ class ModelPool(Generic[C]):
         takes[list(self._refusing)] = False
         return takes
 
-    def pick(self, one: C, now: float, without: AnyLink | None = None) -> Pick | None:
-        """Picks a worker. Returns None if no worker that may get the request has a free slot. `without` may not get it."""
-        if not self.has_free_slot(one.has_begun):
+    def pick(self, choice: C, now: float, without: AnyLink | None = None) -> Pick | None:
+        """Picks a worker other than `without`. Returns None if no worker that may get the request has a free slot."""
+        if not self.has_free_slot(choice.has_begun):
             return None
-        return self._policy.pick(self._query(one, now, self._allowed(one, without), decides=True), self.columns)
+        return self._policy.pick(self._query(choice, now, self._allowed(choice, without), decides=True), self.columns)
 
-    def pick_at(self, link: AnyLink, one: C, now: float) -> Pick | None:
+    def pick_at(self, link: AnyLink, choice: C, now: float) -> Pick | None:
         """Picks this worker. Returns None if it has no free slot, or may not get the request."""
         row = self._rows.get(link)
-        if row is None or not self.has_free_slot(one.has_begun):
+        if row is None or not self.has_free_slot(choice.has_begun):
             return None
-        allowed = self._allowed(one, None)
-        here = np.zeros(self.columns.capacity, np.bool_)
-        here[row] = allowed is None or allowed[row]
-        return self._policy.pick(self._query(one, now, here), self.columns)
+        allowed = self._allowed(choice, None)
+        only = np.zeros(self.columns.capacity, np.bool_)
+        only[row] = allowed is None or allowed[row]
+        return self._policy.pick(self._query(choice, now, only), self.columns)
 
-    def pick_reader(self, one: C, now: float, prefill: AnyLink) -> Pick | None:
+    def pick_reader(self, choice: C, now: float, prefill: AnyLink) -> Pick | None:
         """Picks the decode worker for a prompt that the `prefill` worker computes.
 
         Returns:
             None if every worker that can read the pages is full.
         """
         info = prefill.info
-        if info is None or prefill.model_version != one.model_version:
+        if info is None or prefill.model_version != choice.model_version:
             return None
-        allowed = self._same_numerics(one)
+        allowed = self._same_numerics(choice)
         for row, link in self.links.items():
             allowed[row] &= reads(link, info.kv_layout)
-        return self._policy.pick(self._query(one, now, allowed), self.columns)
+        return self._policy.pick(self._query(choice, now, allowed), self.columns)
 
-    def takes(self, link: WorkerLink[C], one: C) -> bool:
+    def takes(self, link: WorkerLink[C], choice: C) -> bool:
         """Whether the worker that has prefetched the pages of a begun request may continue it, and still has the slot for it."""
         row = self._rows.get(link)
-        if row is None or not self.columns.takes[row] or not self._same_weights(one)[row]:
+        if row is None or not self.columns.takes[row] or not self._same_weights(choice)[row]:
             return False
         return bool(self.columns.requests[row] <= self.columns.limit[row])
 
-    def pick_prefill(self, one: C, now: float, decode: Pick, min_tokens: int, without: AnyLink | None = None) -> Pick | None:
+    def pick_prefill(self, choice: C, now: float, decode: Pick, min_tokens: int, without: AnyLink | None = None) -> Pick | None:
         """Picks the prefill worker for a request (routing/policies.py).
 
         Args:
             decode: The worker that was picked for the request.
-            min_tokens: Prompt tokens from which a prefill worker may compute the prompt.
-            without: A worker that may not get it.
+            min_tokens: Shortest prompt, in tokens, that a prefill worker computes.
+            without: A worker that may not get the request.
 
         Returns:
             None if the decode worker is to compute the prompt itself.
         """
         link = self.links[decode.row]
-        if not self._prefill or one.num_tokens < min_tokens or link.info is None or link.info.role != DECODE:
+        if not self._prefill or choice.num_tokens < min_tokens or link.info is None or link.info.role != DECODE:
             return None
-        allowed = self._exchanging(link, link.info, one)
+        allowed = self._exchanging(link, link.info, choice)
         if without is not None and without in self._rows:
             allowed[self._rows[without]] = False
-        query = self._query(one, now, allowed)
+        query = self._query(choice, now, allowed)
         pick = pick_prefill(self._policy, self.columns, query, decode, min_tokens)
         return pick if pick is not None and self._reads_well(link) else None
 
     def _reads_well(self, decode: WorkerLink[C]) -> bool:
-        """Whether a decode worker is to read pages. If reading does not pay, one request in TRIES_ONE_IN tries it."""
+        """Whether a decode worker is to read pages. If reading saves no time, one request in TRIES_ONE_IN still reads them."""
         if decode.load is None or not decode.load.pulls_lose:
             return True
-        self._kept_back += 1
-        return self._kept_back % TRIES_ONE_IN == 0
+        self._slow_pulls += 1
+        return self._slow_pulls % TRIES_ONE_IN == 0
 
-    def _exchanging(self, decode: WorkerLink[C], mine: worker_pb2.WorkerInfo, one: C) -> NDArray[np.bool_]:
-        """Returns bool[capacity], True for prefill workers with the model version and the page layout (in `mine`) of `decode`."""
+    def _exchanging(self, decode: WorkerLink[C], mine: worker_pb2.WorkerInfo, choice: C) -> NDArray[np.bool_]:
+        """Returns bool[capacity]: prefill workers with the model version and page layout of `decode`, whose hello is `mine`."""
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             info = link.info
-            if info is not None and info.kv_port and link.address not in one.refused_by and not link.refuses_new:
+            if info is not None and info.kv_port and link.address not in choice.refused_by and not link.refuses_new:
                 allowed[row] = link.model_version == decode.model_version and info.kv_layout == mine.kv_layout
         return allowed
 
-    def _query(self, one: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> RoutingQuery:
-        """Returns the query to the policy. `decides` is False for a second look for the same request."""
+    def _query(self, choice: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> RoutingQuery:
+        """Returns the query to the policy. `decides`: this is the first query for the request, which updates statistics."""
         matched, saved, first_block = None, None, b""
         if self._index is not None and self.wants_hashes:
             self._index.expire(now)
-            blocks = one.block_hashes()
+            blocks = choice.block_hashes()
             reach = self._index.reach(blocks)
             if blocks and decides:
                 self._sharing.decided(bool(reach.any()))
@@ -364,89 +365,95 @@ class ModelPool(Generic[C]):
                 first_block = blocks[0] if self._sharing.seen else b""
             hits = self._hits(reach, decides)
             matched, saved = hits.matched, hits.saved
-        return RoutingQuery(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block, saved=saved)
+        return RoutingQuery(choice.num_tokens, matched, choice.routing_key, allowed=allowed, first_block=first_block, saved=saved)
 
     def _hits(self, reach: NDArray[np.int64], decides: bool) -> Hits:
         """Returns the cached tokens per worker.
 
-        If reading a tier does not pay, one request in TRIES_ONE_IN tries it, because a worker measures that only while it reads.
+        If reading a tier saves no time, one request in TRIES_ONE_IN still reads it, because workers measure only while they read.
         """
         columns = self.columns
         hits = hits_of(reach, columns)
         if decides and len(reach) > 1 and ((columns.owner >= 0) & (columns.host_saves * columns.storage_saves <= 0)).any():
             tried = hits_of(reach, columns, tries=True)
             if (tried.matched > hits.matched).any():
-                self._passed_over += 1
-                return tried if self._passed_over % TRIES_ONE_IN == 0 else hits
+                self._slow_tier_hits += 1
+                return tried if self._slow_tier_hits % TRIES_ONE_IN == 0 else hits
         return hits
 
-    def picked(self, one: C, link: AnyLink, until: float) -> None:
-        """Records that a request goes to a worker, and adds the prompt's blocks to the index until this loop time."""
+    def picked(self, choice: C, link: AnyLink, until: float) -> None:
+        """Records that a request goes to a worker, and adds the prompt's blocks as speculative ones until loop time `until`."""
         self._picks += 1
         row = self._rows[link]
         self.columns.last_pick[row] = self._picks
         owner = int(self.columns.owner[row])
         if self._index is not None and self.wants_hashes and owner >= 0:
-            self._index.speculate(owner, one.block_hashes(), until)
+            self._index.speculate(owner, choice.block_hashes(), until)
 
-    def _allowed(self, one: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
-        if one.has_begun:
-            return self._readers(one, self._same_numerics(one))
-        able, new = self._able(one), self._takes_new()
+    def _allowed(self, choice: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
+        if choice.has_begun:
+            return self._readers(choice, self._same_numerics(choice))
+        able, new = self._able(choice), self._takes_new()
         if able is not None and new is not None:
             able &= new
         elif able is None:
             able = new
-        if not one.refused_by and without is None:
+        if not choice.refused_by and without is None:
             return able
         allowed = np.ones(self.columns.capacity, np.bool_) if able is None else able.copy()
         for row, link in self.links.items():
-            allowed[row] &= link is not without and link.address not in one.refused_by
+            allowed[row] &= link is not without and link.address not in choice.refused_by
         if without is None and not (allowed & self.columns.takes).any():
             return able  # every worker has refused the request, so each may get it again
         return allowed
 
-    def _able(self, one: C) -> NDArray[np.bool_] | None:
-        """Returns bool[capacity], True for workers that serve the kind of request; None if all do. Older ones serve no scores."""
-        if not one.is_scored:
+    def _able(self, choice: C) -> NDArray[np.bool_] | None:
+        """Returns bool[capacity]: workers that can serve scores if the request asks for them, which older versions cannot.
+
+        Returns:
+            None if the request asks for no scores, so that every worker can serve it.
+        """
+        if not choice.is_scored:
             return None
         able = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             able[row] = link.info is not None and link.info.ends_with_prompt
         return able
 
-    def _readers(self, one: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns the allowed workers that can read the request's reserved pages. Returns all of them if every reader is full."""
-        if not one.source_layout:
+    def _readers(self, choice: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Returns the allowed workers that can read the request's reserved pages; all allowed workers if no reader takes
+        requests."""
+        if not choice.source_layout:
             return allowed
         readers = allowed.copy()
         for row, link in self.links.items():
-            readers[row] &= reads(link, one.source_layout)
+            readers[row] &= reads(link, choice.source_layout)
         return readers if (readers & self.columns.takes).any() else allowed
 
-    def _same_numerics(self, one: C) -> NDArray[np.bool_]:
-        """Returns the workers with the model version and numerics of a begun request; if all are full, with the version alone."""
-        allowed = self._same_weights(one)
-        if not one.numerics:
+    def _same_numerics(self, choice: C) -> NDArray[np.bool_]:
+        """Returns the workers with the model version and numerics of a begun request; if none of them takes requests, the workers
+        with the model version."""
+        allowed = self._same_weights(choice)
+        if not choice.numerics:
             return allowed
         same = allowed.copy()
         for row, link in self.links.items():
-            same[row] &= link.info is not None and link.info.numerics == one.numerics
+            same[row] &= link.info is not None and link.info.numerics == choice.numerics
         return same if (same & self.columns.takes).any() else allowed
 
-    def _same_weights(self, one: C) -> NDArray[np.bool_]:
-        """Returns bool[capacity], True for workers with the model version and a sufficient context for a begun request. During a
-        rollout, workers of a model may differ in both."""
+    def _same_weights(self, choice: C) -> NDArray[np.bool_]:
+        """Returns bool[capacity]: workers with the model version of a begun request and a sufficient context length. Workers of a
+        model may differ in both during a rollout."""
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
-            fits = link.info is not None and one.num_tokens < link.info.context_len
-            allowed[row] = fits and link.model_version == one.model_version
+            fits = link.info is not None and choice.num_tokens < link.info.context_len
+            allowed[row] = fits and link.model_version == choice.model_version
         return allowed
 
-    def is_held_up(self, one: C) -> bool:
+    def is_held_up(self, choice: C) -> bool:
         """Whether a paused worker has the model version of a begun request."""
-        return any(link.paused and link.model_version == one.model_version for link in self.links.values())
+        return any(link.paused and link.model_version == choice.model_version for link in self.links.values())
 
-    def can_go_on(self, one: C) -> bool:
+    def can_go_on(self, choice: C) -> bool:
         """Whether a worker that can continue a begun request takes requests."""
-        return bool((self._same_weights(one) & self.columns.takes).any())
+        return bool((self._same_weights(choice) & self.columns.takes).any())

@@ -1,6 +1,6 @@
-"""Where one choice is: its pool, its worker or its wait for one, its copy on a second worker, its pages on other workers.
+"""The state of one choice in dispatch: its pool, its worker or its wait, its hedge copy, and its KV pages on other workers.
 
-A choice that is slow to begin may get a copy on another worker. The first of the two workers to send output keeps the choice.
+A choice that is slow to begin may get a hedge copy on a second worker. The first worker to send output keeps the choice.
 Pages of its prompt may be on a prefill worker, which reserves them for the decode worker (docs/design/prefill-and-decode.md).
 """
 
@@ -30,9 +30,9 @@ class HedgeCopy:
     """The copy of a choice on a second worker. The Placement's own fields describe the original."""
 
     link: Link
-    handle: int  # on that link
+    handle: int  # of the copy's submit on that link
     model_version: ModelVersion | None  # None: the worker was never connected
-    numerics: str  # see numerics_of
+    numerics: str  # result of numerics_of()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PrefetchedPages:
         return self.link.is_prefetching(self.handle)
 
     def release(self) -> None:
-        """Tells the decode worker that it does not get the choice. No effect after its submit."""
+        """Tells the decode worker that it does not get the choice. No effect after the choice was submitted to it."""
         self.link.cancel_prefetch(self.handle)
         self.pool.recount(self.link)
 
@@ -85,8 +85,10 @@ def numerics_of(link: Link | None) -> str:
 
 
 def reservation_of(link: Link, finish: worker_pb2.Finish, now: float) -> KvReservation | None:
-    """Returns the reservation of a worker that has handed a choice over, or None if it reserves no page. Keeps the link open for
-    as long as the pages may be reserved."""
+    """Returns the reservation of a worker that has handed a choice over, or None if it reserves no page.
+
+    Keeps the link open for as long as the pages may be reserved.
+    """
     info = link.info
     if info is None or not finish.HasField("room"):
         return None
@@ -95,13 +97,13 @@ def reservation_of(link: Link, finish: worker_pb2.Finish, now: float) -> KvReser
 
 
 def _source(link: Link, info: worker_pb2.WorkerInfo, reserved: worker_pb2.KvRoom) -> worker_pb2.KvSource:
-    """Returns the source at the host that discovery has named."""
+    """Returns the KV source of reserved pages. Its host is the one of the worker's address from discovery."""
     host = link.address.rpartition(":")[0]
     return worker_pb2.KvSource(address=f"{host}:{info.kv_port}", room=reserved)
 
 
 class Placement:
-    """The worker of one choice, or its wait for one. The dispatcher makes it and drops it when the choice is released."""
+    """The worker of one choice, or its wait for a worker. The dispatcher makes the placement, and drops it in release()."""
 
     __slots__ = (
         "_block_hashes",
@@ -145,9 +147,9 @@ class Placement:
         """Makes the placement of a choice without a worker.
 
         Args:
-            first: The placement of the first choice of the same prompt, which has the block hashes. None for that choice itself.
-            batch: A number for all choices of a request with several prompts; else 0.
-            home: Shared by all items of a score request; else None.
+            first: Placement of the prompt's first choice, which computes the block hashes for all. None: this is that choice.
+            batch: Number that all choices of a request with several prompts share; 0 for a request with one prompt.
+            home: Shared by all items of a score request; None for other requests.
         """
         self.request = request
         self.choice = choice
@@ -157,26 +159,26 @@ class Placement:
         self._first = first
         self._block_hashes: Sequence[bytes] | None = None  # unset until routing asks for them
         self.link: Link | None = None  # None: on no worker
-        self.handle = 0  # on the worker's stream; a new one with every submit
+        self.handle = 0  # of the last submit, on the worker's stream
         self.model_version: ModelVersion | None = None  # model version of the output, or None before the first worker
-        self.numerics = ""  # see numerics_of; of the worker that its output began with
+        self.numerics = ""  # numerics_of() the worker that began the output
         self.placed_at = 0.0  # loop time of the last submit; 0.0 before the first worker
         self.predicted_tokens = 0  # prompt tokens that its worker probably had cached
-        self.crashes = 0  # workers lost soon after they got it
-        self.refused_by = set(refused_by)  # addresses of workers that would not or could not serve it
+        self.crashes = 0  # workers lost in a row, each soon after its submit
+        self.refused_by = set(refused_by)  # addresses of workers that have refused or failed the choice
         self.retried = False  # a worker's fault has moved it to another worker
-        self.prefilled = False  # another worker has computed the prompt for the next worker
+        self.prefilled = False  # a prefill worker has computed the prompt, and the next worker may read its pages
         # The wait for a worker.
         self.wait_timer: asyncio.TimerHandle | None = None  # runs while the choice waits
         self.waiting_since = 0.0  # loop time at which the last wait began
-        self._patience_s: float | None = None  # seconds left then, after which waiting ends with an error, or None before a wait
-        self.charged = 0  # prompt and output tokens, by weight, that have been charged to its API key
+        self._patience_s: float | None = None  # seconds from waiting_since to an error; None before the first wait
+        self.charged = 0  # weighted prompt and output tokens that have been charged to the API key
         # Copies and pages on other workers.
         self.hedge: HedgeCopy | None = None
         self._hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
-        self._prefetched: dict[int, PrefetchedPages] = {}  # by the handle under which the prompt is computed; 0: computed
-        self._reservation: KvReservation | None = None  # for the next worker
-        self._named: tuple[int, KvReservation] | None = None  # the reservation that the submit of this handle has named
+        self._prefetched: dict[int, PrefetchedPages] = {}  # by handle of the prefill worker's submit; 0: it has finished
+        self._reservation: KvReservation | None = None  # for the next submit
+        self._named: tuple[int, KvReservation] | None = None  # handle of the submit that named a reservation; the reservation
 
     def resume(self, earlier: EarlierOutput) -> None:
         """Takes the model version and numerics of output that another gateway's worker has computed."""
@@ -236,8 +238,8 @@ class Placement:
         """Writes the sampling parameters of a submit, which are the same on every worker.
 
         Args:
-            ends_with_prompt: Whether the worker accepts requests for no token (WorkerInfo). An older worker makes one token,
-                which is not shown.
+            ends_with_prompt: Whether the worker accepts requests for no output token (WorkerInfo). A worker of an older version
+                generates one token, which the client does not get.
         """
         choice, params, model = self.choice, self.choice.params, self.request.model
         into.CopyFrom(params.sampling)
@@ -305,7 +307,7 @@ class Placement:
         return [each for each in (copy, link, *readers) if each is not None]
 
     def count_crash(self, survived: bool) -> None:
-        """Counts a lost worker. If the worker had the choice for long (`survived`), earlier ones no longer count."""
+        """Counts a lost worker. Restarts the count at 1 if the choice had run there for long (`survived`)."""
         self.crashes = 1 if survived else self.crashes + 1
 
     def count_retry(self) -> None:
@@ -329,7 +331,7 @@ class Placement:
 
         Args:
             patience_s: Seconds for all waits of the choice together; time on workers between them does not count.
-            afresh: Earlier waits do not count.
+            afresh: Grants the full patience_s again, although the choice has waited before.
             expired: Called on the event loop if the choice still waits when its patience ends.
         """
         loop = asyncio.get_running_loop()
@@ -351,7 +353,7 @@ class Placement:
         self.wait_timer.cancel()
         self.wait_timer = None
         waited_s = asyncio.get_running_loop().time() - self.waiting_since
-        assert self._patience_s is not None, "a wait that has begun has its patience"
+        assert self._patience_s is not None, "begin_wait() sets the patience"
         self._patience_s -= waited_s
         return waited_s
 
@@ -362,7 +364,7 @@ class Placement:
         self.charged += due
         return due
 
-    # The copy
+    # The hedge copy
 
     def hedge_after(self, seconds: float, make: Callable[[], None]) -> None:
         self._hedge_timer = asyncio.get_running_loop().call_later(seconds, make)
@@ -390,7 +392,7 @@ class Placement:
         return loser
 
     def survives(self, link: Link) -> bool:
-        """Drops the submit to this link, whose worker has ended it or is lost. Returns whether a second submit continues."""
+        """Drops the submit to this link, whose worker has ended it or is lost. Returns whether the other submit continues."""
         hedge, self.hedge = self.hedge, None
         if hedge is None:
             return False
@@ -400,7 +402,7 @@ class Placement:
         return True
 
     def cancel_hedge(self) -> Link | None:
-        """Aborts the copy and stops the timer that would make one. Returns the link of the copy, or None without a copy."""
+        """Aborts the copy, and stops the timer of a future copy. Returns the copy's link; None if there was no copy."""
         if self._hedge_timer is not None:
             self._hedge_timer.cancel()
             self._hedge_timer = None
@@ -423,11 +425,11 @@ class Placement:
     # Pages on other workers
 
     def hand_over(self, reservation: KvReservation | None, prefetched: PrefetchedPages | None = None) -> None:
-        """Takes the pages of a prefill worker that has computed the prompt and the first token.
+        """Stores where the KV of the prompt is, after a prefill worker has computed the prompt and the first token.
 
         Args:
-            reservation: None if the worker reserves no page.
-            prefetched: The prefetch of a decode worker, if it has one.
+            reservation: The prefill worker's pages. None if it reserves no page.
+            prefetched: Pages that a decode worker has read during the computation; None if no worker has.
         """
         self._reservation, self.prefilled = reservation, True
         if prefetched is not None:
@@ -442,7 +444,7 @@ class Placement:
         """Returns the reserved pages for the submit of this handle. The next call returns None, because pages are read once.
 
         Returns:
-            None without a reservation, or if this link's worker cannot read its layout.
+            None without a reservation, or if this link's worker cannot read pages of its layout.
         """
         reservation, self._reservation, self.prefilled, self._named = self._reservation, None, False, None
         if reservation is None:
@@ -459,9 +461,9 @@ class Placement:
         """Lets a decode worker read the pages that the prefill worker has computed so far.
 
         Args:
-            handle: Of the choice at the prefill worker.
-            decode_handle: Of the submit to the decode worker that is to follow.
-            reserved: The pages.
+            handle: Handle of the choice at the prefill worker.
+            decode_handle: Handle for the later submit to the decode worker.
+            reserved: The reservation with these pages.
             predicted_tokens: Prompt tokens that the decode worker probably has cached.
         """
         info, version, choice = prefill.info, decode.model_version, self.choice
@@ -487,14 +489,14 @@ class Placement:
 
     @property
     def reader(self) -> PrefetchedPages | None:
-        """The prefetch of a decode worker after the prompt is computed. That worker is to continue the choice."""
+        """The prefetch of a computed prompt, or None. Its decode worker is to continue the choice."""
         return self.prefetched_of(0)
 
     def handle_at(self, link: Link) -> int | None:
-        """Takes the handle for a submit to this link.
+        """Removes and returns the handle under which this link's worker has prefetched pages.
 
         Returns:
-            The handle under which its worker has prefetched pages. None if it has not; other prefetches are then released.
+            None if this worker has prefetched no pages. Prefetches of other workers are then released.
         """
         pages = self.reader
         if pages is None or pages.link is not link:

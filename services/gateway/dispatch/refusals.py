@@ -17,7 +17,7 @@ from rootstock_llm.services.gateway.generation.request import GenerationParams
 from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
 from rootstock_llm.services.shared.field_refusal import why_of
 
-SESSION_ID = "session.session_id"  # the field that a worker names if it has no such session
+SESSION_ID = "session.session_id"  # field in a worker's refusal of an unknown session
 GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
 
 
@@ -63,7 +63,7 @@ def error_of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: in
     """Returns the client's error for a worker's refusal or failure, with the client's own field names.
 
     Args:
-        finish: Has the reason ABORT, or no reason.
+        finish: Its reason is ABORT or UNSPECIFIED.
     """
     code, text, asked = finish.error, _why(finish), choice.params
     if code == pb.ERROR_CODE_INVALID_ARGUMENT and finish.field == SESSION_ID:
@@ -102,9 +102,10 @@ def _refused(finish: worker_pb2.Finish, text: str, asked: GenerationParams) -> A
 
 
 def _of_grammar(field: str, text: str, part: int | None, asked: GenerationParams) -> ApiError:
-    """Returns the error of a refused grammar. It names the client's field that the refused part was made of, or all tools.
+    """Returns the error of a refused grammar.
 
-    The client has not seen the structural tag that the gateway made of them.
+    If the gateway made the grammar from several fields of the request, the error names the field of the refused part. If the part
+    is unknown, it names `field`. The client has not seen the grammar itself.
     """
     if part is not None and part < len(asked.grammar_fields):
         return bad_request(asked.grammar_fields[part], f"{asked.grammar_fields[part]}: {text}")

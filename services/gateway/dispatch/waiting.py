@@ -25,11 +25,11 @@ from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
 from rootstock_llm.services.gateway.routing.fair_queue import Placed, QueueFull
 from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 
-LOOK_S = 0.5  # seconds between two looks of a request whose model may still appear
+LOOK_S = 0.5  # seconds between two checks for an unknown model that a worker may still add
 BACKGROUND = 2 * PRIORITY_RANGE[0]  # below every priority of a request
 OUTPUT_WEIGHT = 2  # charge of an output token to its API key, in prompt tokens
-WINDOW_S = 15.0  # completions are counted over one to two windows
-LONGEST_S = 60  # largest Retry-After
+WINDOW_S = 15.0  # seconds; completions of this window and of the previous one are counted
+LONGEST_S = 60  # largest Retry-After, in seconds
 
 Place = Callable[[Placement], bool]
 
@@ -59,7 +59,7 @@ class ModelCatalog:
 
     @property
     def default(self) -> ModelInfo | None:
-        """The model of a request that names none: the first known one of the setting `models`, else the first by name."""
+        """The model of requests without a model name: the first connected one of the setting `models`, else the first by name."""
         name = self._first_known(self._pools)
         return self._pools[name].model if name else None
 
@@ -102,10 +102,10 @@ class ModelCatalog:
         self._grown.set()
 
     async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
-        """Returns the model of this name, for None the caller's default one. Waits for its first worker if there may be one.
+        """Returns the model of this name, or the caller's default model for None. Waits if its first worker may still connect.
 
         Raises:
-            ApiError: There is no such model, the caller may not use it, or no worker of it came in time.
+            ApiError: There is no such model, the caller may not use it, or none of its workers connected in time.
         """
         if caller.models is not None:
             name = self._allowed(name, caller)
@@ -130,8 +130,8 @@ class ModelCatalog:
         return name
 
     def _first_known(self, names: Collection[str]) -> str:
-        """Returns the first of these names in the setting `models` that is known, else the first known one by name; "" if none
-        is known."""
+        """Returns the first name of the setting `models` that is in `names` and has a pool, else the first of `names` with a pool
+        in alphabetical order; "" if none has a pool."""
         known = self._pools.keys() & names
         return next((name for name in self.expected if name in known), min(known, default=""))
 
@@ -161,7 +161,7 @@ class Waiting:
     """Moves choices into and out of the waiting lines of all pools, and owns their timers."""
 
     def __init__(self, settings: GatewaySettings, refusals: Refusals, metrics: GatewayMetrics, place: Place) -> None:
-        """Makes empty lines. `place` submits a choice to a worker, and returns False if none with a free slot may get it."""
+        """`place` submits a choice to a worker. It returns False if no worker that may get the choice has a free slot."""
         self._settings = settings
         self._refusals = refusals
         self._metrics = metrics
@@ -190,12 +190,12 @@ class Waiting:
                 placement.request.fail(self._refusals.full())
 
     def wait_first(self, placement: Placement) -> None:
-        """Lets a choice that has lost its worker wait before the queue."""
+        """Queues a choice that has lost its worker, ahead of the pool's queue."""
         placement.pool.moved[placement] = None
         self._begin(placement, moved=True)
 
     def park(self, placement: Placement) -> None:
-        """Lets a turn of a session wait for its own worker, outside of the queue. Raises ApiError if too many turns wait."""
+        """Lets a turn of a session wait for the session's worker outside the queue. Raises ApiError if too many turns wait."""
         parked = placement.pool.parked
         if len(parked) >= self._settings.max_waiting_requests:
             raise sessions.session_worker_away(self._settings.retry_after_s)
@@ -215,7 +215,11 @@ class Waiting:
             placement.request.fail(error)
 
     def give_up(self, pool: Pool, may_serve: Callable[[ModelVersion], bool]) -> None:
-        """Fails begun requests whose model version no worker has or may have again, and new ones if every worker refuses them."""
+        """Fails begun requests whose model version is gone for good, and new requests if every worker refuses them.
+
+        Args:
+            may_serve: Whether a worker has a model version, or may have it once it connects.
+        """
         for placement in list(pool.moved):
             version = placement.model_version if placement.has_begun else None
             if placement in pool.moved and version is not None and not may_serve(version):
@@ -319,7 +323,7 @@ class Pace:
 
         Args:
             waiting: Returns the number of choices that wait for a worker.
-            least_s: Retry-After in seconds if no choice waits.
+            least_s: Retry-After in seconds if no choice waits; never less.
             clock: Returns seconds.
         """
         self._waiting = waiting
