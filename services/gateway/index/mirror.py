@@ -166,7 +166,7 @@ class LeaseTable:
         """Returns whether a worker of a generation holds its lease.
 
         Args:
-            generation: Generation that the caller knows; 0: any.
+            generation: The worker's generation; 0: any.
 
         Returns:
             None if this is unknown: Redis has not settled, or the generation has had no lease yet and may get one.
@@ -254,7 +254,7 @@ class IndexMirror:
         return self._owners.number(worker)
 
     def watch_model(self, model: str) -> None:
-        """Mirrors a model from the next step on. May be called again."""
+        """Mirrors a model from the next step on. Idempotent."""
         self._cursors.setdefault(model, None)
 
     async def run(self) -> None:
@@ -323,7 +323,7 @@ class IndexMirror:
         self._responded()
 
     def _same_server(self, run_id: str) -> None:
-        """Begins again if the run id shows another or a restarted server, which may have other streams and blocks."""
+        """Restarts the mirroring if the run id is of another or a restarted server, which may have other streams and blocks."""
         if self._run_id not in (None, run_id):
             logger.warning("redis was restarted, reading the whole prefix index again")
             self._leases.came_back(self._clock())

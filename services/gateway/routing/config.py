@@ -24,10 +24,11 @@ class RoutingConfig:
     # its requests (balance_abs_threshold and balance_rel_threshold of SGLang's router).
     gate_abs: float = 64.0
     gate_rel: float = 1.5
-    load_weight: float = 1.0  # cost of one mean load, in matches of a whole prompt
+    load_weight: float = 1.0  # score that a load of one mean load costs; a match of the whole prompt scores 1
     load_bound: float = 1.4  # largest load to which a match or a routing key may bring a worker, in mean loads
-    load_floor: float = 4.0  # least requests per worker in the mean load, so that an almost idle fleet does not scatter prefixes
+    load_floor: float = 4.0  # lowest mean load, in requests per worker, so that an almost idle fleet does not scatter prefixes
     min_match_tokens: int = 64  # shorter matches are ignored
-    # An unknown prefix may go to any worker with at most near_requests, or near_rel mean loads, more than the least loaded one.
+    # A prompt without a match may go to any worker whose load exceeds the least load by at most the larger of near_requests and
+    # near_rel mean loads.
     near_requests: float = 1.0
     near_rel: float = 0.05

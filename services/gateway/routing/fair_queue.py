@@ -1,9 +1,9 @@
 """The bounded queue of requests that wait for a worker, by priority and then fair between API keys.
 
 Fairness uses virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"). The API key with the fewest
-served tokens per weight is next. An API key earns nothing while it has no request in the queue: when it returns, its counter is
+served tokens per weight is next. An API key gains no credit while it has no request in the queue: when it returns, its counter is
 raised to the least counter of the waiting API keys. Tokens that are served while the queue is empty do not count against an API
-key. Within one priority and API key, the first item goes first.
+key. Items of one priority and API key leave in order of arrival.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Placed(enum.Enum):
 
 
 class QueueFull(Exception):
-    """The queue is full, and no item has to make way for the new one. The caller refuses the request."""
+    """The queue is full, and no item may be removed for the new one. The caller refuses the request."""
 
 
 @dataclass(slots=True)
@@ -241,15 +241,15 @@ class FairQueue(Generic[T]):
     def push(self, item: T, key: str, priority: int = 0) -> T | None:
         """Adds an item.
 
-        If the queue is full, the newest item of one API key makes way: of the API key that has the most items of the lowest
-        priority, per weight. It always makes way for an item of a higher priority. Within the same priority, it makes way only if
-        the new item's API key has then no more items per weight. So no API key can lock others out by filling the queue.
+        If the queue is full, the queue removes an item of the lowest priority: the newest one of the API key with the most items
+        per weight. If the new item has the same priority, this happens only if the new item's API key then has no more items per
+        weight than that API key. So no API key can lock others out by filling the queue.
 
         Returns:
             The item that was removed; None if the queue was not full.
 
         Raises:
-            QueueFull: The queue is full, and no item makes way.
+            QueueFull: The queue is full, and no item may be removed.
             ValueError: The item is in the queue already.
         """
         displaced = self.push_all([(item, key, priority)])
@@ -262,7 +262,7 @@ class FairQueue(Generic[T]):
             The items that were removed, as by push().
 
         Raises:
-            QueueFull: An item finds the queue full, or an item of this call would have to make way. The queue is unchanged.
+            QueueFull: No item may be removed for a new one, or an item of this call would be removed. The queue is unchanged.
             ValueError: An item is in the queue already.
         """
         if any(id(item) in self._entries for item, _, _ in items):
@@ -433,9 +433,9 @@ class FairQueue(Generic[T]):
         return account
 
     def _prune(self) -> None:
-        """Drops the least counters of API keys without items, except for max_keys.
+        """Drops counters of API keys without items, the smallest first, until max_keys are left.
 
-        A dropped API key returns with the least counter of the waiting ones. So it gains a small advantage at most.
+        A dropped API key starts again with the least counter of the waiting API keys. So it gains a small advantage at most.
         """
         idle = sorted((k for k, account in self._accounts.items() if not account.waiting), key=self.counter)
         for key in idle[: max(0, len(idle) - self._max_keys)]:

@@ -23,7 +23,7 @@ from rootstock_llm.services.gateway.routing.config import RoutingConfig, Routing
 from rootstock_llm.services.shared.index.prefix_index import BLOCK_TOKENS, BlockTier
 
 MOST_QUEUED_TOKENS = 1 << 15  # prompt tokens at a prefill worker beyond which another prompt would wait longer than it gains
-REASONS = (
+REASONS = (  # values of Pick.reason, which is a label of the metric routing_decisions
     "round_robin",
     "random",
     "least_requests",
@@ -36,9 +36,9 @@ REASONS = (
     "no_match",
     "load_gate",
 )
-_FIRST_ROWS = 8
+_FIRST_ROWS = 8  # capacity of WorkerColumns after the first worker; doubles when all rows are used
 _MEMORY = 32  # approximate number of decisions in the average of a SharingMeter
-_ENOUGH = 0.1  # least share of decisions with a match
+_ENOUGH = 0.1  # share of decisions with a match from which prompts count as sharing prefixes
 TRIED_SAVES = 0.1  # assumed saving of a tier that is tried again although it saved nothing recently
 HOST_SAVES, STORAGE_SAVES = 0.8, 0.5  # defaults until a worker reports measured values
 _COUNTS = ("requests", "prefetches", "tokens", "limit", "running", "last_pick")
@@ -64,9 +64,9 @@ class WorkerColumns:
         self.limit = np.zeros(0, np.int64)  # number of requests at which new requests wait in the gateway
         self.running = np.zeros(0, np.int64)  # number of requests that the worker can run at once
         self.owner = np.full(0, -1, np.int64)  # owner number in the PrefixIndex; -1 for none
-        self.host_saves = np.zeros(0, np.float64)  # share of the time of computing a prefix that reading it saves, 0 to 1
-        self.storage_saves = np.zeros(0, np.float64)  # likewise, from the storage tier
-        self.last_pick = np.zeros(0, np.int64)  # number of the last pick of this worker, counted over all workers
+        self.host_saves = np.zeros(0, np.float64)  # share of a prefix's computing time that reading the host tier saves, 0 to 1
+        self.storage_saves = np.zeros(0, np.float64)  # the same for the storage tier
+        self.last_pick = np.zeros(0, np.int64)  # sequence number of the worker's last pick, over all workers; 0: never picked
         self.key = np.zeros(0, np.uint64)  # hash of the worker id for rendezvous hashing
 
     @property
@@ -186,15 +186,14 @@ class Hits:
     """The prefix hits of one prompt."""
 
     matched: NDArray[np.int64]  # int64[capacity]: prompt tokens that each worker has and would use
-    saved: NDArray[np.float64] | None  # float64[capacity]: tokens of which computing takes the time saved; None: `matched`
+    saved: NDArray[np.float64] | None  # float64[capacity]: saved time, in tokens computed in that time; None: equals `matched`
 
 
 def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = False) -> Hits:
     """Computes the prefix hits of each worker.
 
-    Blocks below the device must be read first, so a hit on them saves only a part of the time of computing them.
-
-    A worker does not use blocks of a tier that it reads no faster than it computes them, nor any blocks after those.
+    Blocks in the host or storage tier must be read first, so a hit on them saves only a part of the time of computing them. If
+    reading a tier saves no time, the worker uses neither the blocks in that tier nor the blocks after them.
 
     Args:
         reach: See PrefixIndex.reach().
@@ -222,8 +221,8 @@ def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = Fals
 class SharingMeter:
     """The share of recent routing decisions with a match, for one model at this gateway.
 
-    If prompts share prefixes, placing a new prefix on the worker that other gateways would choose too is worth it. The share
-    begins at 1, because many prompts may arrive after a cold start before the first match.
+    If the share is high, a new prefix goes to the worker that other gateways would choose, too, because more prompts with it are
+    likely. The share begins at 1, because many prompts may arrive after a cold start before the first match.
     """
 
     def __init__(self) -> None:
@@ -264,8 +263,8 @@ def has_free_slot(query: RoutingQuery, workers: WorkerColumns) -> bool:
 def with_adapter(rows: Rows, ready: Rows, query: RoutingQuery, workers: WorkerColumns, config: RoutingConfig) -> Rows:
     """Returns the rows of workers that have loaded the request's adapter.
 
-    Returns all rows if the request has no adapter. Also returns all rows if no worker has loaded the adapter, or only workers
-    whose load is above the gate: then one more worker has to load it.
+    Returns all rows if the request has no adapter. Also returns all rows if no worker below the load gate has loaded the adapter;
+    one more worker then has to load it.
     """
     if not query.lora:
         return rows

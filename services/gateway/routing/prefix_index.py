@@ -61,7 +61,7 @@ class PrefixIndex:
         """
         self._tiers: list[_Shards] = [[{} for _ in range(_SHARDS)] for _ in BlockTier]
         self._shards = self._tiers[_DEVICE]
-        self._num_below = 0  # confirmed blocks below the device, summed over owners
+        self._num_below = 0  # confirmed blocks in the host and storage tiers, summed over owners
         self._live = 0  # mask of the live owners
         self._owners: list[_Owner] = []  # by number; a retired owner stays until its number is reused
         self._numbers: dict[tuple[str, int], int] = {}  # by worker and generation, of live owners
@@ -177,7 +177,7 @@ class PrefixIndex:
         return done
 
     def speculate(self, owner: int, hashes: Sequence[bytes], until: float) -> None:
-        """Adds blocks that an owner is expected to have until a time. Has no effect if the owner was retired since its choice."""
+        """Adds blocks that an owner is expected to have until a time. Has no effect if the owner has been retired."""
         if not self._is_live(owner):
             return
         record = self._owners[owner]
@@ -213,7 +213,8 @@ class PrefixIndex:
     def reach(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
         """Returns int64[tiers, num_owners]: the number of leading blocks that each live owner has in a BlockTier or a faster one.
 
-        The values do not fall from row to row. If no owner has blocks below the device, there is only the row of the device.
+        So no value is smaller than the one in the row above. Without any block in the host or storage tier, there is only the row
+        of the device.
         """
         if not self._num_below:
             return self.match(hashes)[np.newaxis]

@@ -1,8 +1,8 @@
 """Finds the worker of a session.
 
 The KV of a session is on one worker. Each gateway computes the worker from the session's id and the ready workers. So gateways
-agree without communication and store no table. An id that a gateway has made ends in its worker's mark and always names that
-worker. An id that a client has chosen moves to a new worker that ranks higher for it, where the session is then unknown.
+agree without communication and store no table. An id from a gateway ends in a hash of its worker's id (the mark), so it always
+leads to that worker. For an id from a client, a new worker may rank highest; the session is then unknown there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from hashlib import blake2b
 
-_MADE_HERE = re.compile(r"s-[0-9a-f]{32}-([0-9a-f]{8})")
+_GATEWAY_ID = re.compile(r"s-[0-9a-f]{32}-([0-9a-f]{8})")  # an id from a gateway; the group is the worker's mark
 
 
 def worker_index(session_id: str, worker_ids: Sequence[str]) -> int | None:
@@ -24,17 +24,17 @@ def worker_index(session_id: str, worker_ids: Sequence[str]) -> int | None:
     Returns:
         None if there are no workers, or the id names a worker that is not in the list.
     """
-    made_here = _MADE_HERE.fullmatch(session_id)
-    if made_here is not None:
+    from_gateway = _GATEWAY_ID.fullmatch(session_id)
+    if from_gateway is not None:
         marks = [_mark(worker_id) for worker_id in worker_ids]
-        return marks.index(made_here[1]) if made_here[1] in marks else None
+        return marks.index(from_gateway[1]) if from_gateway[1] in marks else None
     if not worker_ids:
         return None
     return max(range(len(worker_ids)), key=lambda i: (_weight(session_id, worker_ids[i]), worker_ids[i]))
 
 
 def new_session_id(worker_ids: Sequence[str]) -> str:
-    """Returns a new id that names one of the workers, which must not be empty."""
+    """Returns a new id that leads to one of the workers. `worker_ids` must not be empty."""
     name = uuid.uuid4().hex
     index = worker_index(name, worker_ids)
     assert index is not None
@@ -44,16 +44,16 @@ def new_session_id(worker_ids: Sequence[str]) -> str:
 def owned_id(session_id: str, key: str) -> str:
     """Returns the id by which workers know a session of an API key.
 
-    No other API key can name the same session, whatever id its client sends. The result has the worker's mark of the id, if any.
+    No other API key can name the same session, whatever id its client sends. If the id has a worker's mark, so has the result.
 
     Args:
         key: Name of the API key; "" if the gateway has no API keys. The id is then unchanged.
     """
     if not key:
         return session_id
-    made_here = _MADE_HERE.fullmatch(session_id)
+    from_gateway = _GATEWAY_ID.fullmatch(session_id)
     digest = blake2b(f"{len(key)}:{key}{session_id}".encode(), digest_size=16).hexdigest()
-    return f"s-{digest}-{made_here[1]}" if made_here is not None else f"k-{digest}"
+    return f"s-{digest}-{from_gateway[1]}" if from_gateway is not None else f"k-{digest}"
 
 
 def _mark(worker_id: str) -> str:
