@@ -53,7 +53,7 @@ def test_help_examples_succeed(system: System, capsys: pytest.CaptureFixture[str
 def test_keys_help_examples_succeed(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, listed = examples("keys", capsys)
     entry = typed(new, system, tmp_path)
-    assert entry.returncode == 0 and entry.stderr.startswith("key, only for its owner: rsk-")
+    assert entry.returncode == 0 and entry.stderr.startswith("API key, give it to its owner only: rsk-")
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [json.loads(entry.stdout)]}))
     header, row = typed(listed, system, tmp_path).stdout.splitlines()
     assert header.split()[:3] == ["name", "state", "expires"]

@@ -13,13 +13,17 @@ import orjson
 from rootstock_llm.services.gateway.keys.flags import add_flags
 from rootstock_llm.services.gateway.keys.key_table import ApiKey, BadKeys, KeyFile, digest_of, parse_keys, time_of
 
-PREFIX = "rsk-"
-SECRET_BYTES = 32
+PREFIX = "rsk-"  # begins every generated secret
+SECRET_BYTES = 32  # random bytes of a secret
 COLUMNS = ("name", "state", "expires", "models", "weight", "priority", "requests/min", "tokens/min", "concurrent")
 
 
 def entry_of(name: str, secret: str, given: dict[str, object]) -> bytes:
-    """Returns the entry of a new API key for the list "keys" of the file. Raises BadKeys."""
+    """Returns the entry of a new API key for the list "keys" of the file. Raises BadKeys.
+
+    Args:
+        given: Values of other fields; None leaves a field out.
+    """
     entry: dict[str, object] = {"name": name, "sha256": [digest_of(secret.encode()).hex()]}
     entry.update({field: value for field, value in given.items() if value is not None})
     parse_keys([orjson.dumps({"keys": [entry]})])
@@ -41,7 +45,7 @@ def _new(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names}
     given["models"] = None if args.models is None else [name.strip() for name in args.models.split(",")]
     entry = entry_of(args.name, secret, given)
-    print(f"key, only for its owner: {secret}", file=sys.stderr)
+    print(f"API key, give it to its owner only: {secret}", file=sys.stderr)
     print(entry.decode())
     return 0
 

@@ -14,8 +14,8 @@ from rootstock_llm.services.gateway.keys.usage import BUCKETS, Concurrent, PerMi
 
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrency"
 KINDS = (REQUESTS, TOKENS, CONCURRENT)
-SIZES = {REQUESTS: BUCKETS, TOKENS: BUCKETS, CONCURRENT: 1}
-_SAID = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", CONCURRENT: "concurrent requests"}
+SIZES = {REQUESTS: BUCKETS, TOKENS: BUCKETS, CONCURRENT: 1}  # length of Usage.amounts() per kind
+_KIND_NAMES = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", CONCURRENT: "concurrent requests"}
 
 
 @dataclass(eq=False)
@@ -32,11 +32,11 @@ class OverLimit(Exception):
     def message(self) -> str:
         if self.retry_s is None:
             return (
-                f"Request too large for this API key's limit of {self.limit} {_SAID[self.kind]}: it needs {self.asked}, "
+                f"Request too large for this API key's limit of {self.limit} {_KIND_NAMES[self.kind]}: it needs {self.asked}, "
                 "prompt and longest completion together. Ask for fewer tokens."
             )
         return (
-            f"Rate limit reached for this API key: {_SAID[self.kind]}: limit {self.limit}, used {self.used}, requested "
+            f"Rate limit reached for this API key: {_KIND_NAMES[self.kind]}: limit {self.limit}, used {self.used}, requested "
             f"{self.asked}. Try again in {self.retry_s} s."
         )
 
@@ -48,7 +48,7 @@ class KeyBudget:
         """Makes the budget.
 
         Args:
-            digest: Digest of the API key's name, by which Redis has the key.
+            digest: Digest of the API key's name, which stands for the name in Redis.
         """
         self.digest = digest
         self.shares: dict[str, Share] = {}
@@ -56,7 +56,7 @@ class KeyBudget:
         self.set_key(key)
 
     def set_key(self, key: ApiKey) -> None:
-        """Applies the present limits of the API key. The used amounts stay."""
+        """Applies the present limits of the API key. The used amounts are unchanged."""
         for kind, limit in zip(KINDS, (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent), strict=True):
             share = self.shares.get(kind)
             if limit is None:
@@ -135,9 +135,9 @@ class KeyBudget:
             if (share := self.shares.get(kind)) is not None:
                 share.answered(answer, settled, now)
 
-    def someone_came(self) -> None:
+    def gateway_joined(self) -> None:
         for share in self.shares.values():
-            share.someone_came()
+            share.gateway_joined()
 
     def go_alone(self, now: float) -> None:
         for share in self.shares.values():

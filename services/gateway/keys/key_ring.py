@@ -25,7 +25,7 @@ _NO_KEYS = KeyTable()
 # A new API key reaches every gateway within this time, in seconds. Kubelets read a Secret every minute, through a cache.
 COMES_S = 120.0
 _DIGEST_BYTES = 16
-_PURPOSE = b"rootstock-limits"  # at most 16 bytes
+_PURPOSE = b"rootstock-limits"  # personalization string of blake2b, at most 16 bytes
 
 Refused = Callable[[str], None]  # gets the kind of the limit
 
@@ -77,7 +77,7 @@ class KeyLimits:
         """Makes the limits.
 
         Args:
-            redis_url: Redis in which gateways share the limits; "" for none, and `refill` is None.
+            redis_url: Redis in which gateways share the limits. "": each gateway applies a part of them, and `refill` is None.
             name: Unique name of this gateway, of letters and digits.
             others: Returns the number of gateways that discovery finds.
             refused: Called with the kind of the limit for every refused request.
@@ -179,10 +179,10 @@ class KeyOptions:
 
 
 class KeyRing:
-    """The API keys of a gateway. Without a file of keys, no request needs one. Belongs to the event loop."""
+    """The API keys of a gateway. Without a file of keys, requests need no API key. Belongs to the event loop."""
 
     def __init__(self, options: KeyOptions, metrics: GatewayMetrics) -> None:
-        """Reads the file of keys. Raises BadKeys if the file is invalid, and ValueError if the Redis URL is."""
+        """Reads the file of keys. Raises BadKeys if the file is invalid, and ValueError if the Redis URL is invalid."""
         self._options = options
         self._file = KeyFile(options.path, _foreign(options.token)) if options.path else None
         self._metrics = metrics
@@ -243,15 +243,15 @@ class KeyRing:
         return self._caller(key)
 
     def named(self, name: str, asked_at: float) -> Caller:
-        """Returns the caller of work that another gateway has accepted.
+        """Returns the caller of a batch or background response that another gateway has accepted.
 
         Args:
             name: Name of the API key; "" if the accepting gateway had no API keys.
             asked_at: Unix seconds at which the API key was valid at that gateway.
 
         Raises:
-            ApiError: 401, the API key has expired or is gone. 503, it is unknown here, but may still arrive, because the work was
-                accepted less than COMES_S ago.
+            ApiError: 401, the API key has expired or was removed. 503, this gateway does not know the API key yet; the work was
+                accepted less than COMES_S ago, so the key may still arrive.
         """
         table = self.table
         key = None if table is None else table.named(name)

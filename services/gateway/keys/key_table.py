@@ -27,8 +27,8 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0  # seconds between two looks at the files
-REREAD_POLLS = 4  # every fourth look reads the files even if their stamp is unchanged, because a change may leave it unchanged
+POLL_S = 1.0  # seconds between two checks of the files
+REREAD_POLLS = 4  # every fourth check reads the files even if their stamp is unchanged, because a change may leave it unchanged
 DIGEST_BYTES = 32
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 FIELDS = frozenset(("name", "sha256", "key", "weight", "priority", "models", "expires", *_LIMITS))
@@ -47,7 +47,7 @@ class ApiKey:
     name: str
     digests: tuple[bytes, ...]  # SHA-256 of its secrets; several while a new secret replaces an old one
     weight: float = 1.0  # weight of its share of the fleet while requests wait
-    priority: int | None = None  # priority of requests without one, and the most urgent allowed one; None: requests may choose
+    priority: int | None = None  # default priority of requests, and the most urgent that they may ask for; None: no limit
     requests_per_minute: int | None = None  # requests that begin within a minute
     tokens_per_minute: int | None = None  # tokens of prompts and completions within a minute
     max_concurrent: int | None = None  # running requests
@@ -92,7 +92,7 @@ def parse_keys(contents: Iterable[bytes], foreign: Mapping[bytes, str] | None = 
     """Parses the contents of all files into one table.
 
     Args:
-        foreign: Digests of secrets that must not be API keys, and the name of each secret.
+        foreign: Names of other secrets, by digest. No API key may have one of these secrets.
 
     Raises:
         BadKeys: A file is invalid, or two API keys have the same name or secret.
@@ -237,7 +237,7 @@ class KeyFile:
         """Reads the files.
 
         Args:
-            foreign: Digests of secrets that must not be API keys, and the name of each secret.
+            foreign: Names of other secrets, by digest. No API key may have one of these secrets.
 
         Raises:
             BadKeys: A file is unreadable or invalid.
@@ -246,7 +246,7 @@ class KeyFile:
         self._foreign = foreign or {}
         self._listeners: list[Callable[[KeyTable], None]] = []
         self._read: _Read | None
-        self._complaint = ""
+        self._fault = ""
         contents, self._read = self._load()
         self.table = self._parse(contents)
 
@@ -257,7 +257,7 @@ class KeyFile:
     @property
     def is_valid(self) -> bool:
         """Whether the last reading of the files succeeded, so that `table` has their content."""
-        return not self._complaint
+        return not self._fault
 
     async def run(self) -> None:
         """Looks for changes every POLL_S, until cancelled."""
@@ -276,11 +276,11 @@ class KeyFile:
         try:
             table = await asyncio.to_thread(self._changed, whole)
         except BadKeys as error:
-            if self._complaint != str(error):
+            if self._fault != str(error):
                 logger.error("the file of API keys is invalid, the previous keys stay valid: %s", error)
-            self._complaint = str(error)
+            self._fault = str(error)
             return
-        self._complaint = ""
+        self._fault = ""
         if table is not None:
             self.table = table
             logger.info("read API keys", extra=fields(path=str(self._path), keys=len(table)))
@@ -289,7 +289,7 @@ class KeyFile:
 
     def _changed(self, whole: bool) -> KeyTable | None:
         """Returns the new table, or None if nothing has changed. Runs in a thread. Raises BadKeys while a file is invalid."""
-        before, self._read = self._read, None  # an invalid file is read again at every look
+        before, self._read = self._read, None  # an invalid file is read again at every check
         if before is not None and not whole and before.stamp == self._stamp():
             self._read = before
             return None

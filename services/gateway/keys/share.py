@@ -1,12 +1,13 @@
-"""The share that one gateway has of one limit of an API key. The clock is an argument (Unix seconds); nothing is awaited.
+"""The share that one gateway has of one limit of an API key. The clock is an argument (Unix seconds); no method awaits.
 
-Shared: each gateway reports to Redis the amount that it has used of the limit and the unused amount that it holds. Redis grants
-only amounts that no gateway has used or holds. So all gateways together stay within the limit if each takes from its `held`
-amount, and a request needs no round trip.
+A share is in one of two modes:
 
-Alone, while Redis is unreachable or not asked yet: the gateway may use its part, the limit divided by the number of gateways last
-seen. For ALONE_S after the loss of Redis, it is also limited to the amount that it had used or held then, because the use of
-the other gateways before the loss still counts.
+- Shared: Each gateway reports to Redis the amount that it has used of the limit, and the unused amount that it holds. Redis
+  grants only amounts that no gateway has used or holds. A gateway takes from its `held` amount without a round trip. So all
+  gateways together stay within the limit.
+- Alone, before the first reply of Redis and while Redis is unreachable: The gateway may use its part, which is the limit divided
+  by the number of gateways last seen. For ALONE_S after the loss of Redis, it may use at most the amount that it had used or held
+  at the loss, because the amounts that other gateways used before the loss still count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from rootstock_llm.services.gateway.keys.usage import BUCKET_S, WINDOW_S, Usage, seconds_until
 
-ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds after which no use from before the loss of Redis is counted
+ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds after the loss of Redis from which no amount used before it counts
 YIELD_S = 6.0  # seconds after yielding to other gateways in which a share requests no reserve
 PATIENCE_S = 5.0  # seconds after a refusal in which the refused amount is requested again
 GATHER_S = 5.0  # seconds after a gateway has joined in which a share that is too small keeps requesting
@@ -24,7 +25,7 @@ GATHER_S = 5.0  # seconds after a gateway has joined in which a share that is to
 
 @dataclass(frozen=True, slots=True)
 class ShareReport:
-    """The report of a gateway on its share, and its request for more."""
+    """A gateway's report on its share of one limit, with the amount that it requests."""
 
     limit: int  # limit over all gateways
     least: int  # requested amount that is granted as a whole if it is free
@@ -56,7 +57,7 @@ class Share:
         self._entitled: int | None = None  # used and held amount when Redis was lost; None: it was never shared
         self._alone_since = 0.0
         self._taken = 0  # all amounts ever taken, less those given back
-        self._reported = (0, 0)  # held amount of the last report, with its grant; `_taken` at the last report
+        self._reported = (0, 0)  # held amount of the last report plus its grant; `_taken` at that report
         self._unmet = 0  # amount refused since the last report
         self._largest_unmet = 0  # largest refused request
         self._unmet_at = 0.0  # time of the last refusal
@@ -146,7 +147,7 @@ class Share:
 
     # For the refill
 
-    def someone_came(self) -> None:
+    def gateway_joined(self) -> None:
         """Notes that a gateway has joined, which needs a part of the held amounts."""
         self.dirty = True
 
@@ -211,10 +212,10 @@ class Share:
 
     def _target(self, recent: int, now: float, gateways: int) -> int:
         """Returns the amount that should be held for coming requests."""
-        standing = self.limit if gateways == 1 else -(-self.limit // (2 * gateways))
+        reserve = self.limit if gateways == 1 else -(-self.limit // (2 * gateways))
         if now - self._yielded_at < YIELD_S:
-            standing = 0
-        return max(standing, recent, min(self._largest, self.limit))
+            reserve = 0
+        return max(reserve, recent, min(self._largest, self.limit))
 
     def _ceiling(self, now: float, gateways: int) -> int:
         part = max(1, self.limit // gateways)

@@ -3,14 +3,14 @@
 ShareRefill is the background task of a gateway. Each of its turns is one round trip for all API keys that have something to
 report. Requests never wait for Redis. ShareStore makes the round trip, with one call of a script for each API key:
 
-    rl:key:DIGEST   hash   by gateway: its sub-bucket, and for each limit the held, lacking and used amounts, the used ones by
-                           sub-bucket; field "!": Unix seconds at which the hash was created
+    rl:key:DIGEST   hash   one field per gateway: its sub-bucket; then per limit the held amount, the lacking amount and the used
+                           amounts by sub-bucket. Field "!": Unix seconds at which the hash was created
     rl:gateways     zset   gateways by the Unix seconds of their last report
     rl:need         zset   digests of API keys on which all gateways should report, by the Unix seconds of that request
 
-Each gateway replaces its own field as a whole, so that a repeated call, or one whose reply was lost, does no harm. A new hash,
-created because Redis was unreachable, full or emptied, grants nothing for SETTLE_S, so that every gateway can report first. The
-callers give times and sub-buckets, so the clocks of the gateways must agree within about a second.
+Each gateway replaces its whole field, so a call may be repeated, for example after a lost reply. A hash is created again after
+Redis was unreachable, full or emptied. A new hash grants nothing for SETTLE_S, so that every gateway can report first. The
+callers send times and sub-buckets, so the clocks of the gateways must agree within about a second.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ AGAIN_S = 30.0  # seconds after which an unchanged API key is reported again, so
 KEYS_A_TURN = 1000  # API keys per turn
 TIMEOUT_S = 1.0  # time limit of a call
 SETTLE_S = 4.0  # seconds from the creation of a hash to its first grant
-DEAD_S = 15.0  # seconds without a report after which a gateway is taken for dead
+DEAD_S = 15.0  # seconds without a report after which a gateway counts as dead
 NEED_S = 2.0  # seconds for which a request for reports is valid
-TTL_S = 75
+TTL_S = 75  # TTL of all Redis keys, in seconds
 GATEWAYS, NEED = "rl:gateways", "rl:need"
 
 # A gateway's record is a list of whole numbers: its sub-bucket, then for each limit the held, the lacking and the used amounts.
@@ -133,7 +133,7 @@ class Exchanged:
 
     gateways: int  # live gateways, this one included
     in_need: Sequence[str]  # digests of API keys on which gateways should report
-    answers: Sequence[tuple[bool, list[ShareReply]]]  # for each reported API key: whether it has settled, and an answer per limit
+    answers: Sequence[tuple[bool, list[ShareReply]]]  # for each reported API key: whether it has settled, and a reply per limit
 
 
 class ShareStore:
@@ -267,7 +267,7 @@ class ShareRefill:
             budget.answered(answers, settled, now)
 
     def _due(self, now: float) -> Iterator[KeyBudget]:
-        """Yields the budgets to report. Budgets with news, or on which other gateways need reports, come first."""
+        """Yields the budgets to report. Changed budgets, and those on which other gateways need reports, come first."""
         found = self._budgets.values()
         late: list[KeyBudget] = []
         for budget in found:
@@ -285,7 +285,7 @@ class ShareRefill:
         """
         if gateways > self._seen:
             for budget in self._budgets.values():
-                budget.someone_came()
+                budget.gateway_joined()
         if gateways >= self._seen:
             self._seen, self._fewer_since = gateways, None
         elif self._fewer_since is None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 WINDOW_S = 60
 BUCKET_S = 6
-BUCKETS = WINDOW_S // BUCKET_S + 1  # one more than the window has, because the newest one is not complete
+BUCKETS = WINDOW_S // BUCKET_S + 1  # one more than WINDOW_S has, because the newest sub-bucket is not complete
 
 
 def bucket_of(now: float) -> int:
@@ -123,7 +123,7 @@ def seconds_until(amounts: Sequence[int], free: int, now: float) -> float:
 
     Args:
         amounts: Amounts by sub-bucket, the newest first.
-        free: At least 0.
+        free: Largest amount that may still be counted then; at least 0.
     """
     left, seconds = sum(amounts), 0.0
     for age in range(len(amounts) - 1, -1, -1):
