@@ -29,10 +29,10 @@ CUT = "cut"  # the gateway closed the connection before the response was complet
 INTERRUPTED = "interrupted"  # the batch line or background response was cancelled before its end
 ABORTED = "aborted"  # at least one choice was aborted
 GENERATION = "generation"  # the GenerationFields of a generation request
-_SAME_FIELDS = b'"level":"info","service":"gateway","logger":"access","msg":"request",'
-_GONE = 499  # status of a request whose client left
-_LOOK_S = 1.0  # seconds between two looks whether the file was moved away
-_PROBES = frozenset(("/health", "/ping", "/readiness", "/ready", "/metrics"))
+_SAME_FIELDS = b'"level":"info","service":"gateway","logger":"access","msg":"request",'  # equal in every JSON line
+_GONE = 499  # status of a request whose client disconnected
+_LOOK_S = 1.0  # seconds between two checks whether the file was rotated
+_PROBES = frozenset(("/health", "/ping", "/readiness", "/ready", "/metrics"))  # routes without lines
 
 
 class End(StrEnum):
@@ -41,19 +41,19 @@ class End(StrEnum):
     COMPLETE = "complete"
     REFUSED = "refused"  # the response is an error
     FAILED = "failed"  # a stream that had begun ended with an error event
-    ABORTED = "aborted"  # an operator or another call of the client aborted a choice; the response has the output so far
+    ABORTED = "aborted"  # an operator or the client's abort call ended a choice; the response has the output so far
     CLIENT_GONE = "client_gone"
     CUT = "cut"  # the client did not read, and the gateway closed the connection
     INTERRUPTED = "interrupted"  # a batch line or background response was cancelled, or continues at another gateway
 
 
 class GenerationFields(TypedDict):
-    """The fields of one line about the tokens and times of a generation request. All are None for another request."""
+    """The fields of one line about tokens and times. All are None for requests that generate no tokens."""
 
     queue_ms: float | None  # longest wait of a choice, at the gateway and at its worker
     ttft_ms: float | None  # from arrival to the first output; also None without output
     prompt_tokens: int | None  # each prompt counts once, as in `usage`
-    cached_tokens: int | None  # prompt tokens that a prefix cache had
+    cached_tokens: int | None  # prompt tokens whose KV was read from a prefix cache
     output_tokens: int | None
     trace_id: str | None  # also None if the request is not traced
 
@@ -85,17 +85,17 @@ _NO_GENERATION: GenerationFields = {
 
 
 class AccessLog:
-    """Writes records as JSON or as text, or none. Called on the event loop.
+    """Writes one record per request as JSON or text. With the form "off", writes nothing. Called on the event loop.
 
-    Records go past the logging module, which costs twice as much as the rest of a record.
+    It does not use the logging module, because that would triple the cost of a record.
     """
 
     def __init__(self, form: Form, path: str = "") -> None:
         """Opens the file.
 
         Args:
-            path: File to which lines are appended. Its folder is made if it is missing, and it may be rotated by moving it
-                away. "" is standard error.
+            path: File to which lines are appended. A missing folder is created. The file may be rotated by moving it away. "":
+                standard error.
 
         Raises:
             OSError: The file cannot be opened.
@@ -111,11 +111,11 @@ class AccessLog:
 
         Args:
             source: "http", "batch", "background" or "admin".
-            route: path or path template.
-            state: the request's scope["state"].
-            status: HTTP status that was sent; 0 if none was.
-            num_bytes: bytes of the response's body that were sent.
-            seconds: from the request's head to its end.
+            route: Path or path template.
+            state: The request's scope["state"].
+            status: HTTP status that was sent; 0 if no status was sent.
+            num_bytes: Sent bytes of the response's body.
+            seconds: Time from the request's head to the end of the response.
         """
         if self._file is None or route in _PROBES:
             return
@@ -145,7 +145,7 @@ class AccessLog:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None  # a request that ends later leaves no line
+            self._file = None  # requests that end later are not logged
 
 
 class _LineFile:
@@ -162,7 +162,7 @@ class _LineFile:
         self._file = self._open() if path else sys.stderr.fileno()
 
     def append(self, line: bytes) -> None:
-        """Drops lines that cannot be written, as on a full disk; the first of such failures is logged."""
+        """Queues a line. Drops lines that cannot be written, for example on a full disk, and logs the first such failure."""
         if not self._lines:
             asyncio.get_running_loop().call_soon(self._flush)
         self._lines.append(line)

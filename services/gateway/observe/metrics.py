@@ -1,6 +1,7 @@
-"""The gateway's Prometheus metrics. One writer: the event loop's thread, which also renders /metrics.
+"""The gateway's Prometheus metrics. Only the event loop's thread writes them; it also renders /metrics.
 
-Labels are bounded: routes and phases are ours, models are names the server knows or "other", keys are counted (KeyLabels).
+The number of label values is limited: routes and phases are fixed, models are known names or "other", and KeyLabels limits the
+names of API keys.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from rootstock_llm.services.shared.observe.metrics_server import LATENCY_BUCKETS
 from rootstock_llm.services.shared.observe.readings import Reading, Readings, Value
 
 PREFIX = "rootstock_gateway_"
+# Label values whose series exist from the start, because a rate needs a sample of 0 before the first event.
 RATE_LIMITS = ("requests", "tokens", "concurrency")
-HANDOVERS = ("room", "none")  # whether the prefill worker has reserved pages
+HANDOVERS = ("room", "none")  # room: the prefill worker has reserved pages for the decode worker
 BATCH_ENDS = ("completed", "failed", "expired", "cancelled")
 BATCH_OUTCOMES = ("completed", "failed")
 BACKGROUND_ENDS = ("completed", "incomplete", "failed", "cancelled")
-MAX_KEYS = 500  # keys with their own label in counters
-MAX_LATENCY_KEYS = 50  # keys with their own label in histograms, which have 57 series each
+REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
+MAX_KEYS = 500  # API keys with their own label in counters
+MAX_LATENCY_KEYS = 50  # API keys with their own label in histograms, which have 57 series each
 LABELS = ("model", "key")
 OTHER = "other"
-REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 
 
 def _by_model(waiting: Callable[[], Mapping[str, int]]) -> Value:
@@ -59,13 +61,13 @@ class KeyMetrics(Readings[KeySigns]):
         Reading(
             GaugeMetricFamily,
             f"{PREFIX}key_file_valid",
-            "1 if the file of API keys is valid; 0 if it is not, and the last valid keys stay.",
+            "1 if the file of API keys is valid. 0 if it is invalid; the last valid keys then stay in use.",
             lambda signs: signs.file_is_valid(),
         ),
         Reading(
             GaugeMetricFamily,
             f"{PREFIX}key_shares_up",
-            "1 if Redis shares the limits of API keys; 0 if it is down, and each gateway uses its own share.",
+            "1 if gateways share the limits of API keys in Redis. 0 if Redis is down; each gateway then applies a part of them.",
             lambda signs: signs.shares_are_up(),
         ),
     )
@@ -76,7 +78,7 @@ class StoreSigns:
     """The store's state, as metrics read it."""
 
     is_up: Callable[[], bool]
-    memory: Callable[[], tuple[int, int] | None]  # bytes in use and their limit, 0 without one, or None while unknown
+    memory: Callable[[], tuple[int, int] | None]  # (bytes in use, limit in bytes or 0 for no limit); None: unknown
 
 
 class StoreMetrics(Readings[StoreSigns]):
@@ -86,7 +88,7 @@ class StoreMetrics(Readings[StoreSigns]):
         Reading(
             GaugeMetricFamily,
             f"{PREFIX}store_up",
-            "1 if the store of files, batches and responses responds; 0 if not, and batches wait.",
+            "1 if the store of files, batches and responses responds. 0 if it does not respond; batches then wait.",
             lambda signs: signs.is_up(),
         ),
         Reading(
@@ -112,7 +114,7 @@ class KeyLabels:
         self._named: set[str] = set()
 
     def label(self, key: str) -> str:
-        """Returns the label of a key. Without keys, name and label are "", which Prometheus treats as no label."""
+        """Returns the label of an API key. Without API keys, name and label are "", which Prometheus treats as no label."""
         if key and key not in self._named:
             if len(self._named) >= self._most:
                 return OTHER
@@ -131,7 +133,7 @@ class RequestMetrics:
             return LabelledHistogram(prefix + name, text, registry, LATENCY_BUCKETS_S, LABELS)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of complete responses.")
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens that a prefix cache had.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens whose KV was read from a prefix cache.")
         self.output_tokens = counter("output_tokens", "Output tokens of complete responses.")
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Seconds from arrival to the first token of a choice."
@@ -170,11 +172,18 @@ class RequestSeries:
         self._first.observe(since_arrival)
 
     def further_tokens(self, between_two: float, count: int) -> None:
-        """Observes `count` further tokens with this many seconds between two of them."""
+        """Observes `count` tokens after the first one, with `between_two` seconds between two tokens."""
         self._further.observe(between_two, count)
 
     def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
-        """Counts a complete response: tokens of the prompts, cached tokens among them, output tokens, and seconds."""
+        """Counts a complete response.
+
+        Args:
+            prompt: Prompt tokens, cached ones included.
+            cached: Prompt tokens from a prefix cache.
+            output: Output tokens.
+            since_arrival: Seconds from arrival to the last byte.
+        """
         self._prompt.inc(prompt)
         self._cached.inc(cached)
         self._output.inc(output)
@@ -187,13 +196,13 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         ProcessCollector(registry=registry)
-        self.requests = self._counter("requests", "HTTP requests answered.", "route", "model", "code")
-        self.aborts = self._counter("aborts", "Requests whose client left, by phase.", "phase")
+        self.requests = self._counter("requests", "HTTP requests with a response, by status code.", "route", "model", "code")
+        self.aborts = self._counter("aborts", "Requests whose client disconnected, by phase.", "phase")
         self.retries = self._counter("retries", "Calls or choices that were sent again, by service.", "service")
         self.tls_failures = self._counter(
             "tls_failures", "Failed TLS handshakes with other services, counted once a minute.", "service"
         )
-        self.truncated_prompts = self._counter("truncated_prompts", "Prompts cut to the context length.")
+        self.truncated_prompts = self._counter("truncated_prompts", "Prompts truncated to the context length.")
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")
         self.decisions = self._counter("routing_decisions", "Choices submitted to a worker, by reason of the decision.", "reason")
         self.moves = self._counter("moves", "Choices that moved to another worker.", "cause", "state")
@@ -209,7 +218,7 @@ class GatewayMetrics:
             self.handovers.labels(source)
         self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing expected to be cached.")
         self.queue_time = self._histogram("queue_time_seconds", "Seconds that a choice waited for a worker with a free slot.")
-        self.refusals = self._counter("refusals", "Choices refused with 503 for want of a worker, by reason.", "reason")
+        self.refusals = self._counter("refusals", "Choices refused with 503 because no worker took them, by reason.", "reason")
         for reason in REFUSALS:
             self.refusals.labels(reason)  # a rate needs a sample of 0 before the first event
         self.bodies_refused = self._counter("bodies_refused", "Requests refused with 503 because the body budget was full.")
@@ -228,7 +237,7 @@ class GatewayMetrics:
         for outcome in BATCH_OUTCOMES:
             self.batch_lines.labels(outcome)
         self.batch_retries = self._counter(
-            "batch_retries", "Attempts at batch lines that failed for want of a free slot or a worker."
+            "batch_retries", "Attempts at batch lines that failed because no worker was connected or had a free slot."
         )
         self.batches_running = self._gauge("batches_running", "Batches that this gateway runs.")
         self.batch_lines_in_flight = self._gauge("batch_lines_in_flight", "Batch lines that this gateway computes.")
