@@ -13,9 +13,9 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.25  # pause between look-ups before the first result; doubles
+FIRST_PAUSE_S = 0.25  # seconds between two look-ups before the first result; doubles with every attempt
 LONGEST_PAUSE_S = 30.0
-EMPTY_ANSWERS = 2  # empty results in a row that are accepted; a restarted DNS server may have no names yet
+EMPTY_ANSWERS = 2  # empty results in a row after which the name has no addresses; a restarted DNS server may have no names yet
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 

@@ -1,7 +1,7 @@
 """The targets of a service in a setting, and its endpoints as a map of address to ready.
 
 A target is host:port, dns:///name:port or k8s:///service.namespace:port. An address is "host:port". An IPv6 host is in brackets.
-An endpoint that is not ready gets no new work, and its running work continues. An endpoint that is absent is gone.
+An endpoint that is not ready gets no new work, and its running work continues. An address that is not in the map is gone.
 """
 
 from __future__ import annotations

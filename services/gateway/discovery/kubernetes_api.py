@@ -19,16 +19,16 @@ from rootstock_llm.services.gateway.discovery.endpoints import join_address
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "default"
-CONNECT_S = 5.0
-LIST_S = 20.0  # longest time without a byte of a list
-WATCH_S = 60.0  # mean duration of a watch, after which the server ends it and the next one continues
-SLACK_S = 10.0  # a watch is lost if no byte has arrived for its duration and this time
-MAX_LINE_BYTES = 16 << 20
+CONNECT_S = 5.0  # longest time to connect, in seconds
+LIST_S = 20.0  # longest time without a byte of a list, in seconds
+WATCH_S = 60.0  # mean duration of a watch in seconds; the server then ends it, and the next one continues
+SLACK_S = 10.0  # seconds; a watch is lost if no byte has arrived for its duration plus this time
+MAX_LINE_BYTES = 16 << 20  # largest event of a watch
 GONE = 410  # status of a resource version that the server no longer has
 SERVICE_LABEL = "kubernetes.io/service-name"
 HEADLESS_LABEL = "service.kubernetes.io/headless"
 
-# A pod of a dual-stack Service is in one slice of each family. Its address of the first of these families is used.
+# A pod of a dual-stack Service is in one slice of each address family. The pod's address of the first family below is used.
 _FAMILIES = ("IPv4", "IPv6", "FQDN")
 
 Slice = Mapping[str, Any]
@@ -61,7 +61,7 @@ def endpoints_of(slices: Iterable[Slice], port: int | str) -> dict[str, bool]:
 
 
 def has_names(slices: Iterable[Slice]) -> bool:
-    """Returns whether the Service is headless by its slices, so that its DNS name has the addresses of all ready pods."""
+    """Returns whether all slices have the label of a headless Service, whose DNS name has the addresses of all ready pods."""
     labels = [slice_.get("metadata", {}).get("labels") or {} for slice_ in slices]
     return bool(labels) and all(HEADLESS_LABEL in each for each in labels)
 
@@ -223,7 +223,7 @@ def _lines(response: urllib3.HTTPResponse) -> Iterator[bytes]:
     """Yields each line as soon as it has arrived. An incomplete last line is ignored."""
     rest = b""
     for piece in response.stream(amt=None, decode_content=True):
-        *whole, rest = (rest + piece).split(b"\n")
-        yield from (line for line in whole if line.strip())
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line for line in lines if line.strip())
         if len(rest) > MAX_LINE_BYTES:
             raise ValueError("a watch event is too large")

@@ -1,11 +1,12 @@
 """Follows the endpoints of a Service by its EndpointSlices, and by its DNS name while the slices cannot be read.
 
 KubernetesWatch lists the slices, then watches the changes. It lists them again after RESYNC_S, and if the API server no longer
-has the watched version. The blocking client runs in a daemon thread, which hands its results to the event loop. While the API
-server fails, the last endpoints stay, and the watch reports the DNS name by which the pods can be looked up, if there is one.
+has the watched version. The blocking client runs in a daemon thread, which passes its results to the event loop. While the API
+server fails, the last endpoints stay. If the Service is headless, the watch also reports its DNS name.
 
-KubernetesService looks that name up. A rollback to discovery by DNS removes the permission and the network access to the API
-server while old gateways still end their streams. Without DNS, the endpoints of these gateways would disappear pod by pod.
+KubernetesService then looks up that name. This matters for a rollback to discovery by DNS, which takes the permission and the
+network access to the API server from old gateways while their streams still run. Without the look-ups, these gateways would lose
+one endpoint with every replaced pod.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PATIENCE_S = 10.0  # seconds of failure before DNS is used; a restarted API serv
 DENIED = (401, 403)
 
 LoadClient = Callable[[], client.ApiClient]
-_Tell = Callable[[Callable[[Any], None], object], object]  # (function to call on the event loop, its argument)
+_Report = Callable[[Callable[[Any], None], object], object]  # (function to call on the event loop, its argument)
 _FAILURES = (KubernetesApiError, config.ConfigException, urllib3.exceptions.HTTPError, OSError, ValueError, KeyError)
 
 
@@ -81,7 +82,7 @@ class KubernetesWatch:
         self._api: SliceApi | None = None  # thread; the event loop only calls stop()
         self._namespace = ""  # thread
         self._slices: dict[str, dict[str, Any]] = {}  # thread; by name
-        self._told: Endpoints | None = None  # thread; last endpoints that were reported
+        self._reported: Endpoints | None = None  # thread; last endpoints that were reported
         self._failures = 0  # thread; in a row
         self._failing_since: float | None = None  # thread; monotonic seconds of the first failure after the last list
         self._name: DnsTarget | None = None  # thread; last DNS name that was reported
@@ -101,7 +102,7 @@ class KubernetesWatch:
                 self._api.stop()
 
     def _thread(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
-        def tell(changed: Callable[[Any], None], value: object) -> None:
+        def report(changed: Callable[[Any], None], value: object) -> None:
             if not self._stopping.is_set():
                 changed(value)
 
@@ -111,7 +112,7 @@ class KubernetesWatch:
 
         try:
             while not self._stopping.is_set():
-                self._attempt(lambda changed, value: loop.call_soon_threadsafe(tell, changed, value))
+                self._attempt(lambda changed, value: loop.call_soon_threadsafe(report, changed, value))
                 self._stopping.wait(self._pause_s())
         except Exception as error:
             if not loop.is_closed():
@@ -121,30 +122,30 @@ class KubernetesWatch:
         longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, 16))
         return random.uniform(longest / 2, longest)
 
-    def _attempt(self, tell: _Tell) -> None:
+    def _attempt(self, report: _Report) -> None:
         """Lists the slices and watches them. Logs and counts failures."""
         try:
             if self._api is None:
                 self._namespace = self._target.namespace or own_namespace()
                 self._api = SliceApi(self._load(), self._namespace, self._target.service, self._watch_s)
-            self._follow(self._api, tell)
+            self._follow(self._api, report)
         except KubernetesApiError as error:
             if error.status == GONE:
                 logger.info("the watched version of the EndpointSlices is gone, listing again", extra=self._fields())
                 self._failures = min(self._failures, 1)
             else:
-                self._failed(error, tell)
+                self._failed(error, report)
         except _FAILURES as error:
-            self._failed(error, tell)
+            self._failed(error, report)
 
-    def _follow(self, api: SliceApi, tell: _Tell) -> None:
+    def _follow(self, api: SliceApi, report: _Report) -> None:
         listed, version = api.list()
         self._failing_since = None
         self._slices = {slice_["metadata"]["name"]: slice_ for slice_ in listed}
         if self._name is not None:
-            self._name, self._told = None, None
-            tell(self._named, None)
-        self._tell(tell)
+            self._name, self._reported = None, None
+            report(self._named, None)
+        self._report_endpoints(report)
         if self._failures:
             logger.info("EndpointSlices can be read again", extra=self._fields())
         resync = time.monotonic() + self._resync_s * random.uniform(0.8, 1.2)
@@ -153,7 +154,7 @@ class KubernetesWatch:
             for event in api.watch(version):
                 self._failures = 0
                 version = self._apply(event) or version
-                self._tell(tell)
+                self._report_endpoints(report)
             self._failures = 0
             if time.monotonic() - began < FIRST_PAUSE_S:
                 self._stopping.wait(FIRST_PAUSE_S)  # the server or a proxy ends watches at once
@@ -169,13 +170,13 @@ class KubernetesWatch:
             self._slices.pop(name, None)
         return str(slice_["metadata"].get("resourceVersion", ""))
 
-    def _tell(self, tell: _Tell) -> None:
+    def _report_endpoints(self, report: _Report) -> None:
         endpoints = endpoints_of(self._slices.values(), self._target.port)
-        if endpoints != self._told:
-            self._told = endpoints
-            tell(self._changed, endpoints)
+        if endpoints != self._reported:
+            self._reported = endpoints
+            report(self._changed, endpoints)
 
-    def _failed(self, error: Exception, tell: _Tell) -> None:
+    def _failed(self, error: Exception, report: _Report) -> None:
         if self._stopping.is_set():
             return
         now = time.monotonic()
@@ -191,7 +192,7 @@ class KubernetesWatch:
         level = logging.ERROR if denied and self._failures == 1 else logging.WARNING
         logger.log(level, "EndpointSlices cannot be read, %s: %s%s", rest, error, hint, extra=self._fields())
         if self._name != before:
-            tell(self._named, self._name)
+            report(self._named, self._name)
 
     def _name_of_the_pods(self) -> DnsTarget | None:
         """Returns the DNS name of the pods. None if no slices were read yet or the Service is not headless."""
@@ -251,9 +252,9 @@ class KubernetesService:
             self._names[1].cancel()
             self._names = None
         if name is not None and self._tasks is not None:
-            watch = DnsWatch(name, self._dns_refresh_s, self._lookup, self._heard)
+            watch = DnsWatch(name, self._dns_refresh_s, self._lookup, self._looked_up)
             self._names = watch, self._tasks.create_task(watch.run())
 
-    def _heard(self, endpoints: Endpoints) -> None:
-        if endpoints:  # a name may lose its addresses because the DNS server has lost the API server; the endpoints stay
+    def _looked_up(self, endpoints: Endpoints) -> None:
+        if endpoints:  # a DNS server without access to the API server may report no addresses; the endpoints then stay
             self._changed(endpoints)

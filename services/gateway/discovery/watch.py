@@ -26,7 +26,7 @@ __all__ = ["Discovery", "check_target"]
 
 logger = logging.getLogger(__name__)
 
-DNS_REFRESH_S = 2.0  # pause between two look-ups of a DNS name
+DNS_REFRESH_S = 2.0  # pause between two look-ups of a DNS name, in seconds
 
 
 class Discovery:
@@ -58,7 +58,7 @@ class Discovery:
         self._resolve = resolve
         self._load_client = load_client
         self._parts: dict[int, Endpoints] = {}  # by index of the target
-        self._told: dict[str, bool] | None = None
+        self._reported: dict[str, bool] | None = None
         self._names: list[dns.DnsWatch | KubernetesService] = []
 
     def trouble(self) -> str:
@@ -68,40 +68,40 @@ class Discovery:
     async def run(self) -> None:
         """Follows the targets until cancelled. Reports static addresses first, before any wait."""
         async with asyncio.TaskGroup() as group:
-            for place, target in enumerate(self._targets):
+            for index, target in enumerate(self._targets):
                 if isinstance(target, StaticTarget):
-                    self._parts[place] = {target.address: True}
-            self._tell()
-            for place, target in enumerate(self._targets):
+                    self._parts[index] = {target.address: True}
+            self._report()
+            for index, target in enumerate(self._targets):
                 if isinstance(target, DnsTarget):
-                    watch = dns.DnsWatch(target, self._dns_refresh_s, self._resolve, self._hear(place))
+                    watch = dns.DnsWatch(target, self._dns_refresh_s, self._resolve, self._setter(index))
                     self._names.append(watch)
                     group.create_task(watch.run())
                 elif isinstance(target, KubernetesTarget):
-                    service = self._service(target, self._hear(place))
+                    service = self._service(target, self._setter(index))
                     self._names.append(service)
                     group.create_task(service.run())
             await asyncio.get_running_loop().create_future()
 
-    def _service(self, target: KubernetesTarget, heard: Callable[[Endpoints], None]) -> KubernetesService:
+    def _service(self, target: KubernetesTarget, changed: Callable[[Endpoints], None]) -> KubernetesService:
         # Imported here, because the Kubernetes client is the gateway's largest import.
         from rootstock_llm.services.gateway.discovery.kubernetes_api import load_client
         from rootstock_llm.services.gateway.discovery.kubernetes_watch import KubernetesService
 
-        return KubernetesService(target, heard, self._dns_refresh_s, self._resolve, self._load_client or load_client)
+        return KubernetesService(target, changed, self._dns_refresh_s, self._resolve, self._load_client or load_client)
 
-    def _hear(self, place: int) -> Callable[[Endpoints], None]:
-        def heard(endpoints: Endpoints) -> None:
-            self._parts[place] = endpoints
-            self._tell()
+    def _setter(self, index: int) -> Callable[[Endpoints], None]:
+        def changed(endpoints: Endpoints) -> None:
+            self._parts[index] = endpoints
+            self._report()
 
-        return heard
+        return changed
 
-    def _tell(self) -> None:
-        merged = merge_endpoints(self._parts[place] for place in sorted(self._parts))
-        if merged == self._told:
+    def _report(self) -> None:
+        merged = merge_endpoints(self._parts[index] for index in sorted(self._parts))
+        if merged == self._reported:
             return
-        before, self._told = self._told or {}, merged
+        before, self._reported = self._reported or {}, merged
         added, gone = sorted(merged.keys() - before.keys()), sorted(before.keys() - merged.keys())
         logger.info("endpoints: %d, %d ready", len(merged), sum(merged.values()), extra=fields(added=added, gone=gone))
         self._changed(dict(merged))

@@ -177,7 +177,7 @@ GATEWAY = (
         "gateway",
         "services/gateway/discovery/kubernetes_watch.py",
         ("if self._name is None and (denied or", "if self._name is None and (not denied or"),
-        ("self._name, self._told = None, None", "self._name = None"),
+        ("self._name, self._reported = None, None", "self._name = None"),
         ("if number is None or not has_names(slices):", "if number is None:"),
         only="test_discovery",
     ),
@@ -185,7 +185,7 @@ GATEWAY = (
         "gateway",
         "services/gateway/discovery/kubernetes_watch.py",
         ("            self._names[1].cancel()\n", ""),
-        ("if endpoints:  # a name", "if endpoints is not None:  # a name"),
+        ("if endpoints:  # a DNS server", "if endpoints is not None:  # a DNS server"),
         only="test_discovery",
     ),
     *of(
