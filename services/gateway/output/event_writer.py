@@ -105,7 +105,7 @@ class EventWriter:
         self._at_seam = False  # a removed mark or call follows the tail
         self._seam = ""  # held text after the removed text; with the tail, it may form a mark
         self.begun = 0  # calls, including dropped ones
-        self.given = 0  # calls with an index
+        self.num_indexed = 0  # calls with an index
         self._open: int | None = None  # index of the open call; None if no call with an index is open
 
     @property
@@ -113,7 +113,7 @@ class EventWriter:
         """Whether text other than blanks follows the last call, or the beginning of the output."""
         return self._text_since_call
 
-    def knows(self, name: str) -> bool:
+    def has_tool(self, name: str) -> bool:
         return name in self._setup.tools
 
     def text(self, text: str) -> None:
@@ -169,10 +169,10 @@ class EventWriter:
         self._blanks.take()
         self._text_since_call, self._at_seam = False, True
         self.begun += 1
-        if not self.knows(name) or self.given >= self._setup.max_calls:
+        if not self.has_tool(name) or self.num_indexed >= self._setup.max_calls:
             self.log.add(CallDropped(name))
             return
-        self._open, self.given = self.given, self.given + 1
+        self._open, self.num_indexed = self.num_indexed, self.num_indexed + 1
         self.log.add(CallStart(self._open, name))
 
     def arguments(self, fragment: str) -> None:

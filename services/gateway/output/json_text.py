@@ -34,17 +34,18 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class Breaks:
-    """Marks of a format that end a call, also inside a string whose closing quote the model left out.
+    """The marks of a format that end a call, even inside a string, because the model may leave out the closing quote.
 
-    A string holds such marks too, where the model writes about them. So text is held from a mark on, up to the next quote. The
-    string has ended at the mark if the output ends first, or if no string can end at that quote.
+    A string may also contain a mark as text. So the reader looks ahead from a mark to the next quote. The mark ends the string if
+    the output ends before a quote, or if the character after that quote cannot follow a string.
     """
 
     def __init__(self, ends: Sequence[str] = (), begins: Sequence[str] = ()) -> None:
-        """
+        """Compiles patterns for text without marks.
+
         Args:
-            ends: marks after a call.
-            begins: marks before the next call.
+            ends: Marks after a call.
+            begins: Marks before the next call.
         """
         self.marks = (*ends, *begins)
         self._in_strings = (*self.marks, *(f"\n{mark}" for mark in self.marks))
@@ -63,7 +64,7 @@ class Breaks:
         return mark
 
     def _ends_string(self, source: Source) -> Steps[bool]:
-        """Returns whether no closing quote comes. Reads nothing."""
+        """Returns whether the mark before this text ends the string, as the class describes. Reads nothing."""
         read: list[str] = []
         while True:
             yield from source.run(_UNQUOTED, read.append)
@@ -82,7 +83,7 @@ NO_BREAKS = Breaks()
 
 
 class OpenText:
-    """JSON text on its way to a sink. The shown text can be closed at any time."""
+    """JSON text that is written to a sink piece by piece. close() completes the written text at any point."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -91,7 +92,7 @@ class OpenText:
         self._in_string = False
 
     def hold(self, text: str) -> None:
-        """Keeps text until the next value is shown, or drops it if none is."""
+        """Holds text until the next value is written. If no value follows, the text is dropped."""
         self._held.append(text)
 
     def show(self, text: str) -> None:
@@ -131,13 +132,13 @@ def mended(source: Source, sink: Sink, breaks: Breaks = NO_BREAKS) -> Steps[bool
     """Reads the object or array that comes next, and passes valid JSON to the sink.
 
     Returns:
-        True if its last bracket was read. False if the text ends first, or a mark of `breaks` comes.
+        True if its last bracket was read. False if the text ends or a mark of `breaks` comes before that bracket.
     """
     return (yield from _Mender(source, sink, breaks).read())
 
 
 def mended_text(text: str) -> str | None:
-    """Returns valid JSON of a whole object or array. None if a value of it is lost, or if there is more text."""
+    """Returns valid JSON of an object or array. None if a value cannot be repaired, or if more text follows."""
     source, pieces = Source(), list[str]()
     source.add(text.strip())
     source.close()
@@ -245,7 +246,13 @@ class _Mender:
         yield from _chars(self._source, sink, self._breaks, _as_written, _escaped)
 
     def _skip(self, closers: list[str]) -> Steps[bool]:
-        """Reads on to the last of these closers, or to a mark, which stays. Closers of nothing are skipped."""
+        """Skips text up to and with the last of these closing brackets, or up to a mark, which stays unread.
+
+        Closing brackets without an opening one are ignored.
+
+        Returns:
+            Whether the last of the closing brackets was read.
+        """
         source, breaks, in_string = self._source, self._breaks, False
         while closers:
             yield from source.run(breaks.quoted if in_string else breaks.outside, discard)

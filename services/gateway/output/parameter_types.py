@@ -32,7 +32,7 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
     return _Types(root).of(schema, _MAX_REFERENCES)
 
 
-def says(schema: Mapping[str, Any]) -> frozenset[str]:
+def keywords_of(schema: Mapping[str, Any]) -> frozenset[str]:
     """Returns the keywords of a schema except annotations. Unknown keywords are included."""
     return frozenset(key for key in schema if not is_annotation(key))
 

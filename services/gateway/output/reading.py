@@ -12,16 +12,16 @@ from rootstock_llm.services.gateway.output.json_text import Breaks, mended
 from rootstock_llm.services.gateway.output.output_parser import Event, ParserSetup, Schema
 from rootstock_llm.services.gateway.output.source import Malformed, Marks, Source, Steps, discard
 
-_BEFORE_END = re.compile(r"[ \t\r\n\]}]*")
+_BEFORE_END = re.compile(r"[ \t\r\n\]}]*")  # blanks and extra brackets before a closing mark
 MAX_REREAD_CHARS = 128  # longest text of a failed attempt that is parsed again; the head of a call is about as long
 
 
 class Outcome(enum.Enum):
     """The result of an attempt to read a call."""
 
-    WHOLE = enum.auto()
+    COMPLETE = enum.auto()  # the call was read and written
     BROKEN = enum.auto()  # the call is malformed after its name; the rest of the call has not been read
-    NONE = enum.auto()  # the text was no call and was written as text
+    NOT_A_CALL = enum.auto()  # the text was no call and was written as text
 
 
 class OutputReading:
@@ -38,7 +38,7 @@ class OutputReading:
         self.writer = EventWriter(setup, marks)
         self._setup = setup
         self._marks = marks
-        self.failed = False  # an attempt has ended as BROKEN or NONE
+        self.failed = False  # an attempt has ended as BROKEN or NOT_A_CALL
 
     def schema(self, name: str) -> Schema | None:
         """Returns the schema of a tool's parameters."""
@@ -51,8 +51,8 @@ class OutputReading:
     def attempt(self, opening: str, call: Steps[None]) -> Steps[Outcome]:
         """Reads a call after its opening mark.
 
-        If the text is malformed before begin(), it is no call. The opening and the text after it are then written without
-        marks. If that text has at most MAX_REREAD_CHARS, it is parsed again instead.
+        If the text is malformed before begin(), it is no call. The opening is then written as text without marks. The text after
+        it is parsed again; if it is longer than MAX_REREAD_CHARS, it is also written as text without marks.
         """
         begun = self.writer.begun
         self.source.record()
@@ -61,10 +61,10 @@ class OutputReading:
         except Malformed:
             return self._undo(opening, self.writer.begun > begun)
         self.source.forget()
-        return Outcome.WHOLE
+        return Outcome.COMPLETE
 
     def begin(self, name: str) -> None:
-        """Starts the call when its name and the beginning of its arguments have been read. It can then no longer become text."""
+        """Starts the call after its name and the beginning of its arguments. From then on, the call cannot become text."""
         self.source.forget()
         self.writer.start(name)
 
@@ -122,7 +122,7 @@ class OutputReading:
             self.source.give_back(read)
         else:
             self.writer.stray(read)
-        return Outcome.NONE
+        return Outcome.NOT_A_CALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,6 @@ class ReadingParser:
     def finish(self, cut: bool = False) -> Sequence[Event]:
         self._source.close(cut)
         left = next(self._steps, True)
-        assert left is True, "a reader waits for text that cannot come"
+        assert left is True, "a reader ends when its source is closed"
         self._writer.finish()
         return self._writer.log.take()

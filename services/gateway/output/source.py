@@ -1,6 +1,6 @@
-"""Streams a model's text to one reading coroutine, which yields wherever the received text does not decide the next step.
+"""Streams a model's text to one reading coroutine, which yields if the received text does not decide the next step.
 
-Every method scans the new text, and of the older text at most the length of the longest mark. So reading takes linear time.
+Every method scans new text once, and older text at most over the length of the longest mark. So reading takes linear time.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class TextRecord:
 
 
 class Source:
-    """Text from one owner, which adds text and closes the source, to one coroutine, which reads.
+    """A text stream. Its owner adds text and closes the source, and one coroutine reads.
 
-    The reader can record text and give it back, to read it again. A source that is bound to marks ends before the first one.
+    The reader can record text and give it back, to read it again. If the source is bound to marks, it ends before the first mark.
     """
 
     def __init__(self) -> None:
@@ -88,11 +88,11 @@ class Source:
         self._stop = 0  # end of the text that may be read
         self._ends = False  # no text comes after `_stop`
         self._closed = False
-        self.was_cut = False  # the text has ended because the model had to stop
+        self.was_cut = False  # the text has ended at a token limit
         self._bounds: Marks | None = None
         self._record: TextRecord | None = None
         self._held: TextRecord | None = None
-        self._records: tuple[TextRecord, ...] = ()  # the active ones
+        self._records: tuple[TextRecord, ...] = ()  # _record and _held, if they are active
 
     def add(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
@@ -176,11 +176,11 @@ class Source:
         """
         longest = max(map(len, options), default=0)
         while True:
-            ahead = self._text[self._at : min(self._at + longest, self._stop)]
+            upcoming = self._text[self._at : min(self._at + longest, self._stop)]
             for option in options:
-                if ahead.startswith(option):
+                if upcoming.startswith(option):
                     return self._read(self._at + len(option))
-            if self._ends or not any(option.startswith(ahead) for option in options):
+            if self._ends or not any(option.startswith(upcoming) for option in options):
                 return ""
             yield
 

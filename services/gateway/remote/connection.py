@@ -1,7 +1,7 @@
 """Connections to workers, tokenizers and detokenizers: sessions of a stream, signs of life, unary calls, and the served model.
 
-A long-lived stream to one address gets a new session after each end. A remote service is lost if no message arrives while one is
-due: its process has stopped or hangs, or its machine is cut off. The state of the gRPC channel does not count.
+A long-lived stream to one address gets a new session after each end. A remote service counts as lost if it sends no message while
+a message is due: its process has stopped or hangs, or its machine is cut off. The state of the gRPC channel does not show that.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ FIRST_PAUSE_S = 0.1  # seconds between two sessions; doubles up to LONGEST_PAUSE
 LONGEST_PAUSE_S = 2.0
 LOG_AGAIN_S = 60.0  # seconds between two log lines about the same refusal
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)  # first words of a refusal's reason
-# Number of looks for a new sign of life within the limit of silence. The service is lost if all of them fail. A suspension of
-# this process, however long, fails only one look.
+# Number of checks for a new message within the limit of silence. The service is lost if none of them finds a new message. If this
+# process was suspended, however long, only one check fails.
 LOOKS = 5
 CONNECT_ATTEMPTS = 3  # overlapping attempts to connect; the first packet of one attempt may be lost
 INFO_S = 2.0  # time limit of an Info call
 ANY_MODEL = ""  # stands for any model
 
-# After these errors, the gateway asks the replica again: it is stopping, does not respond, or does not accept the gateway. After
-# other errors, the replica counts as serving any model.
+# After these errors of Info, the gateway calls Info again, because the replica is stopping, does not respond, or does not accept
+# the gateway. After any other error, the replica counts as serving any model.
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -42,7 +42,7 @@ _PASSING = (
     grpc.StatusCode.PERMISSION_DENIED,
 )
 
-Signs = Callable[[], int | None]  # returns the number of signs of life so far, or None while no sign is due
+Signs = Callable[[], int | None]  # returns the number of messages so far, or None while no message is due
 T = TypeVar("T")
 Out = TypeVar("Out", contravariant=True)
 In = TypeVar("In", covariant=True)
@@ -139,11 +139,11 @@ async def answer_of(call: Callable[[], Awaitable[T]]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Times in seconds without a due sign of life after which a remote service is lost."""
+    """Seconds for which a due message may be missing before a remote service counts as lost."""
 
-    silence: float  # for any cause
-    # If its machine takes no connection either; 0: no connection is tried. The limit may be short, because a kernel accepts
-    # connections even for a process without CPU time.
+    silence: float  # limit for every cause
+    # Limit if the machine accepts no TCP connection either; 0: this is not tested. It may be shorter than `silence`, because a
+    # kernel accepts connections even for a process without CPU time.
     unreachable: float
 
 
@@ -151,9 +151,9 @@ async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Sig
     """Waits until a remote service is lost, and returns the reason.
 
     Args:
-        signs: Signs of life for Patience.silence.
-        urgent: Signs of life for Patience.unreachable, which are due only while a request waits for the service, so that no
-            connections are tried otherwise. Default: `signs`.
+        signs: Messages for Patience.silence.
+        urgent: Messages for Patience.unreachable. They are due only while a request waits for the service, so that no connection
+            is tried at other times. Default: `signs`.
     """
     silent = asyncio.create_task(until_silent(patience.silence, signs))
     tasks = {silent, asyncio.create_task(until_unreachable(address, patience.unreachable, urgent or signs))}
@@ -163,14 +163,14 @@ async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Sig
         for task in tasks:
             task.cancel()
     for task in done:
-        task.result()  # raises a fault of this code, which is no loss of the service
+        task.result()  # raises if this code has a fault; the service is then not lost
     if silent in done:
         return f"silent for {patience.silence:g} s"
-    return f"silent for {patience.unreachable:g} s, and takes no connection"
+    return f"silent for {patience.unreachable:g} s, and accepts no connection"
 
 
 async def until_silent(silence_s: float, signs: Signs) -> None:
-    """Returns when no sign of life has arrived for `silence_s` seconds while one was due."""
+    """Returns when no message has arrived for `silence_s` seconds while a message was due."""
     before, silent = signs(), 0
     while silent < LOOKS:
         await asyncio.sleep(silence_s / LOOKS)
@@ -182,7 +182,7 @@ async def until_silent(silence_s: float, signs: Signs) -> None:
 async def until_unreachable(address: str, within_s: float, signs: Signs) -> None:
     """Returns when a machine is unreachable, because it has no power or its network is down.
 
-    It is unreachable if no sign of life has arrived for `within_s` seconds while one was due, and no connection could be opened
+    It is unreachable if no message has arrived for `within_s` seconds while a message was due, and no connection could be opened
     in the last two thirds of that time. If within_s is 0, the function never returns.
     """
     while not within_s:
@@ -243,7 +243,7 @@ async def ask_info(info: Callable[[], Awaitable[Answer]], address: str) -> Answe
         info: Begins the Info call.
 
     Returns:
-        None if the replica cannot name its model.
+        None if the replica does not report its model.
 
     Raises:
         StreamBroken: A temporary failure.

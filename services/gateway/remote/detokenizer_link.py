@@ -3,7 +3,7 @@
 A DetokLink owns the stream to one address. Its DecodeWindow has the state of the stream. A DetokPool owns the links.
 
 Each Decoding is pinned to one link. If the link's stream breaks or the detokenizer falls silent, its decodings move to another
-link, or wait for one, and continue after the last received character. Everything runs on the event loop.
+link, or wait until a link is usable. They continue after the last received character. Everything runs on the event loop.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-MAX_BREAKS = 16  # a decoding fails after this many of its batches were lost with their streams since its last text
-MAX_LOST = 3  # a decoding fails if detokenizers have reported it as unknown more often, because it may be undecodable
+MAX_BREAKS = 16  # unanswered batches that a decoding may lose with their streams since its last text; with the next one it fails
+MAX_LOST = 3  # times that a detokenizer may report a decoding as unknown; with the next one it fails, as it may be undecodable
 SILENCE_S = 5.0  # seconds without a reply to a batch after which a detokenizer is lost; it replies to each batch at once
-# Most unanswered batches: one is on its way while the other is decoded. New ids of a row wait for its next batch.
-MAX_IN_FLIGHT = 2
-# Most ids of a batch, replayed ids and characters of stop strings included, unless it has only one row. So each batch is answered
-# soon, even if all decodings of a lost detokenizer arrive together.
+MAX_IN_FLIGHT = 2  # limit of unanswered batches: one is on its way while the other is decoded
+# Limit of ids per batch, including replayed ids and characters of stop strings. A batch of a single row may exceed it. The limit
+# keeps replies fast even if all decodings of a lost detokenizer arrive together.
 MAX_BATCH_IDS = 1 << 17
 
 T = TypeVar("T")
@@ -398,7 +397,7 @@ class DetokPool:
             self._place(decoding)
 
     def drop(self, decoding: Decoding) -> None:
-        """Ends a decoding whose text is not needed any longer. May be called at any time, and again."""
+        """Ends a decoding whose text is not needed any longer. Idempotent; may be called in any state."""
         if decoding.link_timer is not None:
             self._waiting.pop(decoding, None)
             decoding.link_timer.cancel()

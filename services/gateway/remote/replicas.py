@@ -28,19 +28,19 @@ R = TypeVar("R", bound=Replica)
 class Replicas(Generic[R]):
     """The replicas of one service.
 
-    A replica whose address is dropped gets no new work and is closed when it is not busy any longer. The code that ends its work
-    calls retire() then.
+    If discovery drops an address, its replica gets no new work. The code that ends the replica's last work calls retire(), which
+    closes the replica.
     """
 
     def __init__(self, make: Callable[[str], R]) -> None:
-        """Makes an empty set. `make` makes the replica of an address."""
+        """Makes an empty set. `make` creates the replica of an address."""
         self.by_address: dict[str, R] = {}
         self._make = make
-        self._tasks: dict[R, asyncio.Task[None]] = {}  # tasks of run(), empty before it
+        self._tasks: dict[R, asyncio.Task[None]] = {}  # tasks that run the replicas; empty before run()
         self._group: asyncio.TaskGroup | None = None  # set while run() runs
 
     def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
-        """Applies new endpoints, a map of address to ready. Makes missing replicas and retires those without an address."""
+        """Applies new endpoints, a map of address to ready. Creates missing replicas, and retires replicas of other addresses."""
         for address, ready in endpoints.items():
             replica = self.by_address.get(address)
             if replica is None:
@@ -53,7 +53,7 @@ class Replicas(Generic[R]):
                 self.retire(replica)
 
     def retire(self, replica: R) -> None:
-        """Closes a replica if it is retiring and not busy. May be called at any time, and again."""
+        """Closes a replica if it is retiring and not busy. Idempotent; may be called in any state."""
         if not replica.retiring or replica.busy:
             return
         if self.by_address.get(replica.address) is replica:

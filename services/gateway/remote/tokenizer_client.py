@@ -36,13 +36,13 @@ from rootstock_llm.services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.05
+FIRST_PAUSE_S = 0.05  # seconds between two attempts; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 0.5
 # Parts of the time limit for the first attempts if another replica can be tried. The last attempt gets the rest.
 ATTEMPT_SHARES = (0.2, 0.3)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
 _MESSAGE = re.compile(r"messages(\[\d+\][\w.\[\]]*)?(?=: )")
-_NO_FORMATS = OutputFormats()  # without a tokenizer of the model
+_NO_FORMATS = OutputFormats()  # formats while no tokenizer of the model is connected
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -87,20 +87,20 @@ class TokenizerClient:
 
     async def ready(self, model: str = ANY_MODEL) -> None:
         """Waits for a replica of the model, after which formats() and reasoning_marks() are known. Raises ApiError."""
-        await self._some(model, self._wait_s)
+        await self._wait_usable(model, self._wait_s)
         if not self._usable(model):
-            raise self._none()
+            raise self._unavailable()
 
     def formats(self, model: str = ANY_MODEL) -> OutputFormats:
-        """Returns the model's formats of tool calls and reasoning, as its tokenizers report them."""
-        return next((one.formats for one in self._usable(model)), _NO_FORMATS)
+        """Returns the model's formats of tool calls and reasoning, as one of its tokenizers reports them."""
+        return next((each.formats for each in self._usable(model)), _NO_FORMATS)
 
     def reasoning_marks(self, model: str = ANY_MODEL) -> tuple[int, ...]:
         """Returns the ids of the opening and the closing mark of reasoning; empty if they are unknown."""
-        return next((one.reasoning_marks for one in self._usable(model)), ())
+        return next((each.reasoning_marks for each in self._usable(model)), ())
 
     def _usable(self, model: str) -> list[TokenizerReplica]:
-        return [one for one in self._replicas.by_address.values() if one.connected and one.serves(model)]
+        return [each for each in self._replicas.by_address.values() if each.connected and each.serves(model)]
 
     def set_endpoints(self, endpoints: Endpoints) -> None:
         """Applies new endpoints. Replicas of removed endpoints finish their calls."""
@@ -125,7 +125,7 @@ class TokenizerClient:
     async def encode_chat(
         self, request: tokenizer_pb2.EncodeChatRequest, model: str = ANY_MODEL, names: FieldNames = CHAT
     ) -> tokenizer_pb2.EncodeResponse:
-        """Renders and tokenizes a chat. Raises ApiError, which names the client's field of a message by `names`."""
+        """Renders and tokenizes a chat. Raises ApiError, which names the field of the client's API, translated by `names`."""
         return await self._call(request, names.of("messages"), model, names)
 
     async def _call(
@@ -139,7 +139,7 @@ class TokenizerClient:
             begun = clock()
             replica = self._next(model, silent)
             if replica is None:
-                await self._some(model, patience)
+                await self._wait_usable(model, patience)
                 patience -= clock() - begun
                 continue
             limit = self._limit_s(attempt, left, model, silent | {replica})
@@ -165,12 +165,12 @@ class TokenizerClient:
                 patience -= clock() - begun
             else:
                 left -= clock() - begun
-        raise self._none()
+        raise self._unavailable()
 
-    def _none(self) -> ApiError:
+    def _unavailable(self) -> ApiError:
         return unavailable("No tokenizer is available.", self._retry_after_s)
 
-    async def _some(self, model: str, limit_s: float) -> None:
+    async def _wait_usable(self, model: str, limit_s: float) -> None:
         """Waits until a replica of the model is usable, or `limit_s` seconds have passed."""
         with suppress(TimeoutError):  # the caller checks the time
             async with asyncio.timeout(limit_s):
@@ -191,7 +191,7 @@ class TokenizerClient:
     def _next(self, model: str, silent: set[TokenizerReplica]) -> TokenizerReplica | None:
         """Returns the next usable replica, preferably one outside of `silent`. None if no replica is usable."""
         usable = self._usable(model)
-        candidates = [one for one in usable if one not in silent] or usable
+        candidates = [each for each in usable if each not in silent] or usable
         if not candidates:
             return None
         self._turn += 1
@@ -199,7 +199,7 @@ class TokenizerClient:
 
     def _limit_s(self, attempt: int, left_s: float, model: str, tried: set[TokenizerReplica]) -> float:
         """Returns the time limit of an attempt. It leaves time for a retry while another replica can be tried."""
-        others = any(one not in tried for one in self._usable(model))
+        others = any(each not in tried for each in self._usable(model))
         return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s
 
     def _translate(self, error: EncodeFailed, request: EncodeCall, param: str, names: FieldNames) -> ApiError:
@@ -207,7 +207,7 @@ class TokenizerClient:
         if code in _REFUSED:
             return _refused(request, param, details, names)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            own_words = "larger than max" not in details  # otherwise gRPC's text about the size of its message
+            own_words = "larger than max" not in details  # False: the text is gRPC's, about the size of a message
             message = details if details and own_words else "The request is too large to be tokenized."
             return ApiError(413, message, param=param, code="request_too_large")
         if code is grpc.StatusCode.ABORTED:

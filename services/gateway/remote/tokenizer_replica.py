@@ -36,7 +36,7 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-HUGE_AT_ONCE = 2  # large requests that are sent: one is tokenized, and the next one waits at the tokenizer
+HUGE_AT_ONCE = 2  # large requests in flight per tokenizer: one is tokenized while the next one waits there
 PAUSE_S = 0.25  # seconds between two Info calls to a tokenizer that does not respond
 HANDLE_BYTES = 32  # upper limit of the bytes that an EncodeOpen adds to its request
 
@@ -45,7 +45,7 @@ _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class EncodeFailed(Exception):
-    """The tokenizer has refused or failed a request, or has not answered it."""
+    """The tokenizer has refused or failed a request, or has not responded in time."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         """Makes the error. `details` is the tokenizer's text."""
@@ -101,7 +101,7 @@ class EncodeStream:
             self._forget(handle)
 
     def retire(self) -> None:
-        """Stops new requests, and ends the stream after the last reply. May be called at any time, and again."""
+        """Stops new requests, and ends the stream after the last reply. Idempotent; may be called in any state."""
         self._retiring = True
         if self._greeted and not self._unanswered:
             self._call.cancel()
@@ -117,7 +117,7 @@ class EncodeStream:
         helpers: list[asyncio.Task[Any]] = []
         try:
             await self._call.write(tokenizer_pb2.EncodeBatch())
-            self._greeted = True  # a first write whose call is cancelled never ends (grpc.aio)
+            self._greeted = True  # retire() waits for this: in grpc.aio, a first write never ends if its call is cancelled
             if self._retiring:
                 self.retire()
             await self._receive()
@@ -216,9 +216,10 @@ class TokenizerReplica:
         self.ready = True  # discovery allows new calls
         self.retiring = False  # discovery has dropped the address; the replica ends with its last call
         self.in_flight = 0  # running calls
-        self.model = ANY_MODEL  # by its last Info
-        self.formats = OutputFormats()  # by its last Info
-        self.reasoning_marks: tuple[int, ...] = ()  # by its last Info; ids of the opening and the closing mark
+        # From the last response to Info.
+        self.model = ANY_MODEL
+        self.formats = OutputFormats()
+        self.reasoning_marks: tuple[int, ...] = ()  # token ids of the opening and the closing mark
         self._unreachable_s = unreachable_s
         self._changed = changed
         self._doubted = asyncio.Event()
@@ -228,7 +229,7 @@ class TokenizerReplica:
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
         self._huge = asyncio.Semaphore(HUGE_AT_ONCE)
         self._stream: EncodeStream | None = None  # stream of the present connection
-        self._streams: set[asyncio.Task[None]] = set()  # tasks of this stream and of earlier ones with unanswered requests
+        self._streams: set[asyncio.Task[None]] = set()  # tasks of _stream and of earlier streams with unanswered requests
 
     @property
     def busy(self) -> bool:
@@ -289,7 +290,7 @@ class TokenizerReplica:
         self._set_connected(False)
 
     async def answers(self) -> bool:
-        """Returns whether the tokenizer answers Info now, for a replica that has left a call unanswered."""
+        """Returns whether the tokenizer responds to Info now. Called after a call that got no response in time."""
         if not self._kept.may_connect:
             return False
         try:

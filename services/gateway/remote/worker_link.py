@@ -1,7 +1,8 @@
 """The gateway's stream to one worker. The gateway sends submits, aborts and prefetches; the worker sends steps and loads.
 
 The messages of one event-loop tick are sent together. The link owns the choices that are open on the worker, and LinkEvents
-interprets the worker's messages. If the stream breaks, the worker aborts the choices of the stream, and the link hands them back.
+interprets the worker's messages. If the stream breaks, the worker aborts the choices of the stream, and the link passes them to
+LinkEvents.on_down().
 
 A worker reports its load every second. A worker that sends nothing for Patience.silence is lost, even if its connection is up: it
 is stopped, cut off or hanging.
@@ -73,7 +74,7 @@ Open = TypeVar("Open", bound=OpenChoice)
 
 
 class LinkEvents(Protocol[Open]):
-    """Called on the event loop; must not block."""
+    """The receiver of a link's events. Called on the event loop; must not block."""
 
     def on_hello(self, link: WorkerLink[Open]) -> None:
         """Handles a new `info`: the link has connected, or the weights of its worker have changed."""
@@ -111,7 +112,7 @@ class WorkerLink(Generic[Open]):
         self.paused = False  # an operator has paused the steps; by the last load, which may be of an earlier stream
         self.ready = True  # discovery allows new requests
         self.retiring = False  # discovery has dropped the address
-        self.full_until = 0.0  # the worker's queue was full; valid until its next load, at the latest until this time
+        self.full_until = 0.0  # loop time until which the worker's queue counts as full; the next load resets it
         self.reserved_until = 0.0  # time until which the worker may have KV reservations of this stream
         self.was_connected = False  # the link has been connected
         self.open: dict[int, Open] = {}  # by handle
@@ -201,7 +202,7 @@ class WorkerLink(Generic[Open]):
         return handle in self._prefetched
 
     def more_ready(self, handle: int, reservation: worker_pb2.KvRoom) -> None:
-        """Reports that a KV reservation, whose pages the worker prefetches, has more pages."""
+        """Tells the worker that a KV reservation has more pages. The worker already prefetches pages of the reservation."""
         if handle in self._prefetches:
             self._prefetches[handle][1].source.room.CopyFrom(reservation)
         else:

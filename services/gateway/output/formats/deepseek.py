@@ -20,7 +20,7 @@ _NAME = re.compile(r"[^\s<`{]*")
 def _read(reading: OutputReading, mark: str) -> Steps[None]:
     """Reads a call, or the beginning of the section with its first call."""
     outcome = yield from reading.attempt(mark, _call(reading, mark))
-    if outcome is Outcome.WHOLE:
+    if outcome is Outcome.COMPLETE:
         yield from reading.closed_by(FENCE_END)
         yield from reading.closed_by(CALL_END)
     elif outcome is Outcome.BROKEN:
@@ -39,7 +39,7 @@ def _call(reading: OutputReading, mark: str) -> Steps[None]:
         yield from source.expect(CALL)
     name = yield from _name(reading)
     is_separated = bool((yield from source.choose((SEPARATOR,))))
-    if not is_separated and (source.was_cut or not reading.writer.knows(name)):
+    if not is_separated and (source.was_cut or not reading.writer.has_tool(name)):
         raise Malformed
     if is_separated and name == KIND:
         name = (yield from _name(reading)) or name
@@ -47,7 +47,7 @@ def _call(reading: OutputReading, mark: str) -> Steps[None]:
     yield from source.choose((FENCE,))
     yield from source.space()
     has_body = yield from reading.body_comes(_ENDS)
-    if not name or not (has_body or reading.writer.knows(name)):
+    if not name or not (has_body or reading.writer.has_tool(name)):
         raise Malformed
     reading.begin(name)
     yield from reading.arguments(_BREAKS, _ENDS)

@@ -29,8 +29,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 class OutputReader:
     """The reader of one output: reasoning between two marks, if there is any, followed by text and calls.
 
-    If an output ends in its reasoning with a complete call, the model has made the call. So the text after a call's opening mark
-    is held and also read as a call. The held text becomes reasoning if the closing mark or other text follows.
+    If an output ends within its reasoning with a complete call, the call counts. So the text after a call's opening mark is held
+    and also read as a call. If the closing mark of the reasoning or other text follows, the held text becomes reasoning.
     """
 
     def __init__(self, calls: CallFormat, marks: Sequence[str], opened: bool) -> None:
@@ -101,7 +101,7 @@ class OutputReader:
                 return False
             yield from trial.source.space()
             mark = yield from trial.source.choose(self._options)
-        return trial.writer.given > 0 and not (yield from trial.source.peek())
+        return trial.writer.num_indexed > 0 and not (yield from trial.source.peek())
 
 
 def output_parser(formats: OutputFormats, setup: ParserSetup) -> OutputParser:

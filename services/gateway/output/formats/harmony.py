@@ -31,8 +31,8 @@ MAX_HEADER_CHARS = 1024  # longer text is no header
 class _Header:
     """The header of a message."""
 
-    channel: str  # "" if the header names none
-    recipient: str  # "" if the header names none
+    channel: str  # "" if the header has no channel
+    recipient: str  # "" if the header has no recipient
 
     @property
     def calls(self) -> bool:
@@ -50,10 +50,10 @@ class _Messages:
 
     def __init__(self, reading: OutputReading) -> None:
         self._reading = reading
-        self._said: set[str] = set()
+        self._written_kinds: set[str] = set()
 
     def read(self, begun: str) -> Steps[None]:
-        """Reads all messages. `begun` is the text that has been read of the first header; "" if the output begins without one."""
+        """Reads all messages. `begun`: text that was read of the first header; "" if the output begins without a header."""
         source, writer = self._reading.source, self._reading.writer
         while True:
             if not begun:
@@ -104,9 +104,9 @@ class _Messages:
         return (yield from self._content("texts", writer.text))
 
     def _content(self, kind: str, sink: Sink) -> Steps[str]:
-        if kind in self._said:
+        if kind in self._written_kinds:
             sink("\n")
-        self._said.add(kind)
+        self._written_kinds.add(kind)
         while (mark := (yield from self._reading.source.until(_ALL, sink))) in (MESSAGE, CONSTRAIN):
             self._reading.writer.stray(mark)
         return mark
@@ -114,7 +114,7 @@ class _Messages:
     def _call(self, name: str) -> Steps[str]:
         """Reads a call's arguments and returns the next mark. Content that is no JSON object becomes text."""
         outcome = yield from self._reading.attempt("", self._arguments(name))
-        if outcome is Outcome.NONE:
+        if outcome is Outcome.NOT_A_CALL:
             return (yield from self._content("texts", self._reading.writer.text))
         return (yield from self._reading.source.until(_ENDS, discard))
 

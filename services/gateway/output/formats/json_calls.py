@@ -18,7 +18,7 @@ from rootstock_llm.services.gateway.output.source import Malformed, Marks, Sourc
 
 _ARGUMENTS = ("arguments", "parameters")
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
-_HERMES_BREAKS = Breaks((HERMES_END,), (HERMES_BEGIN,))
+_HERMES_BREAKS = Breaks((HERMES_END,), (HERMES_BEGIN,))  # marks that end a call even inside a string
 PYTHON_TAG = "<|python_tag|>"
 _LLAMA3_BREAKS = Breaks((), (PYTHON_TAG,))
 MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -30,9 +30,9 @@ _NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 
 class JsonCall:
-    """The reader of one object: `{"name": …, "arguments": {…}}`, in either order, with other members that are ignored.
+    """The reader of one object `{"name": …, "arguments": {…}}`. The members may have any order, and other members are ignored.
 
-    It ends the call in the writer, also if the object is malformed.
+    It ends the call in the writer, even if the object is malformed.
 
     A marked object follows a mark that announces a call. If its arguments are not an object, it is a call without arguments.
     An unmarked object is a call only if it has arguments and no member outside MEMBERS.
@@ -45,9 +45,9 @@ class JsonCall:
         self._marked = marked
         self._breaks = breaks
         self._name: str | None = None
-        self._before: list[str] = []  # arguments that came before the name
-        self._began = False  # whether the start of the arguments was read
-        self._whole = False  # whether the arguments are complete
+        self._early_arguments: list[str] = []  # arguments that came before the name
+        self._has_arguments = False  # whether the start of the arguments was read
+        self._is_complete = False  # whether the arguments are complete
 
     def read(self) -> Steps[None]:
         """Reads the object from its opening brace. Raises Malformed."""
@@ -61,10 +61,10 @@ class JsonCall:
         except Malformed:
             self._break_off()
             raise
-        if self._name is None or not (self._whole or self._marked):
+        if self._name is None or not (self._is_complete or self._marked):
             raise Malformed
-        if not self._began:
-            self._give("{}")
+        if not self._has_arguments:
+            self._write_arguments("{}")
         self._reading.writer.end()
 
     def _members(self, key: str | None) -> Steps[None]:
@@ -84,16 +84,16 @@ class JsonCall:
             key = None
             if not (yield from source.choose((",",))):
                 break
-        if not (yield from source.choose(("}",))) and not (self._whole and self._name):
+        if not (yield from source.choose(("}",))) and not (self._is_complete and self._name):
             raise Malformed
 
     def _member(self, key: str) -> Steps[None]:
         if key == "name" and self._name is None:
             self._name = yield from json_text.string(self._reading.source, self._breaks)
             self._catch_up()
-        elif key in _ARGUMENTS and not self._began:
+        elif key in _ARGUMENTS and not self._has_arguments:
             yield from self._arguments()
-            self._whole = True
+            self._is_complete = True
             self._catch_up()
         elif not self._marked and key not in self.MEMBERS:
             raise Malformed
@@ -105,7 +105,7 @@ class JsonCall:
         source = self._reading.source
         first = yield from source.peek()
         if first == "{":
-            if not (yield from json_text.mended(source, self._give, self._breaks)):
+            if not (yield from json_text.mended(source, self._write_arguments, self._breaks)):
                 raise Malformed
         elif first == '"':
             yield from source.take()
@@ -115,8 +115,8 @@ class JsonCall:
                 yield from json_text.skip(source, self._breaks)
         elif (yield from json_text.scalar(source)) != "null":
             raise Malformed
-        if not self._began:
-            self._give("{}")
+        if not self._has_arguments:
+            self._write_arguments("{}")
 
     def _text_of_arguments(self) -> Steps[None]:
         """Reads arguments in a string after its opening quote, and passes the decoded text to an inner reader."""
@@ -135,47 +135,47 @@ class JsonCall:
             next(reading, None)
 
     def _object_in(self, source: Source) -> Steps[None]:
-        """Reads an object. Other text raises Malformed, unless a mark announced the call."""
+        """Reads an object. Raises Malformed for other text, except in a marked object, which is then a call without arguments."""
         yield from source.space()
         first = yield from source.peek()
         if first == "{":
-            yield from json_text.mended(source, self._give)
+            yield from json_text.mended(source, self._write_arguments)
         elif first and not self._marked:
             raise Malformed
 
-    def _give(self, text: str) -> None:
-        if not self._began:
-            self._began = True
+    def _write_arguments(self, text: str) -> None:
+        if not self._has_arguments:
+            self._has_arguments = True
             if self._name is not None:
                 self._reading.begin(self._name)
         if self._name is None:
-            self._before.append(text)
+            self._early_arguments.append(text)
         else:
             self._reading.writer.arguments(text)
 
     def _catch_up(self) -> None:
         """Starts the call with the arguments that came before the name."""
-        if self._before and self._name is not None:
+        if self._early_arguments and self._name is not None:
             self._reading.begin(self._name)
-            self._reading.writer.arguments("".join(self._before))
-            self._before = []
+            self._reading.writer.arguments("".join(self._early_arguments))
+            self._early_arguments = []
 
     def _break_off(self) -> None:
         """Ends a malformed call if its name is known. Its arguments are an object, unless a token limit cut them off."""
         if self._name is None:
             return
-        if self._whole:
+        if self._is_complete:
             self._reading.writer.end()
-        elif self._began:
+        elif self._has_arguments:
             self._reading.end()
-        elif self._marked and self._reading.writer.knows(self._name):
+        elif self._marked and self._reading.writer.has_tool(self._name):
             self._reading.begin(self._name)
             self._reading.end("{}")
 
 
 def _read_hermes(reading: OutputReading, mark: str) -> Steps[None]:
     outcome = yield from reading.attempt(mark, _hermes_call(reading))
-    if outcome is Outcome.WHOLE:
+    if outcome is Outcome.COMPLETE:
         yield from reading.closed_by(HERMES_END)
     elif outcome is Outcome.BROKEN:
         yield from reading.skip_rest((HERMES_END,), (HERMES_BEGIN,))
@@ -183,7 +183,7 @@ def _read_hermes(reading: OutputReading, mark: str) -> Steps[None]:
 
 def _hermes_call(reading: OutputReading) -> Steps[None]:
     yield from reading.source.space()
-    yield from JsonCall(reading, True, _HERMES_BREAKS).read()
+    yield from JsonCall(reading, marked=True, breaks=_HERMES_BREAKS).read()
 
 
 HERMES = CallFormat((HERMES_BEGIN,), (HERMES_BEGIN, HERMES_END), _read_hermes)
@@ -198,13 +198,13 @@ def _read_llama3(reading: OutputReading, mark: str) -> Steps[None]:
     The object is text if it has a member that calls do not have.
     """
     outcome = yield from reading.attempt(mark, _llama3_call(reading) if mark == "{" else _call_behind_mark(reading, mark))
-    if outcome is not Outcome.WHOLE:
+    if outcome is not Outcome.COMPLETE:
         return
     if mark != "[":
         yield from reading.closed_by(";")
         return
     while (yield from _has_another(reading)):
-        if (yield from reading.attempt("{", _llama3_call(reading))) is not Outcome.WHOLE:
+        if (yield from reading.attempt("{", _llama3_call(reading))) is not Outcome.COMPLETE:
             return
 
 
@@ -248,7 +248,7 @@ class _MistralCalls:
 
     def read(self, mark: str) -> Steps[None]:
         outcome = yield from self._reading.attempt(mark, self._first())
-        while self._in_list and outcome is Outcome.WHOLE and (yield from self._another()):
+        while self._in_list and outcome is Outcome.COMPLETE and (yield from self._another()):
             outcome = yield from self._reading.attempt("", self._object())
         if outcome is Outcome.BROKEN:
             yield from self._reading.skip_rest(("]",) if self._in_list else (), (MISTRAL_BEGIN,))
@@ -272,7 +272,7 @@ class _MistralCalls:
         return not (yield from source.choose(("]",))) and (yield from source.peek()) == "{"
 
     def _object(self) -> Steps[None]:
-        yield from JsonCall(self._reading, True, _MISTRAL_BREAKS).read()
+        yield from JsonCall(self._reading, marked=True, breaks=_MISTRAL_BREAKS).read()
 
 
 def _named_call(reading: OutputReading) -> Steps[None]:
@@ -280,7 +280,8 @@ def _named_call(reading: OutputReading) -> Steps[None]:
 
     Some models write `[CALL_ID]` and an id between name and arguments. The id is skipped.
 
-    The name must be a tool's if no object follows, or if neither a mark nor an object follows directly.
+    The name of a known tool is a call if `[ARGS]` or a body follows. Any other name is a call only if an object follows, or
+    `[ARGS]` and a body. A body is an object, the end of the output, or the mark of the next call.
     """
     source, pieces = reading.source, list[str]()
     yield from source.run(_NAME, pieces.append)
@@ -291,7 +292,7 @@ def _named_call(reading: OutputReading) -> Steps[None]:
         if mark != MISTRAL_ARGUMENTS:
             source.give_back(mark)
     yield from source.space()
-    has_body, is_known = (yield from reading.body_comes(_MISTRAL_ENDS)), reading.writer.knows(name)
+    has_body, is_known = (yield from reading.body_comes(_MISTRAL_ENDS)), reading.writer.has_tool(name)
     if not name or not (has_body or (mark and is_known)) or not (mark or is_known or (yield from source.peek()) == "{"):
         raise Malformed
     reading.begin(name)

@@ -61,7 +61,7 @@ class _List:
         source = self._reading.source
         while True:
             outcome = yield from self._reading.attempt(opening, self._call(opening == START, any_name))
-            if outcome is Outcome.NONE:
+            if outcome is Outcome.NOT_A_CALL:
                 return
             if outcome is Outcome.BROKEN and (not self._depth or (yield from skip_brackets(source, self._depth, _MARKS)) != ")"):
                 return
@@ -80,7 +80,7 @@ class _List:
         yield from reading.source.space()
         name = yield from _name(reading, _TOOL)
         yield from reading.source.expect("(")
-        if reading.writer.knows(name):
+        if reading.writer.has_tool(name):
             reading.begin(name)
             yield from self._arguments()
         elif any_name:
@@ -182,7 +182,7 @@ def skip_brackets(source: Source, depth: int, marks: Sequence[str]) -> Steps[str
 
 
 def _quoted(source: Source, out: OpenText) -> Steps[None]:
-    """Writes a string as it comes. An unpaired surrogate waits for the other half."""
+    """Writes a string piece by piece. Holds the first half of a surrogate pair until the second half is read."""
     half = ""
 
     def show(text: str) -> None:

@@ -33,7 +33,7 @@ _INSIDE = re.compile(r'[^"\\\n]*')
 def _read(reading: OutputReading, mark: str) -> Steps[None]:
     """Reads a call. `<tool_call>` may be missing, because some models leave it out."""
     outcome = yield from reading.attempt(mark, _call(reading, mark))
-    if outcome is Outcome.WHOLE:
+    if outcome is Outcome.COMPLETE:
         yield from reading.closed_by(END)
     elif outcome is Outcome.BROKEN:
         yield from reading.skip_rest((END,), (BEGIN, FUNCTION))
@@ -43,7 +43,7 @@ def _call(reading: OutputReading, mark: str) -> Steps[None]:
     if mark == BEGIN:
         yield from reading.source.space()
         yield from reading.source.expect(FUNCTION)
-    name = yield from _name(reading, reading.writer.knows)
+    name = yield from _name(reading, reading.writer.has_tool)
     reading.begin(name)
     yield from _Parameters(reading, name).read()
 
@@ -72,7 +72,7 @@ class _Parameters:
         self._closing = "{}"  # text that completes the object
 
     def read(self) -> Steps[None]:
-        """Ends the call. Raises Malformed if neither a mark nor the next call ends it."""
+        """Reads the parameters and ends the call. Raises Malformed if the output ends before a mark that ends the call."""
         source = self._reading.source
         try:
             while (part := (yield from source.until(_ALL, discard))) in (PARAMETER, PARAMETER_END):
@@ -178,7 +178,7 @@ class _Parameters:
             name.append((yield from source.choose((">",))))
         begun, text = "".join(name), "".join([*read, *name])
         is_parameter = mark.endswith(PARAMETER) and len(begun) > 1
-        if begun.endswith(">") and (is_parameter or self._reading.writer.knows(begun[:-1].strip())):
+        if begun.endswith(">") and (is_parameter or self._reading.writer.has_tool(begun[:-1].strip())):
             source.give_back(text)
             return ""
         return text
@@ -188,13 +188,13 @@ class _Parameters:
 
         Returns "" and reads nothing if the output ends or another call begins before such a mark.
         """
-        source, read, room = self._reading.source, [end], MAX_HELD_CALL_CHARS
+        source, read, budget = self._reading.source, [end], MAX_HELD_CALL_CHARS
 
         def keep(text: str) -> None:
-            nonlocal room
+            nonlocal budget
             read.append(text)
-            room -= len(text)
-            if room < 0:
+            budget -= len(text)
+            if budget < 0:
                 raise Malformed
 
         try:

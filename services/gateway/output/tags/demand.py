@@ -11,8 +11,8 @@ from rootstock_llm.services.shared.json_schema import is_annotation
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_MEMBERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_SAYS_TYPE = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "properties")
-_OF_NO_MEMBERS = {"type", "properties", "required"}
+_TYPE_KEYWORDS = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "properties")  # keywords that restrict the type
+_OF_NO_MEMBERS = {"type", "properties", "required"}  # keywords that a schema without parameters may have
 
 
 class TagRefused(ValueError):
@@ -53,7 +53,7 @@ class CallDemand:
         if found is None or _has_no_members(found):
             return _NO_MEMBERS
         if tool.strict:
-            return found if any(key in found for key in _SAYS_TYPE) else {**found, **ANY_OBJECT}
+            return found if any(key in found for key in _TYPE_KEYWORDS) else {**found, **ANY_OBJECT}
         return found if "type" in found or "$ref" in found else {**found, **ANY_OBJECT}
 
     def arguments(self, tool: ToolSpec) -> Layout:
@@ -66,7 +66,10 @@ class CallDemand:
 
 
 def _has_no_members(schema: Mapping[str, Any]) -> bool:
-    """Whether the schema is an empty list of parameters. `{"type": "object"}` has no list, so it allows all parameters."""
+    """Whether the schema allows no parameters: it has no keywords, or empty `properties`.
+
+    `{"type": "object"}` without `properties` allows all parameters.
+    """
     keywords = {key for key in schema if not is_annotation(key)}
     if not keywords:
         return True

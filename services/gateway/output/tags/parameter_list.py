@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rootstock_llm.services.gateway.output.parameter_types import says
+from rootstock_llm.services.gateway.output.parameter_types import keywords_of
 from rootstock_llm.services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
 
 _DEFINITIONS = ("$defs", "definitions")
-_OF_A_LIST = {"type", "properties", "required", "additionalProperties"}
+_OF_A_LIST = {"type", "properties", "required", "additionalProperties"}  # keywords that a list of parameters can express
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ def parameters(demand: CallDemand, tool: ToolSpec) -> list[Parameter] | None:
         TagRefused: The schema of a strict tool has keywords that a list of parameters cannot express.
     """
     schema = demand.parameters(tool)
-    if tool.strict and not says(schema) <= _OF_A_LIST:
-        why = "in this model's format, parameters of a strict tool must be an object with 'properties', and no limits"
+    if tool.strict and not keywords_of(schema) <= _OF_A_LIST:
+        why = "in this model's format, parameters of a strict tool must be an object with 'properties' and no further keywords"
         raise TagRefused(tool.field, why)
     properties, required = schema.get("properties"), schema.get("required")
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from rootstock_llm.services.gateway.output.parameter_types import ANY, referred, says, schema_types
+from rootstock_llm.services.gateway.output.parameter_types import ANY, keywords_of, referred, schema_types
 from rootstock_llm.services.gateway.output.tags.demand import CallDemand, TagRefused, ToolSpec
 from rootstock_llm.services.gateway.output.tags.layouts import (
     Layout,
@@ -53,7 +53,7 @@ def _of(schema: Any, root: Mapping[str, Any], followed: set[str]) -> list[Altern
         return [Alternative()]
     if not isinstance(schema, Mapping):
         return [Alternative(limited=True)]
-    keywords = says(schema)
+    keywords = keywords_of(schema)
     if keywords == {"$ref"}:
         reference = str(schema["$ref"])
         if reference in followed:
@@ -120,7 +120,7 @@ def _value(demand: CallDemand, parameter: Parameter, tool: ToolSpec) -> Layout:
     if tool.strict and not all(map(_is_any_text, ways)):
         raise TagRefused(
             tool.field,
-            "in this model's format, a strict tool's parameter that may be a string has no limits and no type but null besides",
+            "in this model's format, a strict tool's parameter that may be a string must have no limits and no type except null",
         )
     return any_text()
 

@@ -84,7 +84,7 @@ def calls_or_answer(formats: OutputFormats, demand: CallDemand, answer: Layout) 
     Raises:
         TagRefused: A strict tool has parameters that the format cannot enforce.
     """
-    assert not demand.forced, "an answer may come in their place"
+    assert not demand.forced, "the output may be an answer without calls"
     if formats.tools == "harmony":
         return _tag(harmony(demand, answer))
     loose = tuple(tool if tool.strict else replace(tool, parameters=ANY_OBJECT) for tool in demand.tools)

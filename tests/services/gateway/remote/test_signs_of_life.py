@@ -47,7 +47,7 @@ async def ends(work: Coroutine[Any, Any, Any], within_s: float) -> Any:
 def test_until_lost_reports_an_unreachable_machine_before_silence() -> None:
     with machine(answers=False) as address:
         why = asyncio.run(ends(until_lost(address, Patience(60.0, WITHIN_S), lambda: 0), 20))
-    assert why == "silent for 0.3 s, and takes no connection"
+    assert why == "silent for 0.3 s, and accepts no connection"
 
 
 def test_until_unreachable_waits_when_only_the_process_is_stopped() -> None:
