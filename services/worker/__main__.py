@@ -177,8 +177,8 @@ def _register(registry: CollectorRegistry, worker_metrics: WorkerMetrics, engine
     registry.register(ReloadMetrics(lambda: engine.weights.reload_s, model))
     if engine.stats is not None:
         registry.register(ExecutorMetrics(engine.stats, model))
-    if engine.room_server is not None:
-        registry.register(PeerMetrics(engine.room_server, model))
+    if engine.kv_server is not None:
+        registry.register(PeerMetrics(engine.kv_server, model))
     if engine.peer_reader is not None:
         registry.register(PeerReadMetrics(engine.peer_reader, model))
     if engine.book is not None:

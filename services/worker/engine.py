@@ -27,7 +27,7 @@ from rootstock_llm.services.worker.draft_corpus import draft_corpus
 from rootstock_llm.services.worker.draft_folder import draft_folder
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.exec.contracts.options import PeerOptions, TierOptions
-from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
+from rootstock_llm.services.worker.exec.contracts.peer_pages import KvServer, PeerReader
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor, ExecutorStats
 from rootstock_llm.services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from rootstock_llm.services.worker.grammar.book import CompiledBook
@@ -59,7 +59,7 @@ class Built:
     executor: Executor
     info: LoadedInfo
     stats: ExecutorStats | None = None  # counts of steps, or None if the executor counts nothing
-    room_server: RoomServer | None = None  # see Engine
+    kv_server: KvServer | None = None  # see Engine
     peer_reader: PeerReader | None = None  # see Engine
 
 
@@ -86,7 +86,7 @@ class Engine:
     book: CompiledBook | None  # compiled grammars, or None if structured output is disabled
     masks: MaskFiller
     keys: PageKeys | None  # page keys of other tiers, or None without other tiers
-    room_server: RoomServer | None  # lets other workers read KV here, or None to serve no reads
+    kv_server: KvServer | None  # lets other workers read KV here, or None to serve no reads
     peer_reader: PeerReader | None  # reads the KV of other workers, or None if this worker does not
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
         book,
         masks,
         keys,
-        built.room_server,
+        built.kv_server,
         built.peer_reader,
     )
 
@@ -272,7 +272,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         progress=logger.info,
     )
     executor.on_lost = on_lost
-    return Built(executor, info, executor.runner.stats, executor.room_server, executor.peer_reader)
+    return Built(executor, info, executor.runner.stats, executor.kv_server, executor.peer_reader)
 
 
 def _fake(settings: WorkerSettings, _: OnLost, moves: Moves) -> Built:

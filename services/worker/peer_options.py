@@ -11,10 +11,10 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.shared.tls.roles import Role
 from rootstock_llm.services.worker.core.contracts.reservations import ReservationReleased
 from rootstock_llm.services.worker.exec.contracts.options import PeerOptions
-from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
+from rootstock_llm.services.worker.exec.contracts.peer_pages import KvServer, PeerReader, ReadPages
+from rootstock_llm.services.worker.exec.remote_kv.kv_server import TcpKvServer
 from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
 from rootstock_llm.services.worker.exec.remote_kv.peer_reader import TcpPeerReader
-from rootstock_llm.services.worker.exec.remote_kv.room_server import TcpRoomServer
 from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
 from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 from rootstock_llm.services.worker.settings import WorkerSettings
@@ -84,11 +84,11 @@ def _server(
     layout: bytes,
     page_bytes: int,
     read_pages: ReadPages,
-) -> RoomServer:
+) -> KvServer:
     host, port = settings.disaggregation_host, settings.disaggregation_port
     carrier = _carrier() if settings.disaggregation_transfer_backend == "nixl" else None
     try:
-        return TcpRoomServer(
+        return TcpKvServer(
             host, port, layout, settings.page_size, page_bytes, read_pages, on_left, tls=tls, folder=folder, carrier=carrier
         )
     except OSError as error:

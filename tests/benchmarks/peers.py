@@ -18,9 +18,9 @@ import numpy as np
 
 from rootstock_llm.services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, proof
 from rootstock_llm.services.worker.core.contracts.transfers import I32, Pull
+from rootstock_llm.services.worker.exec.remote_kv.kv_server import TcpKvServer
 from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
 from rootstock_llm.services.worker.exec.remote_kv.peer_reader import TcpPeerReader
-from rootstock_llm.services.worker.exec.remote_kv.room_server import TcpRoomServer
 from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
 from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
@@ -28,7 +28,7 @@ LAYOUT, PAGE_SIZE, PAGE_BYTES = b"Qwen3-0.6B, bfloat16", 16, 28 * 2 * 8 * 128 * 
 POOL_PAGES = 64
 PAGES = np.arange(POOL_PAGES, dtype=np.int32)[::-1]
 TOKENS = np.arange(POOL_PAGES * PAGE_SIZE, dtype=np.int32).tobytes()
-ROOM = KvReservation(1, 1, bytes(range(16)))
+RESERVATION = KvReservation(1, 1, bytes(range(16)))
 GB = 1e9
 
 
@@ -44,10 +44,10 @@ def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | N
     def read_pages(pages: I32, out: memoryview) -> None:
         np.take(pool, pages, 0, np.frombuffer(out, np.float32).reshape(len(pages), -1), mode="clip")
 
-    server = TcpRoomServer(
+    server = TcpKvServer(
         "127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None, tls=tls, folder=folder, carrier=carrier
     )
-    server.open(OpenReservation(ROOM, "", TOKENS, PAGES))
+    server.open(OpenReservation(RESERVATION, "", TOKENS, PAGES))
     print(server.port, flush=True)
     sys.stdin.read()
     server.close()
@@ -55,7 +55,7 @@ def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | N
 
 def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None) -> tuple[float, float]:
     """Returns the GB per second of all readers, each with its own connection, and the median seconds of a read."""
-    source, tls = KvSource(ROOM, address, POOL_PAGES), identity(asked.tls)
+    source, tls = KvSource(RESERVATION, address, POOL_PAGES), identity(asked.tls)
     readers, reads, at_once = asked.readers, asked.reads, asked.pages
     taken: list[float] = []
     carriers = [Carrier() if asked.nixl else None for _ in range(readers)]
@@ -65,7 +65,7 @@ def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None
         out = memoryview(bytearray(at_once * PAGE_BYTES))
         for number in range(reads):
             first = number * at_once % (POOL_PAGES - at_once + 1)
-            proven = proof(ROOM.secret, "", TOKENS[: (first + at_once) * PAGE_SIZE * 4])
+            proven = proof(RESERVATION.secret, "", TOKENS[: (first + at_once) * PAGE_SIZE * 4])
             begun = time.perf_counter()
             assert reader.read(Pull(source, first, proven), at_once, out) == at_once, "the read must return all pages"
             taken.append(time.perf_counter() - begun)

@@ -27,9 +27,9 @@ from rootstock_llm.services.worker.core.contracts.reservations import (
 from rootstock_llm.services.worker.core.contracts.transfers import I32, Tier
 from rootstock_llm.services.worker.core.control import SchedulerControl
 from rootstock_llm.services.worker.exec.contracts.options import PeerOptions
-from rootstock_llm.services.worker.exec.contracts.peer_pages import ReadPages, RoomServer
+from rootstock_llm.services.worker.exec.contracts.peer_pages import KvServer, ReadPages
+from rootstock_llm.services.worker.exec.remote_kv.kv_server import TcpKvServer
 from rootstock_llm.services.worker.exec.remote_kv.peer_reader import TcpPeerReader
-from rootstock_llm.services.worker.exec.remote_kv.room_server import TcpRoomServer
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS
 from tests.exec.tiered import PAGE_SIZE, Answer, Served, build
 from tests.exec.tiny_models import TinyModel
@@ -73,11 +73,11 @@ class Apart:
         )
         reads = PeerOptions(open_reader=lambda layout, page_bytes: TcpPeerReader(layout, PAGE_SIZE, page_bytes))
         self.second = Served(*build(folder, POOL_PAGES, None, peers=reads, **options), poisoned=True)
-        server = self.first.executor.room_server
+        server = self.first.executor.kv_server
         assert server is not None
         self.address = f"127.0.0.1:{server.port}"
 
-    def _serve(self, layout: bytes, page_bytes: int, read_pages: ReadPages) -> RoomServer:
+    def _serve(self, layout: bytes, page_bytes: int, read_pages: ReadPages) -> KvServer:
         self.page_bytes = page_bytes
 
         def late(pages: I32, out: memoryview) -> None:
@@ -85,7 +85,7 @@ class Apart:
             read_pages(pages, out)
             self.after()
 
-        return TcpRoomServer("127.0.0.1", 0, layout, PAGE_SIZE, page_bytes, late, self._left.put)
+        return TcpKvServer("127.0.0.1", 0, layout, PAGE_SIZE, page_bytes, late, self._left.put)
 
     def turn(self) -> None:
         while not self._left.empty():
@@ -225,7 +225,7 @@ def test_second_worker_computes_missing_pages_when_the_first_dies_between_chunks
         assert time.monotonic() < deadline, "the first chunk was not computed in time"
         apart.second.turn()  # the first executor computes no further chunk
     assert apart.first.answers[handle].finish is None, "the prompt is still being computed"
-    server = apart.first.executor.room_server
+    server = apart.first.executor.kv_server
     assert server is not None
     server.close()
     answer = apart.second.ask(ids, seed=0, **SAMPLED)

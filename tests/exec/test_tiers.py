@@ -21,7 +21,7 @@ from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 from rootstock_llm.services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.draft_folders import write_eagle3
-from tests.exec.remote_kv.rooms import until
+from tests.exec.remote_kv.served_reservations import until
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS, came_from, options, prompt
 from tests.exec.tiered import DEADLINE_S, PAGE_SIZE, SECRET, Served, build
 from tests.exec.tiny_models import TinyModel

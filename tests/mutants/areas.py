@@ -90,7 +90,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/gateway/dispatch/test_dispatch_ahead.py",
         "tests/services/gateway/routing/test_pick_prefill.py",
         "tests/exec/test_page_mover.py",
-        "tests/exec/remote_kv/test_room_server.py",
+        "tests/exec/remote_kv/test_kv_server.py",
         "tests/exec/remote_kv/test_peer_reader.py",
         "tests/exec/remote_kv/test_shared_memory.py",
         "tests/exec/remote_kv/test_nixl.py",

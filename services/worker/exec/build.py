@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.exec.contracts.causal_model import CausalMode
 from rootstock_llm.services.worker.exec.contracts.drafter import Kept
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
-from rootstock_llm.services.worker.exec.contracts.peer_pages import RoomServer
+from rootstock_llm.services.worker.exec.contracts.peer_pages import KvServer
 from rootstock_llm.services.worker.exec.contracts.protocol import ExecutorStats
 from rootstock_llm.services.worker.exec.device import device_of, load_target, streams_of
 from rootstock_llm.services.worker.exec.eager_cost import graph_limits, measured_eager_cost
@@ -133,7 +133,7 @@ def build_device_executor(
     )
     layout = f"{made.kv_layout} {info.numerics}"
     mover, host_pages = made.tiers(pages, layout)
-    server = made.room_server(layout)
+    server = made.kv_server(layout)
     memory = made.memory_parts(request, pages)
     executor = DeviceExecutor(made.runner, memory, steps=made.steps, mover=mover, server=server)
     progress(f"loaded in: {phases.describe()}")
@@ -433,7 +433,7 @@ class _Assembly:
         reader = None if open_reader is None else open_reader(layout.encode(), self._copier().page_bytes)
         return make_mover(options, pages, self._copier, self._arrivals, layout, self._streams, self._progress, reader)
 
-    def room_server(self, layout: str) -> RoomServer | None:
+    def kv_server(self, layout: str) -> KvServer | None:
         """Returns the server of KV reservations, or None if other workers do not read here. Raises ValueError."""
         peers = self._options.peers
         if peers is None or peers.open_server is None or not self._keeps_kv:

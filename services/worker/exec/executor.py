@@ -26,7 +26,7 @@ from rootstock_llm.services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
-from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
+from rootstock_llm.services.worker.exec.contracts.peer_pages import KvServer, PeerReader
 from rootstock_llm.services.worker.exec.contracts.protocol import NO_MASKS, DraftTokens, ExecutorError, Masks, Run
 from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner, StepRun
 from rootstock_llm.services.worker.exec.streams.copies import Readback
@@ -61,7 +61,7 @@ class DeviceExecutor:
         on_lost: Callable[[str], None] = _ignore,
         steps: Steps | None = None,
         mover: PageMover | None = None,
-        server: RoomServer | None = None,
+        server: KvServer | None = None,
     ) -> None:
         """Takes the parts.
 
@@ -124,7 +124,7 @@ class DeviceExecutor:
         return None if self._mover is None else self._mover.peers
 
     @property
-    def room_server(self) -> RoomServer | None:
+    def kv_server(self) -> KvServer | None:
         return self._server
 
     def rooms(self, events: ReservationEvents) -> None:

@@ -6,14 +6,14 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
 from rootstock_llm.services.shared.observe.readings import Reading, Readings, Value
-from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
+from rootstock_llm.services.worker.exec.contracts.peer_pages import KvServer, PeerReader
 
 
-def _refused(server: RoomServer) -> Value:
+def _refused(server: KvServer) -> Value:
     return {(reason,): count for reason, count in server.counts().refused.items()}
 
 
-class PeerMetrics(Readings[RoomServer]):
+class PeerMetrics(Readings[KvServer]):
     """Metrics of the KV port. The label is the served model name."""
 
     labels = ("model_name",)

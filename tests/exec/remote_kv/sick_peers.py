@@ -11,7 +11,7 @@ from types import TracebackType
 
 from rootstock_llm.services.worker.exec.remote_kv import frames
 from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, PageLayout, Status
-from tests.exec.remote_kv.rooms import LAYOUT, PAGE_BYTES, PAGE_SIZE
+from tests.exec.remote_kv.served_reservations import LAYOUT, PAGE_BYTES, PAGE_SIZE
 
 HELLO_SIZE = len(frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)))
 Manner = Callable[["SickPeer", socket.socket], None]

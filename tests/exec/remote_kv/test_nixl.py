@@ -17,14 +17,25 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.worker.exec.remote_kv import frames, peer_reader
 from rootstock_llm.services.worker.exec.remote_kv import nixl_staging as staging
 from rootstock_llm.services.worker.exec.remote_kv.frames import PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.kv_server import ServerLimits
 from rootstock_llm.services.worker.exec.remote_kv.nixl_process import CarriedArea
 from rootstock_llm.services.worker.exec.remote_kv.nixl_staging import Unstaged, parse_area, staging_shape
-from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits
 from rootstock_llm.services.worker.exec.remote_kv.shared_ring import FILLED, FREE
 from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
 from tests.exec.remote_kv import sick_peers
 from tests.exec.remote_kv.carriers import LIBRARIES, KeptCarrier, carrier
-from tests.exec.remote_kv.rooms import PAGE_BYTES, PATIENCE_S, POOL_PAGES, Asking, Served, pull, read_request, reader, room, until
+from tests.exec.remote_kv.served_reservations import (
+    PAGE_BYTES,
+    PATIENCE_S,
+    POOL_PAGES,
+    Asking,
+    Served,
+    pull,
+    read_request,
+    reader,
+    reservation,
+    until,
+)
 from tests.exec.remote_kv.sick_peers import SickPeer
 from tests.exec.remote_kv.test_peer_reader import warnings
 
@@ -68,14 +79,14 @@ class Tapping(Asking):
     def __init__(self, served: Served, own: KeptCarrier) -> None:
         super().__init__(served.server.port)
         self.opened = served.opened(pages=PAGES)
-        status, told = self.ask(PageRequest(RequestKind.STAGE, self.opened.room))
+        status, payload = self.ask(PageRequest(RequestKind.STAGE, self.opened.room))
         assert status is Status.OK
-        self.told = pb.StagingArea.FromString(told)
+        self.area_message = pb.StagingArea.FromString(payload)
         self._area: CarriedArea = own.area(staging_shape(PAGE_BYTES).slot_bytes, time.monotonic() + PATIENCE_S)
-        self._area.load(self.told.metadata, time.monotonic() + PATIENCE_S)
+        self._area.load(self.area_message.metadata, time.monotonic() + PATIENCE_S)
 
     def slot(self, number: int) -> bytes:
-        self._area.read(self.told.addresses[number], SLOT_BYTES, time.monotonic() + PATIENCE_S)
+        self._area.read(self.area_message.addresses[number], SLOT_BYTES, time.monotonic() + PATIENCE_S)
         return self._area.data[:SLOT_BYTES].tobytes()
 
     def ask_for_all(self) -> None:
@@ -108,7 +119,7 @@ def test_reader_gets_pages_in_pieces_and_all_areas_are_wiped(both: tuple[KeptCar
 
 def test_server_wipes_a_slot_after_the_mark_of_the_reader(both: tuple[KeptCarrier, KeptCarrier]) -> None:
     with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
-        assert tapping.slot(0)[: staging.NONCE_BYTES] == tapping.told.nonce and not any(tapping.slot(1))
+        assert tapping.slot(0)[: staging.NONCE_BYTES] == tapping.area_message.nonce and not any(tapping.slot(1))
         tapping.ask_for_all()
         tapping.socket.recv(frames.ANSWER_BYTES, socket.MSG_WAITALL)
         for slot in range(staging.SLOTS):
@@ -145,7 +156,7 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
 
             def shut(last: int = last) -> None:
                 if len(served.pool.reads) == last:
-                    served.server.shut([room(1, PAGES).room])
+                    served.server.shut([reservation(1, PAGES).room])
 
             served.pool.after = shut
             assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
@@ -156,7 +167,7 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
         one.close()
     with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
         served.pool.after = lambda: served.server.shut([tapping.opened.room])
-        assert tapping.ask(read_request(tapping.opened, 0, AT_ONCE)) == (Status.NO_ROOM, b"")
+        assert tapping.ask(read_request(tapping.opened, 0, AT_ONCE)) == (Status.NO_RESERVATION, b"")
         assert served.pool.bytes_of(PAGES[:1]) not in tapping.slot(0), "pages of a shut reservation are not readable in the area"
         tapping.stop()
 
@@ -164,12 +175,12 @@ def test_server_stages_no_page_of_a_reservation_that_is_shut_during_the_read(
 def test_server_stages_once_per_connection_for_a_known_reservation(
     fakes: tuple[KeptCarrier, KeptCarrier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown = PageRequest(RequestKind.STAGE, room(2, PAGES).room)
+    unknown = PageRequest(RequestKind.STAGE, reservation(2, PAGES).room)
     folder = SocketFolder(tmp_path / "kv")
     with Served(carrier=fakes[0], folder=folder) as served:
         stage = PageRequest(RequestKind.STAGE, served.opened().room)
         with Asking(served.server.port) as asking:
-            assert asking.ask(unknown) == (Status.NO_ROOM, b"")
+            assert asking.ask(unknown) == (Status.NO_RESERVATION, b"")
             assert asking.ask(stage)[0] is Status.OK
             assert asking.ask(stage)[0] is Status.MALFORMED and asking.is_ended()
         one = reader(folder=folder, carrier=fakes[1])  # shared memory is preferred
@@ -178,7 +189,7 @@ def test_server_stages_once_per_connection_for_a_known_reservation(
         one.close()
         assert served.refused == {"no_room": 1, "malformed": 1}
         one = reader(carrier=fakes[1])
-        assert pull(one, served.source(room(2, PAGES)), room(2, PAGES), 0, 2) is None
+        assert pull(one, served.source(reservation(2, PAGES)), reservation(2, PAGES), 0, 2) is None
         assert served.refused["no_room"] == 2, "the refused STAGE request is not followed by a request for pages"
         assert pull(one, served.source(served.opened(3)), served.opened(3), 0, 2) and set(one.read_bytes()) == {"nixl"}
         one.close()
@@ -226,7 +237,7 @@ def test_reader_falls_back_to_tcp_when_the_bytes_are_wrong(
 ) -> None:
     with carrier("fake", "wrong") as own, Served(carrier=fakes[0]) as served:
         (said,) = reads_over_tcp(served, own, caplog)
-        assert "the nonce that was read is not the announced nonce" in said
+        assert "the nonce that was read differs from the announced nonce" in said
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
@@ -239,10 +250,10 @@ def test_worker_uses_tcp_and_no_area_when_nixl_registers_no_memory(
         with Served(carrier=its) as served:
             assert len(reads_over_tcp(served, own, caplog)) == whose
         (said,) = (each for each in caplog.records if each.levelname == "WARNING")
-        assert "NIXL does not take memory" in said.__dict__["fields"]["error"], "only the worker without memory logs the error"
+        assert "NIXL cannot register memory" in said.__dict__["fields"]["error"], "only the worker without memory logs the error"
         monkeypatch.setattr(limits, "MAX_STAGING_AREAS", 1)
         shape = staging_shape(PAGE_BYTES)
-        with pytest.raises(OSError, match="NIXL does not take memory"):
+        with pytest.raises(OSError, match="NIXL cannot register memory"):
             one.area(shape.num_bytes if whose == 0 else shape.slot_bytes, time.monotonic() + PATIENCE_S)
 
 
@@ -311,7 +322,7 @@ def test_reader_falls_back_to_tcp_when_the_answer_to_stage_is_invalid(
     page = bytes(range(128)) * (PAGE_BYTES // 128)
     for case, answer in ANSWERS.items():
         with SickPeer(sick_peers.says(answer), sick_peers.says(_of(page))) as peer:
-            opened, one = room(1, PAGES), reader(carrier=fakes[1])
+            opened, one = reservation(1, PAGES), reader(carrier=fakes[1])
             source = Served.source(peer, opened)  # type: ignore[arg-type]
             assert pull(one, source, opened, 0, 1) == page, case
             assert one.read_bytes() == {"tcp": PAGE_BYTES} and peer.num_connections == 2, case

@@ -15,15 +15,15 @@ from rootstock_llm.services.worker.core.contracts.reservations import KvSource
 from rootstock_llm.services.worker.core.contracts.transfers import Pull
 from rootstock_llm.services.worker.exec.remote_kv import peer_reader
 from rootstock_llm.services.worker.exec.remote_kv.connection import parse_address
-from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits
+from rootstock_llm.services.worker.exec.remote_kv.kv_server import ServerLimits
 from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 from tests.exec.remote_kv import sick_peers
 from tests.exec.remote_kv.certificates import Authority
-from tests.exec.remote_kv.rooms import PAGE_BYTES, Running, Served, proof_of, pull, reader, room, until
+from tests.exec.remote_kv.served_reservations import PAGE_BYTES, Running, Served, proof_of, pull, reader, reservation, until
 from tests.exec.remote_kv.sick_peers import Manner, SickPeer
 
 PAGES = (5, 2, 9, 30, 0)
-OURS = room(1, PAGES)
+OURS = reservation(1, PAGES)
 LINES = "rootstock_llm.services.worker.exec.remote_kv.peer_reader"
 
 
@@ -59,14 +59,14 @@ class TestReads:
     def test_reader_keeps_the_connection_after_a_refusal(self, caplog: pytest.LogCaptureFixture) -> None:
         with Served() as served:
             opened, one = served.opened(), reader()
-            source, unknown = served.source(opened), room(2, PAGES)
+            source, unknown = served.source(opened), reservation(2, PAGES)
             assert pull(one, source, opened, 0, 1)
             assert pull(one, served.source(unknown), unknown, 0, 1) is None
             assert warnings(caplog) == []
             for _ in range(2):
                 wrong = Pull(source, 0, proof_of(opened, 2))
                 assert one.read(wrong, 1, memoryview(bytearray(PAGE_BYTES))) == 0
-            assert warnings(caplog) == ["it refuses: other_prompt"]
+            assert warnings(caplog) == ["the remote worker refuses: other_prompt"]
             assert pull(one, source, opened, 0, 1)
             assert served.refused == {"no_room": 1, "other_prompt": 2}
             assert served.server.counts().num_connections == 1 and served.left == []
@@ -82,7 +82,8 @@ class TestReads:
             for _ in range(3):
                 assert pull(one, served.source(opened), opened, 0, 1) is None
             assert warnings(caplog) == [
-                "its pages are 4 tokens in 640 bytes: a model, bfloat16; asked for were 4 tokens in 640 bytes: another model"
+                "the server's pages are 4 tokens in 640 bytes: a model, bfloat16; "
+                "the reader expects 4 tokens in 640 bytes: another model"
             ]
             assert served.refused == {"layout": 3} and served.pool.reads == []
             one.close()
@@ -106,9 +107,9 @@ class TestReads:
 
     def test_reader_closes_the_least_recently_used_connection_beyond_max_peers(self) -> None:
         with Served() as first, Served() as second, Served() as third:
-            one, opened = reader(max_peers=2), room(1, PAGES)
+            one, opened = reader(max_peers=2), reservation(1, PAGES)
             for served in (first, second, first, third):
-                if opened.room not in [each.room.room for each in served.server._rooms._standing.values()]:
+                if opened.room not in [each.version.room for each in served.server._reservations._offered.values()]:
                     served.server.open(opened)
                 assert pull(one, served.source(opened), opened, 0, 1)
             until(lambda: second.server.counts().num_connections == 0)
@@ -163,22 +164,22 @@ class TestReconnects:
 
 
 ENDED: dict[str, Manner] = {
-    "dies in its answer": sick_peers.dies,
-    "another kind of server": sick_peers.NEVER_TO_HELLO,
-    "refuses at length": sick_peers.LONG_REFUSAL,
-    "welcomes with more than that": sick_peers.WELCOME_WITH_MORE,
-    "too little": sick_peers.TOO_LITTLE,
-    "too much": sick_peers.TOO_MUCH,
-    "a status that is none": sick_peers.NO_STATUS,
-    "half the head of an answer": sick_peers.HALF_A_HEAD,
+    "closes within the answer": sick_peers.dies,
+    "HTTP server": sick_peers.NEVER_TO_HELLO,
+    "refusal of a terabyte": sick_peers.LONG_REFUSAL,
+    "hello answer with a payload": sick_peers.WELCOME_WITH_MORE,
+    "too few bytes": sick_peers.TOO_LITTLE,
+    "too many bytes": sick_peers.TOO_MUCH,
+    "unknown status": sick_peers.NO_STATUS,
+    "half of an answer head": sick_peers.HALF_A_HEAD,
     "no answer": sick_peers.NOTHING,
 }
 SILENT: dict[str, Manner] = {
-    "never says a thing": sick_peers.silent,
-    "says nothing when asked": sick_peers.silent_when_asked,
-    "falls silent in its answer": sick_peers.silent_in_its_answer,
-    "drips": sick_peers.drips,
-    "drips its welcome": sick_peers.drips_its_welcome,
+    "silent from the start": sick_peers.silent,
+    "silent after the hello": sick_peers.silent_when_asked,
+    "silent within the answer": sick_peers.silent_in_its_answer,
+    "slow answer": sick_peers.drips,
+    "slow hello answer": sick_peers.drips_its_welcome,
 }
 
 
@@ -248,7 +249,7 @@ class TestFaultyServers:
         with Served(port=port) as served:
             opened = served.opened()
             assert pull(one, served.source(opened), opened, 0, 2)
-        assert [each.message for each in caplog.records if each.name == LINES][1:] == ["a peer can be read again"]
+        assert [each.message for each in caplog.records if each.name == LINES][1:] == ["a remote worker can be read again"]
         assert pull(one, KvSource(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
         assert len(warnings(caplog)) == 2
         one.close()

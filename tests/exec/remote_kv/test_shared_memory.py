@@ -14,10 +14,21 @@ import pytest
 
 from rootstock_llm.services.worker.exec.remote_kv import connection, frames, shared_ring
 from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, PageLayout, PageRequest, RequestKind, Status
-from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits
+from rootstock_llm.services.worker.exec.remote_kv.kv_server import ServerLimits
 from rootstock_llm.services.worker.exec.remote_kv.shared_ring import RingShape, RingWriter
 from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
-from tests.exec.remote_kv.rooms import LAYOUT, PAGE_BYTES, PAGE_SIZE, POOL_PAGES, Running, Served, proof_of, pull, reader, until
+from tests.exec.remote_kv.served_reservations import (
+    LAYOUT,
+    PAGE_BYTES,
+    PAGE_SIZE,
+    POOL_PAGES,
+    Running,
+    Served,
+    proof_of,
+    pull,
+    reader,
+    until,
+)
 from tests.exec.remote_kv.test_peer_reader import warnings
 
 PAGES = tuple(range(POOL_PAGES))[::-1]
@@ -159,7 +170,7 @@ def test_reader_warns_and_uses_tcp_when_the_ring_is_invalid(
         assert pull(one, served.source(opened), opened, 0, 2) == served.pool.bytes_of(PAGES[:2])
         offering.result()
         assert one.read_bytes() == {"tcp": 2 * PAGE_BYTES}
-        assert len(warnings(caplog)) == 1 and "memory is not shared with a peer" in caplog.text
+        assert len(warnings(caplog)) == 1 and "shared memory failed, a worker on this machine is read over TCP" in caplog.text
         one.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exec.remote_kv.rooms import until
+from tests.exec.remote_kv.served_reservations import until
 from tests.exec.tier_prompts import POOL_PAGES, options, prompt
 from tests.exec.tiered import Served, build
 from tests.exec.tiny_models import TinyModel

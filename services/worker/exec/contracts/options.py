@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.exec.contracts.page_store import PageStore
-from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
+from rootstock_llm.services.worker.exec.contracts.peer_pages import KvServer, PeerReader, ReadPages
 
 NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # values of DeviceOptions.speculative_algorithm
 
@@ -33,7 +33,7 @@ class TierOptions:
     host_share: float = 0.25  # largest part of the free host memory that host_ratio may take
 
 
-OpenServer = Callable[[bytes, int, ReadPages], RoomServer]
+OpenServer = Callable[[bytes, int, ReadPages], KvServer]
 """Opens the server of this worker's KV reservations for (layout, bytes of a page, reader of pages). Raises ValueError."""
 OpenReader = Callable[[bytes, int], PeerReader]
 """Opens the reader of remote workers' pages for (layout, bytes of a page)."""

@@ -63,17 +63,17 @@ class PeerReader(Protocol):
         """Aborts running reads, which then fail. No other call may follow."""
 
 
-class RoomServer(Protocol):
+class KvServer(Protocol):
     """Serves the pages of this worker's KV reservations to remote workers, on separate threads."""
 
     @property
     def port(self) -> int:
         """Port on which the server listens."""
 
-    def open(self, room: OpenReservation) -> None:
+    def open(self, reservation: OpenReservation) -> None:
         """Opens a reservation, or extends an open one. Called on the loop's thread; does not block."""
 
-    def shut(self, rooms: Sequence[KvReservation]) -> None:
+    def shut(self, reservations: Sequence[KvReservation]) -> None:
         """Closes reservations. Pages that were copied before the call may still be sent; later copies are not sent."""
 
     def shut_all(self) -> None:

@@ -40,7 +40,7 @@ class Connection:
         Args:
             context: TLS context of this side.
             deadline: end of the handshake.
-            server_hostname: name of the server, on the client's side, None on the server's side.
+            server_hostname: for a client, the name of the server; None for a server.
 
         Returns:
             The TLS socket, which has the remote side's certificate.
@@ -80,12 +80,12 @@ class Connection:
             TimeoutError: the deadline has passed.
             OSError: another failure of the socket.
         """
-        room = memoryview(out).cast("B")
+        target = memoryview(out).cast("B")
         received = 0
         with suppress(ConnectionError):
-            while received < len(room):
+            while received < len(target):
                 self._socket.settimeout(_seconds_left(deadline))
-                count = self._socket.recv_into(room[received:])
+                count = self._socket.recv_into(target[received:])
                 if count == 0:
                     break
                 received += count
@@ -100,8 +100,8 @@ class Connection:
     @property
     def is_of_same_user(self) -> bool:
         """Whether the process on the other side of a Unix socket runs as the same user. Raises OSError."""
-        told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return bool(_CREDENTIALS.unpack(told)[1] == os.geteuid())
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
     def send_with(self, fd: int, data: bytes, deadline: float) -> None:
         """Sends bytes and a file descriptor over a Unix socket.
@@ -118,8 +118,8 @@ class Connection:
         """Receives a file descriptor and `size` bytes over a Unix socket.
 
         Returns:
-            The descriptor, which the caller owns, or None if the message has none; and the bytes, fewer than `size` as in
-            receive_into().
+            The descriptor, which the caller owns, or None if the message has no descriptor; and the bytes. They are fewer than
+            `size` if the remote side has closed or broken the connection.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -166,8 +166,8 @@ def connect(
         address: host:port.
         context: TLS context of a client, None for plain TCP.
         deadline: end of connecting and of the handshake.
-        made: receives the connection before the first wait; raises if the connection is not wanted any more.
-        name: name that the server's certificate must have, if the context checks names; "" for the host.
+        made: receives the connection before the first wait; raises if the caller no longer needs a connection.
+        name: name that the server's certificate must have, if the context checks names; "": the host of `address`.
 
     Raises:
         ValueError: `address` is not host:port.
@@ -221,7 +221,7 @@ def connect_unix(path: Path, deadline: float, made: Callable[[Connection], None]
 
 
 def is_local(address: str) -> bool:
-    """Returns whether the host of host:port is this machine, as this process sees it; in a pod, this pod.
+    """Returns whether the host of host:port is an address of this machine; in a pod, of this pod.
 
     Raises:
         ValueError: `address` is not host:port.

@@ -1,12 +1,12 @@
 """The carrier: the process that loads NIXL, python -m rootstock_llm.services.worker.exec.remote_kv.nixl_carrier DESCRIPTOR.
 
-The descriptor is a socket to the carrier's worker. The carrier is a process of its own for safety: over a network without remote
-keys, such as TCP, a peer of the library can read and write all memory of the process. The carrier has no secret, and no memory
-but pages that are being handed over.
+The descriptor is a socket to the carrier's worker. NIXL runs in a separate process for safety: over a network without remote
+keys, such as TCP, a remote agent can read and write all memory of the process. The carrier has no secrets. The only data in its
+memory are pages that are being sent or received.
 
-The worker shares memory areas with the carrier. A thread serves each area over a socket of its own, the line, and ends with it.
-The process ends with its worker. Areas stay mapped: on a network without remote keys, a late read of an unmapped address would
-end the process.
+The worker shares memory areas with the carrier. One thread serves each area over a separate socket, the line, and ends with the
+line. The process ends with its worker. Areas stay mapped, because on a network without remote keys, a late read of an unmapped
+address would end the process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 
 from rootstock_llm.services.worker.exec.remote_kv import nixl_frames as frames
 from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
-from rootstock_llm.services.worker.exec.remote_kv.frames import MOST_SENTENCE_BYTES
+from rootstock_llm.services.worker.exec.remote_kv.frames import MAX_ERROR_BYTES
 from rootstock_llm.services.worker.exec.remote_kv.nixl_agent import AgentFailed, HostAgent, NixlRead
 from rootstock_llm.services.worker.exec.remote_kv.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
-REPLY_S = 10.0
+REPLY_S = 10.0  # time limit for sending a reply
 ORDER_S = 10.0  # from the first to the last byte of an order
-POLL_S = 0.0002
-UNENDED_POLL_S = 0.1
+POLL_S = 0.0002  # seconds between two checks of a running read
+UNENDED_POLL_S = 0.1  # seconds between two attempts to abort a read whose time limit has passed
 
 
 class Mappings:
@@ -70,7 +70,7 @@ class CarriedMemory:
         self.address: int = memory.ctypes.data
         self._registered, self.metadata = agent.register(self.address, self._size)
         self._other: Any = None  # remote agent whose memory is read
-        self._unended: NixlRead | None = None
+        self._unended: NixlRead | None = None  # a read that may still write to the memory
 
     def do(self, order: Order) -> None:
         """Runs a LOAD or READ order. Raises AgentFailed or TimeoutError."""
@@ -79,7 +79,7 @@ class CarriedMemory:
         elif self._other is None:
             self._other = self._agent.load(order.payload)
         else:
-            raise AgentFailed("another's memory is loaded already")
+            raise AgentFailed("a remote agent is loaded already")
 
     def close(self) -> None:
         """Returns when no remote agent reads the memory and no read writes to it. Raises AgentFailed."""
@@ -142,8 +142,7 @@ def _obey(carried: CarriedMemory, line: Connection) -> None:
 
 def _reply(line: Connection, is_done: bool, payload: bytes = b"") -> None:
     """Sends a reply. Raises OSError."""
-    told = payload if is_done else payload[:MOST_SENTENCE_BYTES]
-    frames.send_reply(line, is_done, told, time.monotonic() + REPLY_S)
+    frames.send_reply(line, is_done, payload if is_done else payload[:MAX_ERROR_BYTES], time.monotonic() + REPLY_S)
 
 
 def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line: Connection) -> None:
@@ -160,22 +159,22 @@ def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the worker finishes its work and then ends this process
     worker = socket.socket(fileno=int(sys.argv[1]))
-    said = Connection(worker)
+    connection = Connection(worker)
     try:
         agent = HostAgent()
     except AgentFailed as error:
-        _reply(said, False, str(error).encode())
+        _reply(connection, False, str(error).encode())
         return
-    _reply(said, True)
+    _reply(connection, True)
     worker.settimeout(None)
     mappings = Mappings()
     while True:
-        told, fds, _, _ = socket.recv_fds(worker, frames.SIZE.size, 2)
-        if not told:
-            os._exit(0)  # does not wait for other threads
+        data, fds, _, _ = socket.recv_fds(worker, frames.SIZE.size, 2)
+        if not data:
+            os._exit(0)  # the worker has ended; does not wait for other threads
         memory_fd, line_fd = fds
         line = Connection(socket.socket(fileno=line_fd))
-        (size,) = frames.SIZE.unpack(told)
+        (size,) = frames.SIZE.unpack(data)
         threading.Thread(target=_carry, args=(agent, mappings, memory_fd, size, line), daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""The frames between a worker and its carrier, the process that loads NIXL. Little-endian, of fixed sizes.
+"""Sends and receives the frames between a worker and its carrier, the process that loads NIXL.
 
     worker                              carrier
     (started)                      <-   reply 8 | error message, if NIXL cannot be loaded
@@ -11,8 +11,8 @@
     order 32, END                  ->
                                    <-   reply 8: the memory is not read or written any more
 
-Numbers are sizes in bytes. The payload of a reply that refuses is an error message. A line that ends without END also ends the
-use of the memory, without a reply.
+Frames are little-endian and have fixed sizes. Numbers are sizes in bytes. The payload of a reply that refuses is an error
+message. A line that ends without END also ends the use of the memory, without a reply.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
-from rootstock_llm.services.worker.exec.remote_kv.frames import MOST_SENTENCE_BYTES
+from rootstock_llm.services.worker.exec.remote_kv.frames import MAX_ERROR_BYTES
 
 _ORDER = struct.Struct("<B3xIQQd")  # kind, bytes of the payload, address, size, seconds
 _REPLY = struct.Struct("<B3xI")  # whether it was done, bytes of the payload
 SIZE, ADDRESS = struct.Struct("<Q"), struct.Struct("<Q")
 ORDER_BYTES = _ORDER.size
-MOST_PAYLOAD_BYTES = max(limits.MAX_NIXL_METADATA_BYTES + ADDRESS.size, MOST_SENTENCE_BYTES)
+MOST_PAYLOAD_BYTES = max(limits.MAX_NIXL_METADATA_BYTES + ADDRESS.size, MAX_ERROR_BYTES)
 
 
 class OrderKind(enum.IntEnum):
@@ -65,7 +65,7 @@ def receive_order(line: Connection, deadline: float) -> Order:
     """Returns the next order. Raises OSError if the line has ended, and ValueError for an unknown kind."""
     head = bytearray(ORDER_BYTES)
     if line.receive_into(head, deadline) < len(head):
-        raise ConnectionError("its line has ended")
+        raise ConnectionError("the line has ended")
     kind, size, *rest = _ORDER.unpack(head)
     payload = _payload(line, size, deadline)
     return Order(OrderKind(kind), payload, *rest)
@@ -80,7 +80,7 @@ def receive_reply(line: Connection, deadline: float) -> bytes:
     """Returns the payload of a reply. Raises CarrierRefuses for a refusal, and OSError."""
     head = bytearray(_REPLY.size)
     if line.receive_into(head, deadline) < len(head):
-        raise ConnectionError("the process that has NIXL in it has ended")
+        raise ConnectionError("the NIXL carrier has ended")
     is_done, size = _REPLY.unpack(head)
     payload = _payload(line, size, deadline)
     if not is_done:
@@ -91,8 +91,8 @@ def receive_reply(line: Connection, deadline: float) -> bytes:
 def _payload(line: Connection, size: int, deadline: float) -> bytes:
     """Receives a payload. Raises OSError."""
     if size > MOST_PAYLOAD_BYTES:
-        raise ConnectionError(f"{size} bytes are said to follow; {MOST_PAYLOAD_BYTES} are the most")
+        raise ConnectionError(f"a frame announces {size} bytes; the limit is {MOST_PAYLOAD_BYTES} bytes")
     payload = bytearray(size)
     if line.receive_into(payload, deadline) < size:
-        raise ConnectionError("a message has broken off")
+        raise ConnectionError("the connection ended within a frame")
     return bytes(payload)

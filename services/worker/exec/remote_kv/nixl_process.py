@@ -1,6 +1,6 @@
 """The worker's side of the carrier, the process that loads NIXL: starts it and shares memory with it.
 
-A failure of NIXL is an OSError here, and the pages then go over TCP. A carrier that has ended is not started again.
+Failures of NIXL are raised as OSError; the pages then go over TCP. A carrier that has ended is not started again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 # Prefixes of the environment variables that the carrier inherits. No such variable is a secret of the worker.
 PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")
-START_S = 60.0
-END_S = 1.0
-REPLY_S = 1.0  # after the deadline of an order, which the carrier observes itself
+START_S = 60.0  # time limit for loading NIXL
+END_S = 1.0  # time limit for the end of an area or of the process
+REPLY_S = 1.0  # seconds for the reply after the deadline of an order; the carrier checks that deadline itself
 
 
 class NoAreaLeft(OSError):
@@ -71,16 +71,16 @@ class CarriedArea:
         Args:
             memory: shared with the carrier.
             line: socket to the carrier's thread for this memory.
-            take_back: receives the memory when neither the carrier nor a remote agent uses it.
+            take_back: receives the memory when neither the carrier nor a remote agent uses it any more.
             deadline: end of the wait.
 
         Raises:
             OSError: the carrier has refused or ended.
         """
         self._memory, self._line, self._take_back = memory, line, take_back
-        told = frames.receive_reply(line, deadline)
-        (self.address,) = frames.ADDRESS.unpack_from(told)  # address of the first byte in the carrier
-        self.metadata = told[frames.ADDRESS.size :]  # a remote agent needs it to read the memory
+        reply = frames.receive_reply(line, deadline)
+        (self.address,) = frames.ADDRESS.unpack_from(reply)  # address of the first byte in the carrier
+        self.metadata = reply[frames.ADDRESS.size :]  # a remote agent needs it to read the memory
         self.data = memory.data  # uint8[n]
 
     def load(self, metadata: bytes, deadline: float) -> None:
@@ -103,7 +103,7 @@ class CarriedArea:
         try:
             self._order(Order(OrderKind.END), time.monotonic() + END_S)
         except OSError as error:
-            logger.info("memory is not given back by NIXL", extra=fields(error=str(error)))
+            logger.info("NIXL did not release a memory area in time", extra=fields(error=str(error)))
             self._memory.close()
         else:
             self.wipe()  # an aborted read may have written to it
@@ -174,7 +174,7 @@ class Carrier:
             raise
 
     def close(self) -> None:
-        """Ends the process. Only areas may be called afterwards."""
+        """Ends the process. Afterwards, only existing areas may be used, to close them."""
         with self._lock:
             self._is_closed = True
             self._socket.close()  # the process then ends by itself
@@ -209,7 +209,7 @@ class Carrier:
                 memory = SharedMemory(size)
                 self._made += 1
             else:
-                raise NoAreaLeft(f"{limits.MAX_STAGING_AREAS} connections have memory of NIXL's already, which are the most")
+                raise NoAreaLeft(f"all {limits.MAX_STAGING_AREAS} staging areas for NIXL are in use")
             assert len(memory.data) == size, "all areas have one size"
             try:
                 socket.send_fds(self._socket, [frames.SIZE.pack(size)], [memory.fd, line.fileno()])

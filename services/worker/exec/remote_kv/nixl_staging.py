@@ -1,11 +1,13 @@
-"""Hands pages to a remote worker through memory that it reads with NIXL, piece by piece.
+"""Sends pages to a remote worker through memory that the remote worker reads with NIXL, piece by piece.
 
     area   slots x slot_bytes, for one connection: memory of the carrier; only this reader gets its address
 
-The reader can read the area at any time, so a piece is in it only during its handover: the server first copies the piece to
-private memory, checks that the reservation is still open, and only then copies it to a slot. The marks of shared_ring.py go over
-the connection: the server marks each filled slot, and the reader marks each slot that it has read. The server wipes a slot at
-this mark, at the deadline, or when the connection ends.
+The reader can read the area at any time, so a slot has a piece only while the piece is being sent:
+
+1. The server copies the piece to private memory and checks that the reservation is still open.
+2. The server copies the piece to a slot, and sends the mark FILLED over the connection (shared_ring.py).
+3. The reader reads the slot and sends the mark FREE.
+4. The server wipes the slot: at this mark, at the deadline, or when the connection ends.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class StagingSender:
         self._own = memoryview(bytearray(shape.slot_bytes))
         self._area = carrier.area(shape.num_bytes, deadline)
         self._slots = self._area.data.reshape(shape.slots, shape.slot_bytes)
-        self.told = self._tell().SerializeToString()  # a StagingArea, for the reader
+        self.description = self._describe().SerializeToString()  # a StagingArea, for the reader
 
     def send(self, pages: I32, copy: Callable[[I32, memoryview], bool], deadline: float) -> int:
         """Sends pages as PageSender.send() does. Returns after the reader has read all of them."""
@@ -85,26 +87,27 @@ class StagingSender:
             raise Malformed("the reader returned a slot with an unknown mark")
         self._slots[piece % self._shape.slots] = 0
 
-    def _tell(self) -> pb.StagingArea:
+    def _describe(self) -> pb.StagingArea:
+        """Returns the description of the area. Writes a nonce into the area, with which the reader tests the path."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        room = self._area.data[:NONCE_BYTES]
-        room[:] = np.frombuffer(nonce, np.uint8)[: len(room)]
+        written = self._area.data[:NONCE_BYTES]
+        written[:] = np.frombuffer(nonce, np.uint8)[: len(written)]
         addresses = [self._area.address + slot * self._shape.slot_bytes for slot in range(self._shape.slots)]
         return pb.StagingArea(
-            metadata=self._area.metadata, addresses=addresses, slot_bytes=self._shape.slot_bytes, nonce=room.tobytes()
+            metadata=self._area.metadata, addresses=addresses, slot_bytes=self._shape.slot_bytes, nonce=written.tobytes()
         )
 
 
 class StagingReceiver:
-    """Receives the pages of one connection through a staging area. Its own memory has pages in it only during a read."""
+    """Receives the pages of one connection through a staging area. This worker's area has pages only during a read."""
 
     transport = "nixl"
 
-    def __init__(self, told: bytes, page_bytes: int, carrier: Carrier, deadline: float) -> None:
+    def __init__(self, description: bytes, page_bytes: int, carrier: Carrier, deadline: float) -> None:
         """Reads the server's nonce through NIXL, to test the path.
 
         Args:
-            told: a serialized StagingArea.
+            description: a serialized StagingArea.
             page_bytes: size of a page.
             carrier: carrier of this worker.
             deadline: end of the test.
@@ -113,7 +116,7 @@ class StagingReceiver:
             Unstaged: the test failed.
         """
         shape = staging_shape(page_bytes)
-        area = parse_area(told, page_bytes, shape.slot_bytes)
+        area = parse_area(description, page_bytes, shape.slot_bytes)
         self._addresses, self._slot_bytes = list(area.addresses), int(area.slot_bytes)
         try:
             self._area = carrier.area(shape.slot_bytes, deadline)
@@ -123,22 +126,22 @@ class StagingReceiver:
             self._area.load(area.metadata, deadline)
             self._read(0, len(area.nonce), deadline)
             if self._area.data[: len(area.nonce)].tobytes() != area.nonce:
-                raise Unstaged("the nonce that was read is not the announced nonce")
+                raise Unstaged("the nonce that was read differs from the announced nonce")
         except OSError as error:
             self._area.close()
             raise Unstaged(str(error)) from error
 
     def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
         """Receives pages as PageReceiver does. Raises Unstaged if the connection has become unusable."""
-        room = np.frombuffer(out, np.uint8)
+        target = np.frombuffer(out, np.uint8)
         try:
-            for piece, begin in enumerate(range(0, len(room), self._slot_bytes)):
+            for piece, begin in enumerate(range(0, len(target), self._slot_bytes)):
                 mark = receive_mark(connection, deadline)
                 if mark == BROKEN:
                     return False
                 if mark != FILLED:
                     raise Malformed("the remote worker passed a piece with an unknown mark")
-                part = room[begin : begin + self._slot_bytes]
+                part = target[begin : begin + self._slot_bytes]
                 self._read(piece % len(self._addresses), len(part), min(deadline, time.monotonic() + PIECE_TIMEOUT_S))
                 np.copyto(part, self._area.data[: len(part)])
                 connection.send(FREE, deadline)
@@ -150,24 +153,26 @@ class StagingReceiver:
         self._area.close()
 
     def _read(self, slot: int, size: int, deadline: float) -> None:
-        """Reads from a slot to the beginning of the own area. Raises Unstaged."""
+        """Reads from a slot of the server to the beginning of this worker's area. Raises Unstaged."""
         try:
             self._area.read(self._addresses[slot], size, deadline)
         except OSError as error:
             raise Unstaged(str(error)) from error
 
 
-def parse_area(told: bytes, page_bytes: int, most_slot_bytes: int) -> pb.StagingArea:
+def parse_area(description: bytes, page_bytes: int, max_slot_bytes: int) -> pb.StagingArea:
     """Returns the parsed and checked StagingArea. Raises Unstaged if pages of this size cannot be read from it."""
     area = pb.StagingArea()
     try:
-        area.ParseFromString(told)
+        area.ParseFromString(description)
     except DecodeError as error:
-        raise Unstaged("the description of its staging area is not a StagingArea") from error
+        raise Unstaged("the description of the staging area is not a StagingArea") from error
     if not 0 < len(area.metadata) <= limits.MAX_NIXL_METADATA_BYTES or not 0 < len(area.addresses) <= limits.MAX_STAGING_SLOTS:
-        raise Unstaged(f"its staging area has {len(area.addresses)} slots and {len(area.metadata)} bytes of metadata")
-    if not 0 < area.slot_bytes <= most_slot_bytes or area.slot_bytes % page_bytes:
-        raise Unstaged(f"pages of {page_bytes} bytes do not fill slots of {area.slot_bytes}; {most_slot_bytes} are the most")
+        raise Unstaged(f"the staging area has {len(area.addresses)} slots and {len(area.metadata)} bytes of metadata")
+    if not 0 < area.slot_bytes <= max_slot_bytes or area.slot_bytes % page_bytes:
+        raise Unstaged(
+            f"slots of {area.slot_bytes} bytes: not whole pages of {page_bytes} bytes, or above {max_slot_bytes} bytes"
+        )
     if not 0 < len(area.nonce) <= min(NONCE_BYTES, area.slot_bytes) or max(area.addresses) > _ADDRESSES - area.slot_bytes:
-        raise Unstaged("its staging area has a nonce of invalid size or an invalid address")
+        raise Unstaged("the staging area has a nonce of invalid size or an invalid address")
     return area

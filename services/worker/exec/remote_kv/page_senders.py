@@ -11,9 +11,9 @@ from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
 from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Status
 from rootstock_llm.services.worker.exec.remote_kv.shared_ring import RingWriter, shape_for
 
-KEPT_BYTES = 16 << 20  # largest copy whose memory is kept for the next one: fresh memory is filled several times as slowly
+REUSED_BYTES = 16 << 20  # largest buffer that is reused for the next copy; filling fresh memory is several times slower
 Copy = Callable[[I32, memoryview], bool]
-"""Fills `out` with the bytes of (pages int32[n], out). Returns False if the bytes must not be sent."""
+"""A function of (pages: int32[n], out): fills `out` with the bytes of the pages. Returns False if they must not be sent."""
 
 
 class PageSender(Protocol):
@@ -39,13 +39,13 @@ class SocketSender:
 
     def __init__(self, connection: Connection, page_bytes: int) -> None:
         self._connection, self._page_bytes = connection, page_bytes
-        self._kept = memoryview(bytearray())
+        self._buffer = memoryview(bytearray())
 
     def send(self, pages: I32, copy: Copy, deadline: float) -> int:
         size = len(pages) * self._page_bytes
-        out = self._kept if size <= len(self._kept) else memoryview(bytearray(size))
-        if size <= KEPT_BYTES:
-            self._kept = out
+        out = self._buffer if size <= len(self._buffer) else memoryview(bytearray(size))
+        if size <= REUSED_BYTES:
+            self._buffer = out
         if not copy(pages, out[:size]):
             return 0
         self._connection.send(frames.pack_answer(Answer(Status.OK, size)), deadline)
@@ -53,7 +53,7 @@ class SocketSender:
         return len(pages)
 
     def close(self) -> None:
-        self._kept = memoryview(b"")
+        self._buffer = memoryview(b"")
 
 
 class RingSender:

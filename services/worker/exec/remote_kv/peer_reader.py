@@ -1,8 +1,8 @@
 """Reads pages of remote workers' KV reservations: through shared memory on one machine, through NIXL, or over TCP.
 
-NIXL is used if both workers have it. The reader keeps one connection per address and makes it at the first read. It has no
-threads: one thread at a time talks to one address. The log has one line when a remote worker becomes unreadable and one when it
-is readable again, not one per failed read.
+NIXL is used if both workers have it. The reader keeps one connection per address and connects at the first read. It has no
+threads of its own; at most one thread at a time may read from one address. It logs when a remote worker becomes unreadable and
+when it is readable again, but not each failed read.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFol
 from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
 logger = logging.getLogger(__name__)
-LEAVE_TIMEOUT_S = 0.5
-MEASURED_BYTES = 8 << 20  # least size of a read whose rate is measured
+LEAVE_TIMEOUT_S = 0.5  # limit for the release of a reservation
+MEASURED_BYTES = 8 << 20  # smallest read whose rate is measured
 SLOW_BYTES_S = 1e9  # below this rate, reading KV may take longer than computing it; the log warns
 STAGE_TIMEOUT_S = 2.0  # limit for the test of a NIXL path
 UNSTAGED_S = 60.0  # time after a failed test in which new connections stay on TCP
-REST_S = 2.0  # pause after a failure, in which reads of the remote worker fail at once instead of waiting for the timeout
+REST_S = 2.0  # time after a failure in which reads from the remote worker fail at once, instead of waiting for the timeout
 
 
 class _PeerRefuses(OSError):
@@ -79,12 +79,12 @@ class _Peer:
 
     address: str
     connection: Connection | None = None  # open, or being made
-    receiver: PageReceiver | None = None  # receives pages outside of the connection, None if the connection carries them
-    has_asked: bool = False  # the connection's use of NIXL is decided
+    receiver: PageReceiver | None = None  # receives pages through a ring or a staging area; None: pages come over the connection
+    nixl_is_decided: bool = False  # whether the connection uses NIXL has been negotiated
     is_busy: bool = False  # a thread uses the connection
-    complaint: str = ""  # last reason why the worker could not be read; empty if it can be read
-    rests_until: float = 0.0  # see REST_S
-    unstaged_until: float = 0.0  # see UNSTAGED_S
+    failure: str = ""  # last reason why the worker could not be read; empty if it can be read
+    rests_until: float = 0.0  # time.monotonic() until which reads fail at once (REST_S)
+    unstaged_until: float = 0.0  # time.monotonic() until which new connections stay on TCP (UNSTAGED_S)
     rate: PeerRate | None = None  # last measured rate, None before the first measurement
 
 
@@ -106,16 +106,15 @@ class TcpPeerReader:
         """Starts without connections.
 
         Args:
-            layout: as in TcpRoomServer.
-            page_size: as in TcpRoomServer.
-            page_bytes: as in TcpRoomServer.
+            layout: as in TcpKvServer.
+            page_size: as in TcpKvServer.
+            page_bytes: as in TcpKvServer.
             connect_timeout_s: limit for making a connection.
-            read_timeout_s: limit for a whole read, connecting included. The lookup of a host name takes the time that the system
-                gives it.
-            max_peers: idle connections that are kept. The one that has been idle for longest is closed first.
+            read_timeout_s: limit for a whole read, including the connection, except the lookup of a host name.
+            max_peers: number of connections from which on the connection that has been idle for longest is closed.
             tls: certificates, None for no TLS.
-            folder: sockets of the workers on this machine, None to read these over TCP, too.
-            carrier: NIXL, closed with this reader, None for no NIXL.
+            folder: folder of the sockets of workers on this machine; None: these workers are read over TCP, too.
+            carrier: NIXL, closed with this reader; None: NIXL is not used.
         """
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._connect_timeout_s, self._read_timeout_s, self._max_peers = connect_timeout_s, read_timeout_s, max_peers
@@ -134,15 +133,15 @@ class TcpPeerReader:
             return dict(self._read_bytes)
 
     def read(self, pull: Pull, count: int, out: memoryview) -> int:
-        assert count > 0 and out.nbytes == count * self._layout.page_bytes, "a page's room for every page"
+        assert count > 0 and out.nbytes == count * self._layout.page_bytes, "`out` has the size of all pages"
         deadline = time.monotonic() + self._read_timeout_s
         request = PageRequest(RequestKind.READ, pull.source.room, pull.first, count, pull.proof)
         is_read, transport = False, ""
-        with self._talking_to(pull.source.address) as peer:
+        with self._exclusive(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
-                was_connected, begun = self._kept(peer) is not None, time.monotonic()
-                status, sentence = self._ask(peer, request, out.cast("B"), deadline)
-                is_read, transport = self._has_answered(peer, status, sentence), self._transport(peer)
+                was_connected, begun = self._open_connection(peer) is not None, time.monotonic()
+                status, message = self._ask(peer, request, out.cast("B"), deadline)
+                is_read, transport = self._has_answered(peer, status, message), self._transport(peer)
                 if is_read and was_connected:
                     self._measured(peer, out.nbytes, time.monotonic() - begun)
         if not is_read:
@@ -154,13 +153,13 @@ class TcpPeerReader:
     def leave(self, source: KvSource) -> None:
         """Releases the reservation.
 
-        If that fails, it ends with the connection of its last read, or with its hold time.
+        If this fails, the reservation ends with the connection of its last read, or with its hold time.
         """
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        with self._talking_to(source.address) as peer:
+        with self._exclusive(source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
                 frame = frames.pack_request(PageRequest(RequestKind.LEAVE, source.room))
-                connection = self._kept(peer) or self._connected(peer, deadline)
+                connection = self._open_connection(peer) or self._connected(peer, deadline)
                 connection.send(frame, deadline)
 
     def close(self) -> None:
@@ -174,15 +173,15 @@ class TcpPeerReader:
             if connection is not None:
                 connection.shut_down()
         if self._carrier is not None:
-            self._carrier.close()  # before _hang_up(), which would wait for a carrier that hangs
+            self._carrier.close()  # before _disconnect(), which would wait for a carrier that hangs
         for peer in idle:
-            _hang_up(peer)
+            _disconnect(peer)
 
     @contextmanager
-    def _talking_to(self, address: str) -> Iterator[_Peer | None]:
-        """Lends the remote worker of an address to the calling thread. Yields None once the reader is closed.
+    def _exclusive(self, address: str) -> Iterator[_Peer | None]:
+        """Gives the calling thread exclusive use of the remote worker of an address. Yields None if the reader is closed.
 
-        An OSError or ValueError in the block is logged, closes the connection and ends the block.
+        An OSError or ValueError in the block ends the block. It is logged and closes the connection.
         """
         peer = self._take(address)
         if peer is None:
@@ -191,9 +190,9 @@ class TcpPeerReader:
         try:
             yield peer
         except (OSError, ValueError) as error:  # ValueError: a malformed address or frame
-            _hang_up(peer)
+            _disconnect(peer)
             peer.rests_until = time.monotonic() + REST_S
-            self._complain(peer, str(error))
+            self._log_failure(peer, str(error))
         finally:
             self._give_back(peer)
 
@@ -205,12 +204,12 @@ class TcpPeerReader:
             assert not peer.is_busy, "one thread at a time for an address"
             peer.is_busy = True
             longest_idle = next((each for each in self._peers.values() if not each.is_busy), None)
-            leaves = longest_idle if len(self._peers) >= self._max_peers else None
-            if leaves is not None:
-                del self._peers[leaves.address]
+            evicted = longest_idle if len(self._peers) >= self._max_peers else None
+            if evicted is not None:
+                del self._peers[evicted.address]
             self._peers[address] = peer
-        if leaves is not None:
-            _hang_up(leaves)  # no other thread can find it
+        if evicted is not None:
+            _disconnect(evicted)  # no other thread can find it
         return peer
 
     def _give_back(self, peer: _Peer) -> None:
@@ -218,10 +217,18 @@ class TcpPeerReader:
             peer.is_busy = False
             is_closed = self._is_closed
         if is_closed:
-            _hang_up(peer)
+            _disconnect(peer)
 
     def _ask(self, peer: _Peer, request: PageRequest, out: memoryview, deadline: float) -> tuple[Status, str]:
-        """Sends a request, again over TCP if NIXL fails. Returns status and error message. Raises OSError or ValueError."""
+        """Sends a request, and sends it again over TCP if NIXL fails.
+
+        Returns:
+            Status and error message.
+
+        Raises:
+            OSError: the request has failed.
+            ValueError: the address or a frame is malformed.
+        """
         try:
             return self._ask_as_is(peer, request, out, deadline)
         except Unstaged as error:
@@ -229,26 +236,28 @@ class TcpPeerReader:
             peer.connection = peer.receiver = None
             peer.unstaged_until = time.monotonic() + UNSTAGED_S
             if not self._is_closed:
-                logger.warning("a peer is not read through NIXL", extra=fields(address=peer.address, error=str(error)))
+                logger.warning(
+                    "NIXL failed, a remote worker is read over TCP", extra=fields(address=peer.address, error=str(error))
+                )
         try:
             return self._ask_as_is(peer, request, out, deadline)
         finally:
-            _hang_up(staged)  # not earlier: the server releases a reservation when the connection of its last read ends
+            _disconnect(staged)  # not earlier: the server releases a reservation when the connection of its last read ends
 
     def _ask_as_is(self, peer: _Peer, request: PageRequest, out: memoryview, deadline: float) -> tuple[Status, str]:
         """Sends a request over the open connection, or over a new one.
 
         Raises:
-            Unstaged: NIXL has failed; a new connection would use TCP.
+            Unstaged: NIXL has failed. The caller may retry over TCP with a new connection.
             OSError: the request has failed.
             ValueError: the address or a frame is malformed.
         """
-        kept = self._kept(peer)
-        if kept is not None:
+        connection = self._open_connection(peer)
+        if connection is not None:
             try:
-                return self._read_over(peer, kept, request, out, deadline)
+                return self._read_over(peer, connection, request, out, deadline)
             except _Unanswered:  # the remote worker has closed the connection, or has been restarted
-                _hang_up(peer)
+                _disconnect(peer)
         return self._read_over(peer, self._connected(peer, deadline), request, out, deadline)
 
     def _read_over(
@@ -263,13 +272,13 @@ class TcpPeerReader:
             OSError: the connection is broken.
             ValueError: a frame is malformed.
         """
-        if not self._stage(peer, connection, request.room, deadline):
-            return Status.NO_ROOM, ""
+        if not self._stage(peer, connection, request.reservation, deadline):
+            return Status.NO_RESERVATION, ""
         _send_request(connection, request, deadline)
         return _receive_answer(connection, out, deadline, peer.receiver)
 
-    def _stage(self, peer: _Peer, connection: Connection, room: KvReservation, deadline: float) -> bool:
-        """Switches the connection to NIXL, unless its use of NIXL is decided already.
+    def _stage(self, peer: _Peer, connection: Connection, reservation: KvReservation, deadline: float) -> bool:
+        """Switches the connection to NIXL if possible. No effect if this was negotiated before.
 
         Returns:
             False if the server does not have the reservation.
@@ -278,29 +287,30 @@ class TcpPeerReader:
             _Unanswered: the server has closed the connection.
             Unstaged: NIXL has failed.
         """
-        if self._carrier is None or peer.receiver is not None or peer.has_asked:
+        if self._carrier is None or peer.receiver is not None or peer.nixl_is_decided:
             return True
         if time.monotonic() < peer.unstaged_until:
-            peer.has_asked = True
+            peer.nixl_is_decided = True
             return True
         deadline = min(deadline, time.monotonic() + STAGE_TIMEOUT_S)
         try:
-            _send_request(connection, PageRequest(RequestKind.STAGE, room), deadline)
-            status, told = _receive_area(connection, deadline)
+            _send_request(connection, PageRequest(RequestKind.STAGE, reservation), deadline)
+            status, payload = _receive_area(connection, deadline)
         except _Unanswered:
             raise
         except (OSError, Malformed) as error:
             raise Unstaged(str(error)) from error
         if status is Status.OK:
-            peer.receiver = StagingReceiver(told, self._layout.page_bytes, self._carrier, deadline)
-        elif status not in (Status.NO_AREA, Status.NO_ROOM):
-            raise Unstaged(_refusal(status, frames.parse_sentence(told)))
-        peer.has_asked = status is not Status.NO_ROOM
-        return peer.has_asked
+            peer.receiver = StagingReceiver(payload, self._layout.page_bytes, self._carrier, deadline)
+        elif status not in (Status.NO_AREA, Status.NO_RESERVATION):
+            raise Unstaged(_refusal(status, frames.parse_error(payload)))
+        peer.nixl_is_decided = status is not Status.NO_RESERVATION
+        return peer.nixl_is_decided
 
-    def _kept(self, peer: _Peer) -> Connection | None:
+    def _open_connection(self, peer: _Peer) -> Connection | None:
+        """Returns the usable connection to a remote worker, or None. Closes a stale connection."""
         if peer.connection is not None and peer.connection.is_stale():
-            _hang_up(peer)
+            _disconnect(peer)
         return peer.connection
 
     def _connected(self, peer: _Peer, deadline: float) -> Connection:
@@ -315,12 +325,15 @@ class TcpPeerReader:
             try:
                 return self._through_memory(peer, self._folder.path(parse_address(peer.address)[1]), deadline)
             except (FileNotFoundError, ConnectionRefusedError):  # the worker has no such socket
-                _hang_up(peer)
+                _disconnect(peer)
             except _PeerRefuses:
                 raise
             except (OSError, Malformed) as error:
-                _hang_up(peer)
-                logger.warning("memory is not shared with a peer", extra=fields(address=peer.address, error=str(error)))
+                _disconnect(peer)
+                logger.warning(
+                    "shared memory failed, a worker on this machine is read over TCP",
+                    extra=fields(address=peer.address, error=str(error)),
+                )
         context, name = (None, "") if self._tls is None else (self._tls.contexts().client, self._tls.name)
         connection = connect(peer.address, context, deadline, partial(self._keep, peer), name)
         self._greet(connection, deadline)
@@ -333,45 +346,52 @@ class TcpPeerReader:
         self._greet(connection, deadline)
         fd, frame = connection.receive_with(frames.RING_BYTES, deadline)
         if fd is None:
-            raise Malformed("it shares no memory")
+            raise Malformed("the server sent no descriptor of a ring")
         try:
             if len(frame) < frames.RING_BYTES:
-                raise Malformed("its ring has broken off")
+                raise Malformed("the connection ended within the description of the ring")
             peer.receiver = RingReader(fd, RingShape(*frames.parse_ring(frame)), self._layout.page_bytes)
         finally:
             os.close(fd)
         return connection
 
     def _greet(self, connection: Connection, deadline: float) -> None:
-        """Exchanges the hello. Raises _PeerRefuses for a refusal, OSError, or Malformed."""
+        """Sends a hello and receives the answer.
+
+        Raises:
+            _PeerRefuses: the remote worker has refused the hello.
+            OSError: the connection is broken.
+            Malformed: the answer is invalid.
+        """
         connection.send(frames.pack_hello(self._layout), deadline)
-        status, sentence = _receive_answer(connection, memoryview(b""), deadline)
+        status, message = _receive_answer(connection, memoryview(b""), deadline)
         if status is not Status.OK:
-            raise _PeerRefuses(_refusal(status, sentence))
+            raise _PeerRefuses(_refusal(status, message))
 
     def _keep(self, peer: _Peer, connection: Connection) -> None:
-        """Registers a connection, which close() then ends. Raises OSError if close() was called before."""
+        """Registers a connection, so that close() ends it. Raises OSError if the reader is closed already."""
         with self._lock:
             if self._is_closed:
                 raise OSError("the reader is closed")
             peer.connection = connection
 
-    def _has_answered(self, peer: _Peer, status: Status, sentence: str) -> bool:
+    def _has_answered(self, peer: _Peer, status: Status, message: str) -> bool:
         """Returns whether pages were read, and logs changes of the worker's state.
 
         A refusal does not close the connection, because other reservations have been read over it and would be released.
         """
-        if status not in (Status.OK, Status.NO_ROOM):
-            self._complain(peer, _refusal(status, sentence))
-        elif peer.complaint:
-            peer.complaint = ""
-            logger.info("a peer can be read again", extra=fields(address=peer.address))
+        if status not in (Status.OK, Status.NO_RESERVATION):
+            self._log_failure(peer, _refusal(status, message))
+        elif peer.failure:
+            peer.failure = ""
+            logger.info("a remote worker can be read again", extra=fields(address=peer.address))
         return status is Status.OK
 
-    def _complain(self, peer: _Peer, complaint: str) -> None:
-        if complaint != peer.complaint and not self._is_closed:
-            peer.complaint = complaint
-            logger.warning("a peer cannot be read", extra=fields(address=peer.address, error=complaint))
+    def _log_failure(self, peer: _Peer, failure: str) -> None:
+        """Logs a failure, unless it equals the last one."""
+        if failure != peer.failure and not self._is_closed:
+            peer.failure = failure
+            logger.warning("a remote worker cannot be read", extra=fields(address=peer.address, error=failure))
 
     def _transport(self, peer: _Peer) -> str:
         if peer.receiver is not None:
@@ -394,19 +414,19 @@ class TcpPeerReader:
         with self._lock:
             peer.rate = measured
         if is_news:
-            say = logger.warning if measured.bytes_s < SLOW_BYTES_S else logger.info
+            log = logger.warning if measured.bytes_s < SLOW_BYTES_S else logger.info
             rate = round(measured.bytes_s / 1e9, 2)
-            say(f"pages are read over {transport}", extra=fields(address=peer.address, gb_per_s=rate))
+            log(f"pages are read over {transport}", extra=fields(address=peer.address, gb_per_s=rate))
 
 
-def _hang_up(peer: _Peer) -> None:
-    """Closes the connection. Called by the thread that uses it, or if no thread uses it."""
+def _disconnect(peer: _Peer) -> None:
+    """Closes the connection. Only the thread that uses the connection may call this; any thread may if no thread uses it."""
     if peer.connection is not None:
         peer.connection.close()
         if peer.receiver is not None:
             peer.receiver.close()
         peer.connection = peer.receiver = None
-        peer.has_asked = False
+        peer.nixl_is_decided = False
 
 
 def _send_request(connection: Connection, request: PageRequest, deadline: float) -> None:
@@ -421,11 +441,13 @@ def _receive_area(connection: Connection, deadline: float) -> tuple[Status, byte
     """Returns status and payload of the answer to STAGE. Raises OSError or Malformed."""
     answer = _receive_head(connection, deadline)
     if answer.payload_bytes > limits.MAX_STAGING_MESSAGE_BYTES:
-        raise Malformed(f"it tells of memory in {answer.payload_bytes} bytes; {limits.MAX_STAGING_MESSAGE_BYTES} are the most")
-    told = bytearray(answer.payload_bytes)
-    if connection.receive_into(told, deadline) < len(told):
-        raise ConnectionError("it has closed the connection in the midst of an answer")
-    return answer.status, bytes(told)
+        raise Malformed(
+            f"the answer to STAGE has {answer.payload_bytes} bytes; the limit is {limits.MAX_STAGING_MESSAGE_BYTES} bytes"
+        )
+    payload = bytearray(answer.payload_bytes)
+    if connection.receive_into(payload, deadline) < len(payload):
+        raise ConnectionError("the connection ended within an answer")
+    return answer.status, bytes(payload)
 
 
 def _receive_answer(
@@ -445,15 +467,15 @@ def _receive_answer(
         if answer.payload_bytes != out.nbytes:
             raise Malformed(f"the response has {answer.payload_bytes} bytes; {out.nbytes} were requested")
         if receiver is not None and out.nbytes:
-            return (Status.OK if receiver.receive_into(connection, out, deadline) else Status.NO_ROOM), ""
+            return (Status.OK if receiver.receive_into(connection, out, deadline) else Status.NO_RESERVATION), ""
         payload = out
     else:
-        if answer.payload_bytes > frames.MOST_SENTENCE_BYTES:
-            raise Malformed(f"it refuses in {answer.payload_bytes} bytes; {frames.MOST_SENTENCE_BYTES} are the most")
+        if answer.payload_bytes > frames.MAX_ERROR_BYTES:
+            raise Malformed(f"an error message has {answer.payload_bytes} bytes; the limit is {frames.MAX_ERROR_BYTES} bytes")
         payload = memoryview(bytearray(answer.payload_bytes))
     if connection.receive_into(payload, deadline) < payload.nbytes:
-        raise ConnectionError("it has closed the connection in the midst of an answer")
-    return answer.status, "" if answer.status is Status.OK else frames.parse_sentence(bytes(payload))
+        raise ConnectionError("the connection ended within an answer")
+    return answer.status, "" if answer.status is Status.OK else frames.parse_error(bytes(payload))
 
 
 def _receive_head(connection: Connection, deadline: float) -> Answer:
@@ -461,11 +483,11 @@ def _receive_head(connection: Connection, deadline: float) -> Answer:
     head = bytearray(frames.ANSWER_BYTES)
     received = connection.receive_into(head, deadline)
     if not received:
-        raise _Unanswered("it has closed the connection")
+        raise _Unanswered("the connection ended before the answer")
     if received < len(head):
-        raise Malformed("its answer has broken off")
+        raise Malformed("the connection ended within the head of an answer")
     return frames.parse_answer(head)
 
 
-def _refusal(status: Status, sentence: str) -> str:
-    return sentence or f"it refuses: {status.name.lower()}"
+def _refusal(status: Status, message: str) -> str:
+    return message or f"the remote worker refuses: {status.label}"

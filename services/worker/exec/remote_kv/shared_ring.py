@@ -1,10 +1,11 @@
-"""Hands pages to another worker on the same machine through shared memory, piece by piece.
+"""Sends pages to another worker on the same machine through shared memory, piece by piece.
 
     ring   slots x slot_bytes, in memory with a descriptor (memfd); its size is sealed, and only its maker can write it
 
-The descriptor goes over a Unix socket. Marks of one byte go over it, too: the server marks each filled slot, and the reader marks
-each slot that may be filled again. Server and reader copy at the same time, and a piece is still in the CPU cache when the reader
-copies it. If the reservation is closed before a piece is copied, the piece is not marked, though its bytes are in the ring.
+The descriptor goes over a Unix socket. Marks of one byte go over it, too: the server sends one for each filled slot, and the
+reader sends one for each slot that may be filled again. Server and reader copy at the same time, and a piece is still in the CPU
+cache when the reader copies it. If the reservation is closed during the copy of a piece, the server sends BROKEN instead of
+FILLED, and the reader does not read the slot.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rootstock_llm.services.worker.exec.remote_kv.frames import Malformed
 SLOTS = 4
 SLOT_BYTES = 1 << 20  # limit of a piece; a piece has at least one page
 MOST_RING_BYTES = 1 << 34  # largest ring that a reader maps
-FILLED, BROKEN, FREE = b"\1", b"\0", b"\1"
+FILLED, BROKEN, FREE = b"\1", b"\0", b"\1"  # marks; the server sends FILLED and BROKEN, the reader sends FREE
 _SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; the name is Python 3.13's
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
 
@@ -132,23 +133,23 @@ class RingReader:
         if not (shape.slots > 0 and shape.slot_bytes > 0 and shape.slot_bytes % page_bytes == 0):
             raise Malformed(f"pages of {page_bytes} bytes do not fill {shape.slots} slots of {shape.slot_bytes}")
         if shape.num_bytes > MOST_RING_BYTES:
-            raise Malformed(f"a ring of {shape.num_bytes} bytes is offered; {MOST_RING_BYTES} are the most")
+            raise Malformed(f"the ring has {shape.num_bytes} bytes; the limit is {MOST_RING_BYTES} bytes")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size < shape.num_bytes:
-            raise Malformed("memory is offered that might be cut or written while it is read")
+            raise Malformed("the memory of the ring is not sealed, or is smaller than the ring")
         self._shape = shape
         memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, shape.num_bytes, prot=mmap.PROT_READ), np.uint8)
         self._slots = memory.reshape(shape.slots, shape.slot_bytes)
 
     def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
-        shape, room = self._shape, np.frombuffer(out, np.uint8)
-        pieces = shape.pieces(len(room))
+        shape, target = self._shape, np.frombuffer(out, np.uint8)
+        pieces = shape.pieces(len(target))
         for piece in range(pieces):
             mark = receive_mark(connection, deadline)
             if mark == BROKEN:
                 return False
             if mark != FILLED:
                 raise Malformed("the remote worker passed a piece with an unknown mark")
-            part = room[piece * shape.slot_bytes : (piece + 1) * shape.slot_bytes]
+            part = target[piece * shape.slot_bytes : (piece + 1) * shape.slot_bytes]
             # Unlike an assignment to a slice, copyto() releases the interpreter lock.
             np.copyto(part, self._slots[piece % shape.slots, : len(part)])
             if piece + shape.slots < pieces:
@@ -164,5 +165,5 @@ def receive_mark(connection: Connection, deadline: float) -> bytes:
     """Returns the next mark. Raises TimeoutError or OSError."""
     mark = bytearray(1)
     if not connection.receive_into(mark, deadline):
-        raise ConnectionError("it has closed the connection in the midst of an answer")
+        raise ConnectionError("the connection ended within an answer")
     return bytes(mark)

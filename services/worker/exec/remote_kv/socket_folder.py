@@ -7,7 +7,7 @@ import socket
 import stat
 from pathlib import Path
 
-MOST_PATH_BYTES = 107  # <linux/un.h>
+MOST_PATH_BYTES = 107  # longest path of a Unix socket, <linux/un.h>
 
 
 class SocketFolder:
@@ -25,9 +25,9 @@ class SocketFolder:
         if not stat.S_ISDIR(status.st_mode):
             raise ValueError(f"{folder} is no folder")
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError(f"{folder} is another user's, or others may write in it")
+            raise ValueError(f"{folder} belongs to another user, or others may write in it")
         if len(os.fsencode(self._path(folder, 65535))) > MOST_PATH_BYTES:
-            raise ValueError(f"{folder} has too long a name for a socket in it")
+            raise ValueError(f"{folder} has too long a name: the path of a socket has at most {MOST_PATH_BYTES} bytes")
         self._folder = folder
 
     def path(self, port: int) -> Path:

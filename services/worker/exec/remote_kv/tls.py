@@ -1,8 +1,8 @@
-"""TLS between workers: both sides show a certificate that the configured authority has signed.
+"""TLS between workers: both sides present a certificate that the configured authority has signed.
 
-With a configured name, each certificate must have this name, so that one authority can sign all services. Without a name, names
-are not checked, and the authority must sign workers only. The name is never an address: discovery gives a pod's address, which no
-certificate has.
+If a name is configured, each certificate must have this name, so that one authority can sign all services. Without a name, names
+are not checked, and the authority must sign workers only. The name is never an address, because certificates do not have the
+addresses of pods, which discovery reports.
 """
 
 from __future__ import annotations
@@ -40,4 +40,4 @@ class PeerTls:
         """Checks the reader's certificate. Raises ssl.SSLError if it is not a worker's."""
         names = names_of(reader).names if self.name else frozenset()
         if self.name and self.name not in names:
-            raise ssl.SSLError(f"a certificate of {self.name} is wanted, this one is of {', '.join(sorted(names)) or 'nobody'}")
+            raise ssl.SSLError(f"the certificate needs the name {self.name}; it has {', '.join(sorted(names)) or 'no name'}")

@@ -17,8 +17,8 @@ from rootstock_llm.services.worker.core.contracts.reservations import KvReservat
 from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerCounts
 from rootstock_llm.services.worker.exec.remote_kv import frames
 from rootstock_llm.services.worker.exec.remote_kv.frames import PageLayout, PageRequest, RequestKind, Status
-from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits
-from tests.exec.remote_kv.rooms import (
+from rootstock_llm.services.worker.exec.remote_kv.kv_server import ServerLimits
+from tests.exec.remote_kv.served_reservations import (
     EPOCH,
     LAYOUT,
     PAGE_BYTES,
@@ -29,14 +29,14 @@ from tests.exec.remote_kv.rooms import (
     Served,
     proof_of,
     read_request,
-    room,
+    reservation,
     secret_of,
     until,
 )
 
 HELLO = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES))
 PAGES = (5, 2, 9, 30, 0)
-OURS, OTHERS = room(1, PAGES), room(2, (7, 8, 3))
+OURS, OTHERS = reservation(1, PAGES), reservation(2, (7, 8, 3))
 SMALL = ServerLimits(max_read_bytes=4 * PAGE_BYTES)
 READ = read_request(OURS, 1, 2)
 
@@ -75,14 +75,26 @@ class TestPages:
 
 
 REFUSED = {
-    "no secret": (replace(READ, room=replace(OURS.room, secret=bytes(16))), Status.NO_ROOM),
-    "a secret with another last byte": (replace(READ, room=replace(OURS.room, secret=secret_of(1)[:-1] + b"!")), Status.NO_ROOM),
-    "another room's secret": (replace(READ, room=replace(OURS.room, secret=OTHERS.room.secret)), Status.NO_ROOM),
-    "another room's number": (replace(READ, room=replace(OURS.room, number=2)), Status.NO_ROOM),
-    "another epoch": (replace(READ, room=replace(OURS.room, epoch=EPOCH + 1)), Status.NO_ROOM),
-    "a room that never was": (replace(READ, room=replace(OURS.room, number=99)), Status.NO_ROOM),
-    "the largest number": (replace(READ, room=KvReservation((1 << 64) - 1, (1 << 64) - 1, b"\xff" * 16)), Status.NO_ROOM),
-    "no secret, and pages beyond": (replace(READ, room=replace(OURS.room, secret=bytes(16)), first=99), Status.NO_ROOM),
+    "a zero secret": (replace(READ, reservation=replace(OURS.room, secret=bytes(16))), Status.NO_RESERVATION),
+    "a secret with another last byte": (
+        replace(READ, reservation=replace(OURS.room, secret=secret_of(1)[:-1] + b"!")),
+        Status.NO_RESERVATION,
+    ),
+    "the secret of another reservation": (
+        replace(READ, reservation=replace(OURS.room, secret=OTHERS.room.secret)),
+        Status.NO_RESERVATION,
+    ),
+    "the number of another reservation": (replace(READ, reservation=replace(OURS.room, number=2)), Status.NO_RESERVATION),
+    "another epoch": (replace(READ, reservation=replace(OURS.room, epoch=EPOCH + 1)), Status.NO_RESERVATION),
+    "a reservation that was never open": (replace(READ, reservation=replace(OURS.room, number=99)), Status.NO_RESERVATION),
+    "the largest number": (
+        replace(READ, reservation=KvReservation((1 << 64) - 1, (1 << 64) - 1, b"\xff" * 16)),
+        Status.NO_RESERVATION,
+    ),
+    "a zero secret, and pages out of range": (
+        replace(READ, reservation=replace(OURS.room, secret=bytes(16)), first=99),
+        Status.NO_RESERVATION,
+    ),
     "a page beyond": (read_request(OURS, 4, 2), Status.OUT_OF_RANGE),
     "all beyond": (read_request(OURS, 5, 1), Status.OUT_OF_RANGE),
     "the largest page": (replace(READ, first=(1 << 32) - 1), Status.OUT_OF_RANGE),
@@ -90,7 +102,7 @@ REFUSED = {
     "no proof": (replace(READ, proof=bytes(32)), Status.OTHER_PROMPT),
     "a proof of fewer pages": (replace(READ, proof=proof_of(OURS, 2)), Status.OTHER_PROMPT),
     "a proof of more pages": (replace(READ, proof=proof_of(OURS, 4)), Status.OTHER_PROMPT),
-    "a proof of another tree": (replace(READ, proof=proof_of(room(1, PAGES, TREE + "!"), 3)), Status.OTHER_PROMPT),
+    "a proof of another tree": (replace(READ, proof=proof_of(reservation(1, PAGES, TREE + "!"), 3)), Status.OTHER_PROMPT),
     "a proof by another secret": (replace(READ, proof=proof_of(replace(OURS, room=OTHERS.room), 3)), Status.OTHER_PROMPT),
     "more than is read at once": (read_request(OURS, 0, 5), Status.TOO_LARGE),
     "the largest count": (replace(READ, count=(1 << 32) - 1), Status.TOO_LARGE),
@@ -189,8 +201,8 @@ class TestLayouts:
             status, sentence = asking.answer()
             assert status is Status.LAYOUT
             said = sentence.decode()
-            assert said.startswith("its pages are 4 tokens in 640 bytes: a model, bfloat16; asked for were ")
-            assert layout.told.decode(errors="replace") in said
+            assert said.startswith("the server's pages are 4 tokens in 640 bytes: a model, bfloat16; the reader expects ")
+            assert layout.description.decode(errors="replace") in said
             assert asking.is_ended()
         assert served.refused == {"layout": 1}
         serves(served)
@@ -200,7 +212,7 @@ class TestLayouts:
         with Asking(served.server.port, hello=hello) as asking:
             assert asking.answer() == (
                 Status.LAYOUT,
-                b"it speaks version 1 of the transport of pages, and was asked in version 2",
+                b"the server has version 1 of the page transport; the reader has version 2",
             )
 
 
@@ -272,7 +284,7 @@ class TestShutting:
             served.server.shut([OURS.room])
             assert not asked.is_done
             shut.set()
-            assert asked.result() == (Status.NO_ROOM, b"")
+            assert asked.result() == (Status.NO_RESERVATION, b"")
             assert served.server.counts().served_bytes == 0 and served.refused == {"no_room": 1}
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
 
@@ -283,13 +295,13 @@ class TestShutting:
 
         served.pool.after = shut_and_open
         with Asking(served.server.port) as asking:
-            assert asking.ask(READ) == (Status.NO_ROOM, b"")
+            assert asking.ask(READ) == (Status.NO_RESERVATION, b"")
 
     def test_server_refuses_reads_of_a_shut_reservation(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
             served.server.shut([OURS.room, OURS.room, KvReservation(77, EPOCH, secret_of(77))])
-            assert asking.ask(READ) == (Status.NO_ROOM, b"")
+            assert asking.ask(READ) == (Status.NO_RESERVATION, b"")
             assert len(served.pool.reads) == 1
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
 
@@ -310,12 +322,12 @@ class TestShutting:
             asked = [Running(lambda: one.ask(READ)), Running(lambda: other.ask(read_request(OTHERS, 0, 1)))]
             until(lambda: len(served.pool.reads) == 2)
             shutting = Running(shut_all)
-            until(lambda: served.server._rooms.find(OURS.room) is None)
+            until(lambda: served.server._reservations.find(OURS.room) is None)
             assert not shutting.is_done
             go_on.set()
             assert shutting.result() == 2
-            assert [each.result() for each in asked] == [(Status.NO_ROOM, b"")] * 2
-            assert one.ask(READ) == (Status.NO_ROOM, b"") and len(served.pool.reads) == 2
+            assert [each.result() for each in asked] == [(Status.NO_RESERVATION, b"")] * 2
+            assert one.ask(READ) == (Status.NO_RESERVATION, b"") and len(served.pool.reads) == 2
 
 
 class TestLeaving:
@@ -332,7 +344,7 @@ class TestLeaving:
 
     def test_growing_reservation_can_be_released_once_per_version(self, served: Served) -> None:
         """A release names the version that the reader knew."""
-        whole = replace(room(7, (3, 8, 13)), opening=5)
+        whole = replace(reservation(7, (3, 8, 13)), opening=5)
         served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
         leave = frames.pack_request(PageRequest(RequestKind.LEAVE, whole.room))
         with Asking(served.server.port) as asking:
@@ -348,7 +360,7 @@ class TestLeaving:
 
     def test_reader_of_an_older_version_releases_nothing_when_disconnecting(self, served: Served) -> None:
         """Another reader may use the new version."""
-        whole = replace(room(7, (3, 8, 13)), opening=5)
+        whole = replace(reservation(7, (3, 8, 13)), opening=5)
         served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
         with Asking(served.server.port) as before:
             assert before.ask(read_request(whole, 0, 2))[0] is Status.OK
@@ -380,7 +392,9 @@ class TestLeaving:
         served.server.close()
         assert served.left == [] and served.refused == {}
 
-    @pytest.mark.parametrize("case", ["no secret", "another room's secret", "another epoch", "a room that never was"])
+    @pytest.mark.parametrize(
+        "case", ["a zero secret", "the secret of another reservation", "another epoch", "a reservation that was never open"]
+    )
     def test_server_ignores_a_release_with_wrong_credentials(self, served: Served, case: str) -> None:
         with Asking(served.server.port) as asking:
             asking.socket.sendall(frames.pack_request(replace(REFUSED[case][0], kind=RequestKind.LEAVE)))

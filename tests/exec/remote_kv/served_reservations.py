@@ -23,9 +23,9 @@ from rootstock_llm.services.worker.core.contracts.reservations import (
 from rootstock_llm.services.worker.core.contracts.transfers import I32, Pull
 from rootstock_llm.services.worker.exec.remote_kv import frames
 from rootstock_llm.services.worker.exec.remote_kv.frames import PageLayout, PageRequest, RequestKind, Status
+from rootstock_llm.services.worker.exec.remote_kv.kv_server import ServerLimits, TcpKvServer
 from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier
 from rootstock_llm.services.worker.exec.remote_kv.peer_reader import TcpPeerReader
-from rootstock_llm.services.worker.exec.remote_kv.room_server import ServerLimits, TcpRoomServer
 from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
 from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
@@ -69,7 +69,7 @@ def secret_of(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest()[:16]
 
 
-def room(number: int, pages: Sequence[int], tree: str = TREE) -> OpenReservation:
+def reservation(number: int, pages: Sequence[int], tree: str = TREE) -> OpenReservation:
     """Returns a reservation whose prompt continues after its last page."""
     tokens = np.arange(number, number + len(pages) * PAGE_SIZE + 3, dtype=np.int32).tobytes()
     return OpenReservation(KvReservation(number, EPOCH, secret_of(number)), tree, tokens, np.array(pages, dtype=np.int32))
@@ -100,7 +100,7 @@ class Served:
         self.pool = Pool(page_bytes)
         self.words: list[ReservationReleased] = []
         left = self.words.append
-        self.server = TcpRoomServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, left, limits, tls, folder, carrier)
+        self.server = TcpKvServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, left, limits, tls, folder, carrier)
         self.address = f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
 
     def __enter__(self) -> Served:
@@ -118,7 +118,7 @@ class Served:
         return self.server.counts().refused
 
     def opened(self, number: int = 1, pages: Sequence[int] = (5, 2, 9, 30, 0)) -> OpenReservation:
-        made = room(number, pages)
+        made = reservation(number, pages)
         self.server.open(made)
         return made
 

@@ -1,8 +1,8 @@
 """Serves pages of this worker's KV reservations: over TCP, through NIXL, or through shared memory on one machine.
 
-Threads: one thread per listener accepts connections, and each connection has a thread that ends with it. A fault ends only its
-connection. Each connection has one read at a time. So copies of pages take at most max_connections * max_read_bytes bytes, and
-the same amount of pinned memory if the pool is on a GPU.
+One thread per listener accepts connections, and each connection has a thread that ends with it. A fault ends only its connection.
+Each connection has one read at a time. So copies of pages take at most max_connections * max_read_bytes bytes, and the same
+amount of pinned memory if the pool is on a GPU.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rootstock_llm.services.worker.exec.remote_kv.connection import Connection
 from rootstock_llm.services.worker.exec.remote_kv.frames import Answer, Malformed, PageLayout, PageRequest, RequestKind, Status
 from rootstock_llm.services.worker.exec.remote_kv.nixl_process import Carrier, NoAreaLeft
 from rootstock_llm.services.worker.exec.remote_kv.nixl_staging import StagingSender
-from rootstock_llm.services.worker.exec.remote_kv.open_rooms import OpenRooms
+from rootstock_llm.services.worker.exec.remote_kv.offered_reservations import OfferedReservations
 from rootstock_llm.services.worker.exec.remote_kv.page_senders import PageSender, RingSender, SocketSender
 from rootstock_llm.services.worker.exec.remote_kv.socket_folder import SocketFolder
 from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 
 logger = logging.getLogger(__name__)
 ACCEPT_PAUSE_S = 0.5  # pause after a failed accept(), for example without free descriptors
-CLOSE_TIMEOUT_S = 5.0
-BACKLOG = 128
+CLOSE_TIMEOUT_S = 5.0  # longest wait of close() for all threads
+BACKLOG = 128  # connections that wait for accept()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class ServerLimits:
     max_read_bytes: int = 64 << 20  # largest answer; one page is always permitted
 
 
-class TcpRoomServer:
-    """A RoomServer. It listens from its construction on."""
+class TcpKvServer:
+    """A KvServer. It listens as soon as it is constructed."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class TcpRoomServer:
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._limits = limits or ServerLimits()
         self._on_left, self._tls, self._carrier = on_left, tls, carrier
-        self._rooms = OpenRooms(read_pages)
+        self._reservations = OfferedReservations(read_pages)
         self._lock = threading.Lock()  # guards the fields below
         self._connections: dict[Connection, threading.Thread] = {}
         self._served_bytes = 0
@@ -113,19 +113,19 @@ class TcpRoomServer:
     def port(self) -> int:
         return self._port
 
-    def open(self, room: OpenReservation) -> None:
-        self._rooms.open(room)
+    def open(self, reservation: OpenReservation) -> None:
+        self._reservations.open(reservation)
 
-    def shut(self, rooms: Sequence[KvReservation]) -> None:
-        self._rooms.shut(rooms)
+    def shut(self, reservations: Sequence[KvReservation]) -> None:
+        self._reservations.shut(reservations)
 
     def shut_all(self) -> None:
-        self._rooms.shut_all()
+        self._reservations.shut_all()
 
     def counts(self) -> PeerCounts:
         """Returns the counts of this server.
 
-        Reasons of refusals are the names of frames.Status in lower case, and:
+        Reasons of refusals are the labels of frames.Status, and:
 
         - `connections`: there were max_connections connections already;
         - `areas`: all staging areas for NIXL were in use, and the pages went over TCP;
@@ -137,7 +137,7 @@ class TcpRoomServer:
 
     def close(self) -> None:
         """Closes all reservations, without calls of on_left, and ends all connections."""
-        self._rooms.shut_all()
+        self._reservations.shut_all()
         with self._lock:
             self._closed.set()
             serving = dict(self._connections)
@@ -164,11 +164,15 @@ class TcpRoomServer:
                 self._admit(Connection(accepted), is_shared)
             except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 if not self._closed.is_set():
-                    logger.error("a reader of pages was not accepted", extra=fields(error=str(error)))
+                    logger.error("could not accept the connection of a remote reader", extra=fields(error=str(error)))
                     self._closed.wait(ACCEPT_PAUSE_S)
 
     def _admit(self, connection: Connection, is_shared: bool) -> None:
-        """Starts the thread of a connection, or closes a surplus connection. Raises RuntimeError if no thread can be started."""
+        """Starts the thread of a connection. Closes the connection if there are max_connections already.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
         thread = threading.Thread(target=self._serve, args=(connection, is_shared), name="kv-reader", daemon=True)
         with self._lock:
             admitted = len(self._connections) < self._limits.max_connections and not self._closed.is_set()
@@ -193,19 +197,19 @@ class TcpRoomServer:
                     ends.callback(sender.close)
                     self._converse(connection, sender, ends)
             except Malformed as error:
-                logger.info("a reader of pages is not understood", extra=fields(error=str(error)))
+                logger.info("a remote reader sent an invalid frame", extra=fields(error=str(error)))
                 self._refuse(connection, Status.MALFORMED, str(error))
             except OSError as error:
-                logger.info("a reader of pages was lost", extra=fields(error=str(error)))
+                logger.info("lost the connection to a remote reader", extra=fields(error=str(error)))
             except Exception:  # for example of read_pages; it ends this connection only
-                logger.exception("pages were not read")
+                logger.exception("could not serve KV pages")
             finally:
                 connection.close()
 
     def _is_gone(self, connection: Connection) -> None:
         with self._lock:
             del self._connections[connection]
-        self._tell_left(self._rooms.reader_gone(connection))
+        self._report_released(self._reservations.release_read_by(connection))
 
     def _converse(self, connection: Connection, sender: PageSender, senders: ExitStack) -> None:
         """Serves requests until the connection ends.
@@ -213,7 +217,7 @@ class TcpRoomServer:
         Args:
             connection: the connection, after its hello.
             sender: sends pages.
-            senders: closes a further sender.
+            senders: closes a sender that replaces `sender`.
 
         Raises:
             Malformed: the reader has sent an invalid frame.
@@ -226,19 +230,19 @@ class TcpRoomServer:
                 case RequestKind.READ:
                     self._answer(connection, sender, request)
                 case RequestKind.LEAVE:
-                    self._tell_left(self._rooms.leave(request.room))
+                    self._report_released(self._reservations.release(request.reservation))
                 case RequestKind.STAGE:
                     if not isinstance(sender, SocketSender):
-                        raise Malformed("pages go through memory on this connection already")
-                    if (staging := self._staged(connection, request.room)) is not None:
+                        raise Malformed("STAGE on a connection that already sends pages through a ring or a staging area")
+                    if (staging := self._staged(connection, request.reservation)) is not None:
                         senders.callback(staging.close)
                         sender = staging
-                        self._send(connection, Status.OK, staging.told)
+                        self._send(connection, Status.OK, staging.description)
 
-    def _staged(self, connection: Connection, room: KvReservation) -> StagingSender | None:
-        """Returns a sender through NIXL, or None after a refusal, when pages go over the connection as before. Raises OSError."""
-        if self._rooms.find(room) is None:
-            self._refuse(connection, Status.NO_ROOM)
+    def _staged(self, connection: Connection, reservation: KvReservation) -> StagingSender | None:
+        """Returns a sender through NIXL. Returns None after a refusal; pages then go over the connection. Raises OSError."""
+        if self._reservations.find(reservation) is None:
+            self._refuse(connection, Status.NO_RESERVATION)
         elif self._carrier is None:
             self._send(connection, Status.NO_AREA)
         else:
@@ -247,9 +251,9 @@ class TcpRoomServer:
                 return StagingSender(connection, self._layout.page_bytes, self._carrier, deadline)
             except NoAreaLeft as error:
                 self._count_refused("areas")
-                self._send(connection, Status.NO_AREA, frames.pack_sentence(str(error)))
+                self._send(connection, Status.NO_AREA, frames.pack_error(str(error)))
             except OSError as error:
-                logger.warning("pages do not go through NIXL", extra=fields(error=str(error)))
+                logger.warning("could not allocate a staging area for NIXL, pages go over TCP", extra=fields(error=str(error)))
                 self._send(connection, Status.NO_AREA)
         return None
 
@@ -273,28 +277,28 @@ class TcpRoomServer:
                 deadline = time.monotonic() + self._limits.hello_timeout_s
                 self._tls.check(connection.secure(self._tls.contexts().server, deadline))
             except ssl.SSLError as error:
-                logger.info("a reader of pages was refused", extra=fields(error=str(error)))
+                logger.info("refused a remote reader", extra=fields(error=str(error)))
                 self._count_refused("tls")
                 return False
         return True
 
     def _is_greeted(self, connection: Connection) -> bool:
-        """Exchanges the hello. Returns False if none came or its layout differs. Raises Malformed or OSError."""
+        """Exchanges the hello. Returns False if no hello came or its layout differs. Raises Malformed or OSError."""
         frame = self._frame(connection, frames.HELLO_BYTES, self._limits.hello_timeout_s)
-        if frame is None:  # as with probes of the port
+        if frame is None:  # for example, a probe of the port
             return False
         hello = frames.parse_hello(frame)
-        told = bytearray(hello.layout_bytes)
-        self._fill(connection, memoryview(told))
-        if objection := frames.objection(hello, told, self._layout):
-            logger.info("a reader of pages was refused", extra=fields(error=objection))
+        description = bytearray(hello.layout_bytes)
+        self._fill(connection, memoryview(description))
+        if objection := frames.objection(hello, description, self._layout):
+            logger.info("refused a remote reader", extra=fields(error=objection))
             self._refuse(connection, Status.LAYOUT, objection)
             return False
         self._send(connection, Status.OK)
         return True
 
     def _frame(self, connection: Connection, size: int, timeout_s: float) -> bytearray | None:
-        """Returns a frame, or None if none begins in time or the connection has ended. Raises Malformed."""
+        """Returns a frame, or None if no frame begins in time or the connection has ended. Raises Malformed."""
         frame = bytearray(size)
         try:
             begun = connection.receive_into(memoryview(frame)[:1], time.monotonic() + timeout_s)
@@ -310,50 +314,50 @@ class TcpRoomServer:
         try:
             received = connection.receive_into(rest, time.monotonic() + self._limits.hello_timeout_s)
         except TimeoutError as error:
-            raise Malformed("a frame has not come in time") from error
+            raise Malformed("the rest of a frame did not arrive in time") from error
         if received < len(rest):
-            raise Malformed("a frame has broken off")
+            raise Malformed("the connection ended within a frame")
 
     def _answer(self, connection: Connection, sender: PageSender, request: PageRequest) -> None:
         """Sends the pages of a READ, or refuses it. Raises OSError and the errors of read_pages."""
-        standing = self._rooms.find(request.room)
-        opened = None if standing is None else standing.room
-        status = Status.NO_ROOM if opened is None else self._verdict(request, opened)
-        if standing is None or opened is None or status is not Status.OK:
+        offered = self._reservations.find(request.reservation)
+        version = None if offered is None else offered.version
+        status = Status.NO_RESERVATION if version is None else self._verdict(request, version)
+        if offered is None or version is None or status is not Status.OK:
             self._refuse(connection, status)
             return
-        wanted = opened.pages[request.first : request.first + request.count]
+        pages = version.pages[request.first : request.first + request.count]
         # Recorded before the send, so that the reservation is also released if the reader is lost during the send.
-        self._rooms.was_read(standing, opened, connection)
-        sent = sender.send(wanted, partial(self._rooms.copy, standing), time.monotonic() + self._limits.send_timeout_s)
+        self._reservations.was_read(offered, version, connection)
+        sent = sender.send(pages, partial(self._reservations.copy, offered), time.monotonic() + self._limits.send_timeout_s)
         with self._lock:
             self._served_bytes += sent * self._layout.page_bytes
         if not sent:
-            self._refuse(connection, Status.NO_ROOM)
+            self._refuse(connection, Status.NO_RESERVATION)
         elif sent < request.count:
-            self._count_refused(Status.NO_ROOM.name.lower())  # the sender has marked the break for the reader
+            self._count_refused(Status.NO_RESERVATION.label)  # the sender has reported this to the reader by a mark
 
-    def _verdict(self, request: PageRequest, room: OpenReservation) -> Status:
-        """Returns OK, or why these pages of a reservation that the reader knows cannot be read.
+    def _verdict(self, request: PageRequest, version: OpenReservation) -> Status:
+        """Returns OK, or the reason why the requested pages of an open reservation cannot be read.
 
         It checks the sizes before it allocates anything.
         """
         end = request.first + request.count
         if request.count * self._layout.page_bytes > max(self._limits.max_read_bytes, self._layout.page_bytes):
             return Status.TOO_LARGE
-        if not request.count or end > len(room.pages):
+        if not request.count or end > len(version.pages):
             return Status.OUT_OF_RANGE
-        tokens = room.tokens[: end * self._layout.page_size * TOKEN_BYTES]
-        is_same = request.proof == proof(room.room.secret, room.tree, tokens)
+        tokens = version.tokens[: end * self._layout.page_size * TOKEN_BYTES]
+        is_same = request.proof == proof(version.room.secret, version.tree, tokens)
         return Status.OK if is_same else Status.OTHER_PROMPT
 
-    def _refuse(self, connection: Connection, status: Status, sentence: str = "") -> None:
-        """Sends a refusal if possible. A reader that sends malformed frames may not read the answer."""
-        self._count_refused(status.name.lower())
+    def _refuse(self, connection: Connection, status: Status, message: str = "") -> None:
+        """Counts and sends a refusal. Ends the connection if the refusal cannot be sent."""
+        self._count_refused(status.label)
         try:
-            self._send(connection, status, frames.pack_sentence(sentence))
+            self._send(connection, status, frames.pack_error(message))
         except OSError as error:
-            logger.info("a reader of pages did not wait for its refusal", extra=fields(error=str(error)))
+            logger.info("could not send a refusal to a remote reader", extra=fields(error=str(error)))
             connection.shut_down()
 
     def _count_refused(self, reason: str) -> None:
@@ -366,12 +370,12 @@ class TcpRoomServer:
             frames.pack_answer(Answer(status, len(payload))) + payload, time.monotonic() + self._limits.send_timeout_s
         )
 
-    def _tell_left(self, rooms: Sequence[ReservationReleased]) -> None:
-        for left in rooms:
+    def _report_released(self, releases: Sequence[ReservationReleased]) -> None:
+        for release in releases:
             try:
-                self._on_left(left)
+                self._on_left(release)
             except Exception:  # concerns one reservation; the others are still reported
-                logger.exception("a room was not left")
+                logger.exception("could not report the release of a KV reservation")
 
 
 def _listen(host: str, port: int) -> socket.socket:
