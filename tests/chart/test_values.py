@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rootstock_llm.services.worker.exec.contracts.options import TierOptions
-from rootstock_llm.services.worker.exec.tiers.make_tiers import MOST_FREE, NoRoomForTiers, host_pages
+from rootstock_llm.services.worker.exec.tiers.make_tiers import MOST_FREE, NotEnoughHostMemory, host_pages
 from tests.chart.release import CHART, merged, refusal, render, title
 from tests.chart.variants import ALL, GPU_RESOURCES, KEDA, SHARED_CACHE, TIERS_MEMORY, model, values_of
 
@@ -471,7 +471,7 @@ def test_accepted_memory_limit_fits_the_workers_host_tier() -> None:
     for limit, fits in ((least, True), (least - 1, False)):
         resources = {"requests": {"memory": "4Gi"}, "limits": {"memory": limit}}
         assert (refusal(tiers(2, resources=resources)) == "") is fits
-        with nullcontext() if fits else pytest.raises(NoRoomForTiers):
+        with nullcontext() if fits else pytest.raises(NotEnoughHostMemory):
             assert host_pages(options, 0, 1, limit - beside) == host
 
 

@@ -99,7 +99,7 @@ def test_build_logs_the_host_tier_and_the_free_memory(folder: Path, monkeypatch:
     executor.close()
     assert info.host_pages == (1 << 30) // 100 // info.page_bytes
     told = next(line for line in said if line.startswith("host tier"))
-    assert "10 MiB" in told and "of 1024 MiB of memory that are free; by hicache_ratio it takes 1% of that at most" in told
+    assert "10 MiB" in told and "of 1024 MiB of free memory; hicache_ratio uses at most 1% of it" in told
 
 
 @pytest.mark.by_day(one_in=2, seed=2)

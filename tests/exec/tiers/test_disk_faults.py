@@ -281,7 +281,7 @@ class TestOpening:
         write(it, keys(1))
         it.close()
         disk.broken["create"] = errno.EROFS
-        with pytest.raises(StoreUnusable, match=r"pages of KV cannot be kept in .*Read-only file system"):
+        with pytest.raises(StoreUnusable, match=r"KV pages cannot be stored in .*Read-only file system"):
             store(tmp_path, disk=disk)
         assert readable(store(tmp_path)) == keys(1), "the failed opening has released the lock"
 

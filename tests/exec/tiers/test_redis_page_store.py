@@ -232,7 +232,7 @@ def away(at_once: int) -> Iterator[list[bytes]]:
 
 
 def test_news_returns_many_keys_in_parts_after_a_failed_scan(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_page_store, "TOLD_AT_ONCE", 4)
+    monkeypatch.setattr(redis_page_store, "NEWS_KEYS", 4)
     clock = Hours()
     first, it = store(server), RedisPageStore(server.url, PAGE, 60, IDENTITY, clock)
     many = keys(*range(6))
@@ -320,7 +320,7 @@ def test_delete_is_pending_until_the_server_returns(
     other.news()
     with server.stopped():
         deleted = it.delete(which)
-        assert deleted.pages == 0 and "does not answer" in deleted.pending
+        assert deleted.pages == 0 and "does not respond" in deleted.pending
         assert write(it, keys(3, tag=A)).stored == () and read(it, keys(1, tag=A)) == 0
     assert write(it, keys(3, tag=A)).stored == (), "no page is written before the pending deletion"
     clock.pass_by()
@@ -390,7 +390,7 @@ def test_quota_does_not_count_expired_pages(server: RedisServer) -> None:
 
 
 def test_store_refuses_a_quota_smaller_than_a_page() -> None:
-    with pytest.raises(ValueError, match="no room for a page"):
+    with pytest.raises(ValueError, match="cannot hold a page"):
         RedisPageStore("redis://h", PAGE, 60, IDENTITY, salt_bytes=quota(1) - 1)
 
 

@@ -86,7 +86,7 @@ def test_restart_finds_all_pages_and_applies_a_smaller_quota(tmp_path: Path) -> 
 
 
 def test_store_refuses_a_quota_smaller_than_a_page(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{FORMAT.bytes_with_index(1)} is the least"):
+    with pytest.raises(ValueError, match=f"at least {FORMAT.bytes_with_index(1)} are needed"):
         store(tmp_path, salt_bytes=FORMAT.bytes_with_index(1) - 1)
 
 

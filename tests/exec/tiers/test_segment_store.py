@@ -222,7 +222,9 @@ class TestCap:
 
     def test_store_refuses_a_cap_below_four_segments(self, tmp_path: Path) -> None:
         least = 4 * FORMAT.bytes_with_index(1)
-        with pytest.raises(ValueError, match=f"{least - 1} bytes are too few for pages of {PAGE}: {least} is the least"):
+        with pytest.raises(
+            ValueError, match=f"{least - 1} bytes are too few for pages of {PAGE} bytes; at least {least} are needed"
+        ):
             SegmentStore(tmp_path, PAGE, least - 1)
         it = SegmentStore(tmp_path, PAGE, least)
         write(it, keys(*range(9)))
@@ -259,7 +261,7 @@ class TestOneStore:
         first = store(tmp_path)
         write(first, keys(1))
         before = len(list(Path("/proc/self/fd").iterdir()))
-        with pytest.raises(StoreBusy, match="another process, or another store of this one, keeps its pages in"):
+        with pytest.raises(StoreBusy, match="is in use by another process, or by another store of this process"):
             store(tmp_path)
         assert len(list(Path("/proc/self/fd").iterdir())) == before, "the refused store has closed its files"
         assert read(first, keys(1)) == 1
@@ -268,7 +270,7 @@ class TestOneStore:
 
     def test_store_refuses_a_folder_that_cannot_be_created(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")
-        with pytest.raises(StoreUnusable, match=r"pages of KV cannot be kept in .*Not a directory"):
+        with pytest.raises(StoreUnusable, match=r"KV pages cannot be stored in .*Not a directory"):
             store(tmp_path / "file" / "kv")
 
     def test_delete_keeps_foreign_files(self, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ TIERS = (
         ("        self._due.clear()\n", ""),
         ("if not fresh or self._due or not", "if not fresh or not"),
         ("gone = self._learn_ages(tag)", "gone = list[bytes]()"),
-        ('            self._tell("d", some)\n', ""),
+        ('            self._publish("d", some)\n', ""),
         ("pipeline.getex(self._page_prefix + key, px=self._ttl_ms)", "pipeline.get(self._page_prefix + key)"),
         ("if not entries or _text(entries[0][0]) != self._last_news:", "if not entries:"),
         ("                self._lost[key] = None\n", ""),
@@ -250,7 +250,7 @@ TIERS = (
     *of(
         "tiers",
         "services/worker/exec/tiers/disk.py",
-        ("            _turn(fd, direct=False)", "            raise OSError(errno.EINVAL, '')"),
+        ("            _set_direct(fd, direct=False)", "            raise OSError(errno.EINVAL, '')"),
         ("            if direct:\n", "            if False:\n"),
         only="test_segment_store",
     ),

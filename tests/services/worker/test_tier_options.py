@@ -14,7 +14,7 @@ import torch
 from rootstock_llm.services.shared.settings import of_values
 from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES
 from rootstock_llm.services.worker.exec.contracts.options import TierOptions
-from rootstock_llm.services.worker.exec.tiers.make_tiers import NoRoomForTiers, host_pages, host_slab
+from rootstock_llm.services.worker.exec.tiers.make_tiers import NotEnoughHostMemory, host_pages, host_slab
 from rootstock_llm.services.worker.settings import WorkerSettings
 from rootstock_llm.services.worker.tier_options import GB, tier_options
 
@@ -90,7 +90,7 @@ def test_salt_quota_is_refused_when_smaller_than_a_page(tmp_path: Path) -> None:
     shared = SHARED | {"hicache_storage_secret_file": str(tmp_path / "one")}
     for found in (in_files(tmp_path, hicache_storage_salt_quota=1e-6), options(**shared, hicache_storage_salt_quota=1e-6)):
         assert found is not None and found.open_storage is not None
-        with pytest.raises(ValueError, match="1000 bytes has no room for a page"):
+        with pytest.raises(ValueError, match="1000 bytes cannot hold a page"):
             found.open_storage(PAGE, IDENTITY)
         store = found.open_storage(100, IDENTITY)
         assert store is not None
@@ -175,7 +175,9 @@ class TestHostTierSize:
         assert host_pages(options, 100, PAGE, 1000 * PAGE, pool * PAGE) == pages
 
     def test_set_size_is_refused_when_not_free(self) -> None:
-        with pytest.raises(NoRoomForTiers, match=r"asks for \d+ MiB; \d+ MiB are free after the KV pool.* Set it to \d+ or less"):
+        with pytest.raises(
+            NotEnoughHostMemory, match=r"asks for \d+ MiB; \d+ MiB are free after the KV pool.* Set it to \d+ or less"
+        ):
             self.sized(size=900 * PAGE)
 
     def test_memory_of_the_slab_is_allocated_at_once(self) -> None:
@@ -187,5 +189,5 @@ class TestHostTierSize:
 
     def test_size_is_refused_when_no_page_fits(self) -> None:
         """The KV pool needs more than all free memory."""
-        with pytest.raises(NoRoomForTiers, match="no room for a page"):
+        with pytest.raises(NotEnoughHostMemory, match="cannot hold a page"):
             self.sized(free=-5 * PAGE)

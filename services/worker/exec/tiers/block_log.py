@@ -1,12 +1,11 @@
-"""A file beside a page store with the names of the blocks whose tokens are in its pages.
+"""A log of block names next to a page store.
 
-A page key does not reveal tokens. With the names, a worker can report its stored blocks to the prefix index again after a
-restart.
+A page key does not reveal tokens. With the log, a worker can report its stored blocks to the prefix index again after a restart.
 
     header 64 | record | record | ...        record: head 20 | keys, [n, 40] | checksum 8        little-endian
 
-Names are hints. If a name is missing, torn or of another identity, a request may be routed elsewhere, with no other harm. So the
-log syncs nothing and reports no disk error to its callers. The log has a single owner and runs on one thread.
+Names are hints. If a name is missing, torn or of another identity, the only effect is that a request may be routed to another
+worker. So the log syncs nothing and reports no disk error to its callers. It has a single owner and runs on one thread.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ class BlockLog:
         self._path, self._held, self._disk = path, held, disk or Disk()
         self._pause = WritePause(time.monotonic)
         self._fd: int | None = None
-        self._size = self._most = 0
+        self._size = self._most = 0  # bytes of the file; size at which append() rewrites it
 
     def read(self) -> list[KeptBlock]:
         """Returns the blocks with a page in the store, oldest first, and removes all others from the file."""
         try:
-            blocks = self._counting(self._found())
+            blocks = self._with_pages(self._found())
             self._rewrite(blocks)
         except OSError as error:
             self._failed(error)
@@ -70,7 +69,7 @@ class BlockLog:
             return
         try:
             if self._fd is None or self._size + len(records) > self._most:
-                self._rewrite(self._counting(self._found()))
+                self._rewrite(self._with_pages(self._found()))
             self._write(records)
             self._pause.worked()
         except OSError as error:
@@ -79,7 +78,7 @@ class BlockLog:
     def sweep(self) -> None:
         """Removes the names of blocks that have no page in the store any longer. Called after pages were deleted."""
         try:
-            self._rewrite(self._counting(self._found()))
+            self._rewrite(self._with_pages(self._found()))
         except OSError as error:
             self._failed(error)
 
@@ -102,7 +101,8 @@ class BlockLog:
             self._disk.close(fd)
         return _parsed(bytes(content), len(self._header)) if content.startswith(self._header) else []
 
-    def _counting(self, blocks: list[KeptBlock]) -> list[KeptBlock]:
+    def _with_pages(self, blocks: list[KeptBlock]) -> list[KeptBlock]:
+        """Returns the blocks that have a page in the store."""
         held = set(self._held())
         return [block for block in blocks if not held.isdisjoint(block.keys)]
 
@@ -123,7 +123,7 @@ class BlockLog:
             self._disk.close(before)
 
     def _write(self, records: bytes) -> None:
-        assert self._fd is not None, "what is written to is open"
+        assert self._fd is not None, "the log is open"
         self._all_written(self._fd, records, self._size)
         self._size += len(records)
 
@@ -135,7 +135,7 @@ class BlockLog:
 
     def _failed(self, error: OSError) -> None:
         seconds = self._pause.failed()
-        logger.warning("names of blocks were not kept", extra=fields(error=str(error), pause_seconds=seconds))
+        logger.warning("could not store block names", extra=fields(error=str(error), pause_seconds=seconds))
 
 
 def _record(block: KeptBlock) -> bytes:

@@ -1,4 +1,4 @@
-"""The calls to the file system that the page store makes. In tests, a double fails, fills up or stops at any call."""
+"""The calls to the file system that the page store makes. In tests, a double fails, fills up or stops at any of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# Errors of a direct write that the file system does not support at all, or not for these parts
-_NO_WAY = (errno.EINVAL, errno.EOPNOTSUPP)
+# Errors of a direct write if the file system does not support direct writes, or not for these parts.
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -44,9 +44,9 @@ class Disk:
             try:
                 return os.pwritev(fd, _aligned(parts), offset)
             except OSError as error:
-                if error.errno not in _NO_WAY:
+                if error.errno not in _UNSUPPORTED:
                     raise
-            _turn(fd, direct=False)  # the disk has larger blocks, or the parts do not fit its blocks
+            _set_direct(fd, direct=False)  # the disk has larger blocks, or the parts do not fit its blocks
         return os.pwritev(fd, parts, offset)
 
     def pass_cache(self, fd: int) -> None:
@@ -55,9 +55,9 @@ class Disk:
         Each part of a write must then consist of whole blocks.
         """
         try:
-            _turn(fd, direct=True)
+            _set_direct(fd, direct=True)
         except OSError as error:
-            if error.errno not in _NO_WAY:
+            if error.errno not in _UNSUPPORTED:
                 raise
 
     def drop_cached(self, fd: int, offset: int, size: int) -> None:
@@ -93,7 +93,7 @@ class Disk:
         path.unlink(missing_ok=True)
 
 
-def _turn(fd: int, *, direct: bool) -> None:
+def _set_direct(fd: int, *, direct: bool) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags)
 

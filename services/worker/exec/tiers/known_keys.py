@@ -12,7 +12,7 @@ from rootstock_llm.services.worker.core.tiers.page_keys import UNSALTED, tag_of
 
 
 class KnownKeys:
-    """Page keys in the order in which they became known. Beyond `most` keys, the first ones are forgotten."""
+    """Page keys in the order in which they were added. Beyond `most` keys, the first ones are dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -37,7 +37,7 @@ class KnownKeys:
         return len(self._of_tag.get(tag, ()))
 
     def add(self, keys: Iterable[bytes], written_ms: int | None) -> list[bytes]:
-        """Appends keys, and returns the keys that are forgotten for them."""
+        """Appends keys. Drops the first keys beyond `most` keys and returns them."""
         for key in keys:
             self.drop(key)
             self._keys[key] = None

@@ -24,10 +24,10 @@ from rootstock_llm.services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
 PATTERN = 251  # a prime, so that few parts of a page begin with the same bytes
-MOST_FREE = 0.8  # largest part of the free memory, the pool's excluded, that the host tier may take
+MOST_FREE = 0.8  # largest share of the host memory that is free after the KV pool which the host tier may take
 
 
-class NoRoomForTiers(ValueError):
+class NotEnoughHostMemory(ValueError):
     """Raised if the host has no memory for one page of the host tier, or for the requested size."""
 
 
@@ -42,23 +42,23 @@ def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_byte
         pool_bytes: bytes of the pool if it is in host memory.
 
     Raises:
-        NoRoomForTiers: the memory cannot hold a page, or the requested size.
+        NotEnoughHostMemory: the memory cannot hold a page, or the requested size.
     """
-    beside = max(0, free_bytes - pool_bytes)
+    available = max(0, free_bytes - pool_bytes)
     if options.host_bytes:
-        most = int(beside * MOST_FREE)
+        most = int(available * MOST_FREE)
         if options.host_bytes > most:
-            raise NoRoomForTiers(
-                f"hicache_size asks for {options.host_bytes >> 20} MiB; {beside >> 20} MiB are free after the KV pool, and the"
+            raise NotEnoughHostMemory(
+                f"hicache_size asks for {options.host_bytes >> 20} MiB; {available >> 20} MiB are free after the KV pool, and the"
                 f" host tier may use {most >> 20} MiB of them. Set it to {most // 10**9} or less"
             )
         pages = options.host_bytes // page_bytes
     else:
-        most = min(int(free_bytes * options.host_share), int(beside * MOST_FREE))
+        most = min(int(free_bytes * options.host_share), int(available * MOST_FREE))
         pages = min(int(options.host_ratio * pool_pages), most // page_bytes)
     if pages < 1:
-        raise NoRoomForTiers(
-            f"the host tier has no room for a page of {page_bytes} bytes: {free_bytes >> 20} MiB of the memory are free"
+        raise NotEnoughHostMemory(
+            f"the host tier cannot hold a page of {page_bytes} bytes: only {free_bytes >> 20} MiB of host memory are free"
         )
     return pages
 
@@ -95,19 +95,19 @@ def make_mover(
     free = free_memory()
     pages = host_pages(options, pool_pages, page_bytes, free, pool_pages * page_bytes if on_host else 0)
     is_cut = not options.host_bytes and pages < int(options.host_ratio * pool_pages)
-    why = f"; by hicache_ratio it takes {options.host_share:.0%} of that at most, by hicache_size more" if is_cut else ""
-    progress(f"host tier: {pages * page_bytes >> 20} MiB in {pages} pages, of {free >> 20} MiB of memory that are free{why}")
+    why = f"; hicache_ratio uses at most {options.host_share:.0%} of it, hicache_size can use more" if is_cut else ""
+    progress(f"host tier: {pages * page_bytes >> 20} MiB in {pages} pages, of {free >> 20} MiB of free memory{why}")
     memory = host_slab(pages, page_bytes)
     store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
     log = None
     if store is not None:
-        progress(f"storage tier: {store.counts().pages} pages are there")
+        progress(f"storage tier: found {store.counts().pages} pages")
         if options.names_file is not None:
             log = BlockLog(options.names_file, _identity(options, layout), store.keys)
     unpin = None if on_host else _pinned(memory)
     by_layers = brings_rightly(copier(), memory)
     if not by_layers:
-        progress("host tier: pages are loaded whole, and not layer by layer")
+        progress("host tier: loads whole pages, not layer by layer")
     return PageMover(streams, copier, arrivals, memory, store, peers, log, unpin, by_layers), pages
 
 
@@ -166,12 +166,12 @@ def _pinned(memory: torch.Tensor) -> Callable[[], None]:
         not pin them.
 
     Raises:
-        NoRoomForTiers: CUDA cannot pin the memory.
+        NotEnoughHostMemory: CUDA cannot pin the memory.
     """
     cudart = torch.cuda.cudart()
     error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error != 0:
-        raise NoRoomForTiers(f"a host tier of {memory.nbytes >> 20} MiB cannot be pinned (CUDA error {error})")
+        raise NotEnoughHostMemory(f"a host tier of {memory.nbytes >> 20} MiB cannot be pinned (CUDA error {error})")
     return partial(_unpin, memory.data_ptr())
 
 

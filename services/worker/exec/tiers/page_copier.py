@@ -22,7 +22,7 @@ from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, L
 from rootstock_llm.services.worker.exec.streams.cuda_streams import Streams
 
 STAGED_BYTES = 16 << 20  # device memory for pages that are being copied between a device's pools and the host
-WORD_BYTES = 8  # a device copies multiples of it: see kernels/triton/page_pieces.py
+WORD_BYTES = 8  # a device copies multiples of this size; see kernels/triton/page_pieces.py
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class PageCopier:
     """Copies pages of pools with equal numbers of pages, on the current stream of the pools' device."""
 
     def __init__(self, pools: Sequence[KVPool], copies: PieceCopies | None = None, bring: BringPieces | None = None) -> None:
-        """Computes where the parts of a page are.
+        """Computes the addresses of the parts of a page.
 
         Args:
             pools: the pools, in a fixed order.
@@ -45,14 +45,14 @@ class PageCopier:
             bring: lets the pools' device read rows in place in host memory, None if it cannot.
         """
         tensors = [each for pool in pools for pair in zip(pool.keys, pool.values, strict=True) for each in pair]
-        assert len({len(each) for each in tensors}) == 1, "a page is one of every layer"
+        assert len({len(each) for each in tensors}) == 1, "all layers have the same number of pages"
         self._parts = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
         self.page_bytes = sum(part.shape[1] for part in self._parts)  # bytes of a row
         self._num_layers = [len(pool.keys) for pool in pools]
         self._device = tensors[0].device
         self._host_parts = [part.numpy() for part in self._parts] if self._on_host else []
-        assert copies is None or self._on_host, "addresses of a device are none of the host's"
-        assert all(part.is_contiguous() for part in self._parts), "a page of a layer lies behind the one before"
+        assert copies is None or self._on_host, "`copies` works on host memory only"
+        assert all(part.is_contiguous() for part in self._parts), "the pages of a layer are contiguous"
         self._copies, self._bring = copies, bring
         self._addresses = np.array([part.data_ptr() for part in self._parts], dtype=np.int64)
         self._sizes = np.array([part.shape[1] for part in self._parts], dtype=np.int64)
@@ -82,8 +82,8 @@ class PageCopier:
             IndexError: a page or row does not exist.
             ValueError: a row has another size.
         """
-        assert self.can_bring, "groups of layers are brought where they can be"
-        assert len(rows) == len(pages), "a row for every page"
+        assert self.can_bring, "pages can be loaded layer by layer"
+        assert len(rows) == len(pages), "there is one row per page"
         self._check_pages(pages)
         self._check_rows([memory[0]])
         if not 0 <= rows.min() <= rows.max() < len(memory):
@@ -91,8 +91,8 @@ class PageCopier:
         addresses = memory.data_ptr() + rows.astype(np.int64) * memory.stride(0)
         if self._on_host:
             return partial(self._bring_on_host, memory, rows, addresses, pages)
-        assert self._bring is not None, "a device reads rows where they lie"
-        assert not (addresses % WORD_BYTES).any(), "rows begin with a word"
+        assert self._bring is not None, "the device can read rows in place"
+        assert not (addresses % WORD_BYTES).any(), "rows are aligned to words"
         of_rows, places = torch.from_numpy(np.stack((addresses, pages))).to(self._device).unbind()
         groups = [self._parts_of(group) for group in range(len(self.groups.layers))]
         parts = np.concatenate(groups)
@@ -182,7 +182,7 @@ class PageCopier:
 
     def _check_rows(self, rows: Sequence[Tensor]) -> None:
         if not all(row.is_contiguous() and row.nbytes == self.page_bytes for row in rows):
-            raise ValueError(f"a row is {self.page_bytes} bytes, one behind the other")
+            raise ValueError(f"a row must be contiguous and have {self.page_bytes} bytes")
 
     @staticmethod
     def _addresses_of(rows: Sequence[Tensor]) -> Addresses:
@@ -225,8 +225,8 @@ class PageCopier:
 class PoolReader:
     """A ReadPages of an executor's pools.
 
-    The read pages must be computed by committed steps. The copy is whole only if no step writes the pages during it. Each thread
-    has a buffer of its own.
+    The pages must have been computed by committed steps. The copy is consistent only if no step writes the pages meanwhile. Each
+    thread has a buffer of its own.
     """
 
     def __init__(self, streams: Streams, copier: Callable[[], PageCopier], arrivals: Arrivals) -> None:
@@ -257,7 +257,7 @@ class PoolReader:
 
     def _pinned(self, pages: int, page_bytes: int) -> Tensor:
         """Returns uint8[pages, page_bytes] of pinned memory of this thread."""
-        kept: Tensor | None = getattr(self._own, "pinned", None)
-        if kept is None or kept.shape[0] < pages or kept.shape[1] != page_bytes:
-            kept = self._own.pinned = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=True)
-        return kept[:pages]
+        buffer: Tensor | None = getattr(self._own, "pinned", None)
+        if buffer is None or buffer.shape[0] < pages or buffer.shape[1] != page_bytes:
+            buffer = self._own.pinned = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=True)
+        return buffer[:pages]

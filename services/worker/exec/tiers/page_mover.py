@@ -1,9 +1,9 @@
-"""Moves KV pages between device, host memory, storage and remote workers, beside the steps.
+"""Moves KV pages between device, host memory, storage and remote workers, while steps run.
 
 The mover has one thread for copies to the host, one for copies from the host, one for the storage and one per remote worker. So a
 slow disk or worker does not block host pages, and a backup does not block a load. Each thread runs its jobs in order. If steps
-run on the host's cores, they have priority over copies to the host. A failure is logged and moves nothing. Every operation ends
-in one fact.
+run on the host's cores, they have priority over copies to the host. A failed operation is logged and moves no page. Every
+operation is reported by one fact.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PageMover:
             store: storage tier, None if the host tier is the last one. Only the storage thread calls it.
             peers: reader of remote workers' pages, None for no reader.
             log: names of the blocks in the store, None for no log. Called on the thread of the store.
-            unpin: called when nothing moves any more, None if `host` is not pinned.
+            unpin: called by close() after all threads have ended; None if `host` is not pinned.
             by_layers: load pages layer by layer, see brings_rightly().
         """
         self._streams, self._copier, self._host, self._store, self._peers = streams, copier, host, store, peers
@@ -118,7 +118,7 @@ class PageMover:
         self._lock = threading.Lock()  # guards _of_peers
         self._own = threading.local()  # staging memory of each thread
         self.on_fact: Callable[[], None] = lambda: None  # called on any thread when facts() has something to return
-        self.on_lost: Callable[[str], None] = logger.error  # called with a message if steps wait for pages that do not come
+        self.on_lost: Callable[[str], None] = logger.error  # called with a message if steps wait for pages that never arrive
         self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         if store is not None:
             self._facts.put(Fact(UNASKED, stored=tuple(store.keys()), use=store.use()))
@@ -146,16 +146,16 @@ class PageMover:
         return self._store
 
     def settle(self) -> None:
-        """Blocks until all pages have arrived whose load was reported early. Raises NeverCame."""
+        """Blocks until the pages of all loads that were reported early have arrived. Raises NeverCame."""
         self._arrivals.settle()
 
     def begin(self, operation: PageOperation) -> None:
         """Begins an operation after all work that is on the streams. Called on the thread that launches steps."""
         try:
-            self._streams.launch(partial(self._passed, operation))
+            self._streams.launch(partial(self._dispatch, operation))
         except Exception:  # the device is lost, and the next step fails for the same reason
             self._log_unmoved(operation)
-            self._tell(Fact(operation.op_id))
+            self._report(Fact(operation.op_id))
 
     def facts(self) -> list[Fact]:
         found: list[Fact] = []
@@ -173,10 +173,10 @@ class PageMover:
     def leave(self, source: KvSource) -> None:
         """Releases a remote worker's reservation. Does not block."""
         if self._peers is not None:  # queued behind earlier reads
-            self._streams.launch(partial(self._passed_leave, source))
+            self._streams.launch(partial(self._enqueue_leave, source))
 
     def close(self) -> None:
-        """Ends the threads and closes store and log. No operation may be running that anything waits for."""
+        """Ends the threads and closes store and log. No caller may still wait for an operation."""
         if self._peers is not None:
             self._peers.close()
         with self._lock:
@@ -194,22 +194,23 @@ class PageMover:
             if self._log is not None:
                 self._log.close()
 
-    def _passed_leave(self, source: KvSource) -> None:
+    def _enqueue_leave(self, source: KvSource) -> None:
         """Queues the release. If no thread can be started, the reservation ends after its hold time."""
-        self._give(source.address, _Leave(source))
+        self._enqueue(source.address, _Leave(source))
 
-    def _passed(self, operation: PageOperation) -> None:
+    def _dispatch(self, operation: PageOperation) -> None:
+        """Queues an operation for its thread."""
         self._streams.copy_after_forward()
         work = _Work(operation, self._streams.mark_copy())
         if operation.pull is not None:
-            if not self._give(operation.pull.source.address, work):
-                self._tell(Fact(operation.op_id))
+            if not self._enqueue(operation.pull.source.address, work):
+                self._report(Fact(operation.op_id))
         elif operation.kind is OperationKind.BACK_UP:
             self._of_backups.put(work)
         else:
             (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
 
-    def _give(self, address: str, job: Job) -> bool:
+    def _enqueue(self, address: str, job: Job) -> bool:
         """Queues a job on the reader thread of a remote worker, starting the thread if it is not running.
 
         Returns:
@@ -222,7 +223,7 @@ class PageMover:
                 try:
                     self._start("kv-peer", waiting, PEER_IDLE_S, address)
                 except RuntimeError:
-                    logger.exception("nothing can be read from another worker", extra=fields(address=address))
+                    logger.exception("could not start the reader thread of a remote worker", extra=fields(address=address))
                     return False
                 self._of_peers[address] = waiting
             waiting.put(job)
@@ -234,7 +235,7 @@ class PageMover:
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _next(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> Job | None:
-        """Returns the next job, None if the thread ends, for a remote worker after `idle_s` seconds without a job."""
+        """Returns the next job. None if the thread is to end: after close(), or after `idle_s` seconds without a job."""
         if jobs is self._of_storage and self._store is not None and self._store.shared:
             return self._next_of_shared(jobs)
         try:
@@ -249,7 +250,7 @@ class PageMover:
     def _next_of_shared(self, jobs: queue.SimpleQueue[Job | None]) -> Job | None:
         """Returns the next job of a shared storage. A query is due every NEWS_S seconds, even if many jobs wait."""
         left = self._ask_at - time.monotonic()
-        with suppress(queue.Empty):  # then it is time
+        with suppress(queue.Empty):  # the query is due
             if left > 0:
                 return jobs.get(timeout=left)
         self._ask_at = time.monotonic() + NEWS_S
@@ -267,24 +268,24 @@ class PageMover:
                     case _Work(operation) if self._by_layers and operation.kind is OperationKind.LOAD:
                         self._load(job)
                     case _Work():
-                        self._tell(self._done(job))
+                        self._report(self._done(job))
                     case _Leave(source) if self._peers is not None:
                         self._leave(self._peers, source)
                     case _Delete(which, done) if self._store is not None:
                         self._delete(self._store, which, done)
                     case _Ask() if self._store is not None:
-                        self._tell_news(self._store)
+                        self._report_news(self._store)
 
-    def _tell_news(self, store: PageStore) -> None:
+    def _report_news(self, store: PageStore) -> None:
         try:
             news = store.news()
         except Exception:  # any error; pages that are not known are computed
-            logger.exception("the storage has told nothing")
+            logger.exception("could not query the storage for changes")
             return
         if news.more:
             self._ask_at = time.monotonic() + MORE_NEWS_S
         if news.stored or news.dropped:
-            self._tell(Fact(UNASKED, stored=news.stored, dropped=news.dropped, use=store.use()))
+            self._report(Fact(UNASKED, stored=news.stored, dropped=news.dropped, use=store.use()))
 
     def _delete(self, store: PageStore, which: Selection, done: Future[Deleted]) -> None:
         """Deletes pages, and reports the changes even if the caller has cancelled."""
@@ -300,7 +301,7 @@ class PageMover:
             self._log.sweep()
         for at in range(0, len(deleted.dropped), FACT_KEYS):
             self._facts.put(Fact(UNASKED, dropped=deleted.dropped[at : at + FACT_KEYS]))
-        self._tell(Fact(UNASKED, use=store.use()))
+        self._report(Fact(UNASKED, use=store.use()))
         if is_wanted:
             done.set_result(deleted)
 
@@ -309,9 +310,9 @@ class PageMover:
         try:
             peers.leave(source)
         except Exception:  # any error; the reservation ends after its hold time
-            logger.exception("a room was not left", extra=fields(address=source.address))
+            logger.exception("could not release a KV reservation", extra=fields(address=source.address))
 
-    def _tell(self, fact: Fact) -> None:
+    def _report(self, fact: Fact) -> None:
         self._facts.put(fact)
         self.on_fact()
 
@@ -325,18 +326,18 @@ class PageMover:
             copier = self._copier()
             bring = copier.bringing(self._host, operation.host_pages, operation.pages)
             work.mark.precede()
-            tell = partial(self._tell, Fact(operation.op_id, count, early=True))
+            report = partial(self._report, Fact(operation.op_id, count, early=True))
             size = count * copier.page_bytes
-            seconds, told = self._loads.load(bring, operation.pages, copier.groups, size, tell)
+            seconds, was_early = self._loads.load(bring, operation.pages, copier.groups, size, report)
         except NeverCame as error:
             self._log_unmoved(operation)
             self.on_lost(str(error))
         except Exception:  # any error; the pages are computed instead
             self._log_unmoved(operation)
             self._settle()
-            self._tell(Fact(operation.op_id))
+            self._report(Fact(operation.op_id))
         else:
-            self._tell(Fact(UNASKED, loaded=(count, seconds)) if told else Fact(operation.op_id, count, seconds))
+            self._report(Fact(UNASKED, loaded=(count, seconds)) if was_early else Fact(operation.op_id, count, seconds))
 
     def _log_unmoved(self, operation: PageOperation) -> None:
         logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
@@ -356,9 +357,9 @@ class PageMover:
         return Fact(operation.op_id, count, time.perf_counter() - began, stored, dropped, use)
 
     def _settle(self) -> None:
-        """Waits until this thread's copies have ended, so that no page is written after the fact.
+        """Waits until this thread's copies have ended, so that no page is written after its operation was reported.
 
-        A lost device writes nothing.
+        Errors are ignored, because a lost device writes nothing.
         """
         try:
             self._synchronize()
@@ -387,8 +388,8 @@ class PageMover:
 
         A failed read must not change the device's pages.
         """
-        assert self._peers is not None, "pages are pulled where there are other workers"
-        assert operation.pull is not None, "a pull says where from"
+        assert self._peers is not None, "a pull needs a peer reader"
+        assert operation.pull is not None, "a pull has a KV source"
         rows = self._staging(len(operation.keys))
         count = self._peers.read(operation.pull, len(rows), rows.numpy().reshape(-1).data)
         if count:
@@ -396,7 +397,7 @@ class PageMover:
         return count
 
     def _stored(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
-        assert self._store is not None, "pages are stored where there is a storage"
+        assert self._store is not None, "a STORE operation needs a storage tier"
         written = self._store.write(operation.keys, [row.numpy().data for row in self._host_rows(operation)])
         if self._log is not None and operation.blocks:
             there = set(written.stored)
@@ -405,7 +406,7 @@ class PageMover:
 
     def _fetched(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         """Reads pages of the storage. Pages that were not found are reported as lost, even if the store lists them."""
-        assert self._store is not None, "pages are fetched where there is a storage"
+        assert self._store is not None, "a FETCH operation needs a storage tier"
         rows = self._staging(len(operation.keys))
         count = self._store.read(operation.keys, rows.numpy().data)
         if count:
@@ -423,16 +424,16 @@ class PageMover:
         return [self._host[page] for page in operation.host_pages.tolist()]
 
     def _staging(self, pages: int) -> Tensor:
-        """Returns uint8[n, page bytes] of this thread, which its next operation reuses.
+        """Returns uint8[n, page bytes] of this thread. Its next operation reuses the memory.
 
-        Memory that is touched for the first time takes several times as long to fill.
+        Filling memory for the first time takes several times as long.
         """
-        kept: Tensor | None = getattr(self._own, "staging", None)
-        if kept is None or len(kept) < pages:
-            kept = self._own.staging = torch.empty(
+        buffer: Tensor | None = getattr(self._own, "staging", None)
+        if buffer is None or len(buffer) < pages:
+            buffer = self._own.staging = torch.empty(
                 (pages, self._host.shape[1]), dtype=torch.uint8, pin_memory=self._host.is_pinned()
             )
-        return kept[:pages]
+        return buffer[:pages]
 
     def _synchronize(self) -> None:
         """Waits until the device has done all work of this thread."""

@@ -49,9 +49,9 @@ GROUP_BYTES = 1 << 20  # pages in one command or response
 MOST_KEYS = 1 << 20  # known keys of a worker, which forgets the oldest without deleting them
 SCANNED = 2048  # keys per SCAN
 NEWS_READ = 256  # entries of the stream per read; an entry has the keys of one write
-TOLD_AT_ONCE = 8192  # keys per call of news(), because the loop processes them between two steps
+NEWS_KEYS = 8192  # largest number of keys per call of news(), because the loop processes them between two steps
 MOST_NEWS = 4096  # entries of the stream; a worker that missed more of them scans again
-DELETED = 512  # keys per command
+DELETED = 512  # keys per command that deletes pages or reads their ages
 _IDENTITY_BYTES = 16
 _FAILED = (redis.RedisError, OSError)
 
@@ -100,7 +100,7 @@ class RedisPageStore:
         self.page_bytes = page_bytes
         self._value_bytes = HEAD_BYTES + page_bytes
         if 0 < salt_bytes < self._value_bytes:
-            raise ValueError(f"a quota of {salt_bytes} bytes has no room for a page of {self._value_bytes}")
+            raise ValueError(f"the quota of {salt_bytes} bytes cannot hold a page of {self._value_bytes} bytes")
         self._salt_pages = salt_bytes // self._value_bytes
         self._redis = page_client(url)
         self._clock, self._wall = clock, wall
@@ -109,7 +109,7 @@ class RedisPageStore:
         self._page_prefix, self._news_key = f"{prefix}p:".encode(), f"{prefix}news"
         self._known = KnownKeys(MOST_KEYS)
         self._lost: dict[bytes, None] = {}
-        self._untold: dict[bytes, bool] = {}  # changes that news() has not returned yet: whether the server has the key
+        self._unreported: dict[bytes, bool] = {}  # changes that news() has not returned yet: whether the server has the key
         self._pause, self._write_pause = WritePause(clock), WritePause(clock)  # if the server does not respond; if it is full
         self._last_news: str | None = None  # last entry of the stream that was read, None if a scan is due
         self._due: list[_Due] = []
@@ -120,11 +120,11 @@ class RedisPageStore:
         return list(self._known)
 
     def read(self, keys: Sequence[bytes], out: memoryview) -> int:
-        assert out.nbytes == len(keys) * self.page_bytes, "a page's room for every key"
-        wanted, room, count = list(takewhile(self._known.__contains__, keys)), out.cast("B"), 0
+        assert out.nbytes == len(keys) * self.page_bytes, "`out` has the size of all pages"
+        wanted, target, count = list(takewhile(self._known.__contains__, keys)), out.cast("B"), 0
         if wanted and self._pause.over and not self._due:
             try:
-                count = self._read(wanted, room)
+                count = self._read(wanted, target)
                 self._pause.worked()
             except _FAILED as error:
                 self._failed_reads += len(wanted)
@@ -133,7 +133,7 @@ class RedisPageStore:
             self._known.drop(keys[count])  # the caller treats this page as lost; if it still exists, news() will report it again
         return count
 
-    def _read(self, wanted: Sequence[bytes], room: memoryview) -> int:
+    def _read(self, wanted: Sequence[bytes], target: memoryview) -> int:
         """Reads pages. Raises the errors of the server, and TimeoutError if the whole read takes too long."""
         count, until = 0, self._clock() + CALL_S
         for keys in self._groups(wanted):
@@ -146,7 +146,7 @@ class RedisPageStore:
                     self._corrupt_pages += value is not None
                     self._lost[key] = None
                     return count
-                room[count * self.page_bytes : (count + 1) * self.page_bytes] = memoryview(value)[HEAD_BYTES:]
+                target[count * self.page_bytes : (count + 1) * self.page_bytes] = memoryview(value)[HEAD_BYTES:]
                 count += 1
             self._check_time(until)
         return count
@@ -203,9 +203,9 @@ class RedisPageStore:
         for tag, run in groupby(fresh, key=tag_of):
             keys = list(run)
             if self._salt_pages and tag != UNSALTED:
-                # A prefix hit needs all earlier pages, so pages beyond the quota would be useless
+                # A prefix hit needs all earlier pages, so pages beyond the quota would be useless.
                 keys = keys[: self._salt_pages]
-                self._make_room(tag, len(keys), dropped)
+                self._evict_over_quota(tag, len(keys), dropped)
             for group in self._groups(keys):
                 refusal = self._write_group(group, fresh, stored, dropped)
                 if refusal is not None:
@@ -229,10 +229,10 @@ class RedisPageStore:
         if held:
             stored += held
             dropped += self._known.add(held, now_ms)
-            refusal = self._tell("k", held) or refusal
+            refusal = self._publish("k", held) or refusal
         return refusal
 
-    def _make_room(self, tag: bytes, count: int, dropped: list[bytes]) -> None:
+    def _evict_over_quota(self, tag: bytes, count: int, dropped: list[bytes]) -> None:
         """Evicts the oldest pages of a tag that exceed its quota after `count` more pages. Raises the errors of _read()."""
         over = self._known.num_of(tag) + count - self._salt_pages
         if over <= 0:
@@ -274,10 +274,10 @@ class RedisPageStore:
                 self._known.drop(key)
             found: Any = self._redis.unlink(*(self._page_prefix + key for key in some))
             count += found
-            self._tell("d", some)
+            self._publish("d", some)
         return count
 
-    def _tell(self, what: str, keys: Sequence[bytes]) -> Exception | None:
+    def _publish(self, what: str, keys: Sequence[bytes]) -> Exception | None:
         """Adds an entry to the news.
 
         Returns:
@@ -297,25 +297,25 @@ class RedisPageStore:
     def _check_time(self, until: float) -> None:
         """Checks the time limit of a whole call, whose parts may each be in time. Raises TimeoutError."""
         if self._clock() > until:
-            raise TimeoutError(f"{CALL_S} s were not enough")
+            raise TimeoutError(f"the call took longer than {CALL_S} s")
 
     def news(self) -> News:
-        """Returns changes by other workers since the last call, at most TOLD_AT_ONCE keys.
+        """Returns changes by other workers since the last call, at most NEWS_KEYS keys.
 
         Retries unfinished deletions first.
         """
         if self._pause.over:
             try:
                 self._delete_due()
-                self._look()
+                self._follow_news()
                 self._pause.worked()
             except _FAILED as error:
-                self._failed("the storage does not answer" if not self._due else "pages are still to be deleted", error)
-        told = dict(islice(self._untold.items(), TOLD_AT_ONCE))
-        for key in told:
-            del self._untold[key]
-        stored = tuple(key for key, is_held in told.items() if is_held)
-        return News(stored, tuple(key for key, is_held in told.items() if not is_held), bool(self._untold))
+                self._failed("the storage does not respond" if not self._due else "a deletion is not finished", error)
+        changes = dict(islice(self._unreported.items(), NEWS_KEYS))
+        for key in changes:
+            del self._unreported[key]
+        stored = tuple(key for key, is_stored in changes.items() if is_stored)
+        return News(stored, tuple(key for key, is_stored in changes.items() if not is_stored), bool(self._unreported))
 
     def delete(self, which: Selection = ALL) -> Deleted:
         """Deletes pages.
@@ -332,18 +332,18 @@ class RedisPageStore:
             dropped += self._delete_due()
         except _FAILED as error:
             self._failed_writes += 1
-            self._failed("pages are still to be deleted", error)
-            pending = f"the storage does not answer: {error}"
+            self._failed("a deletion is not finished", error)
+            pending = f"the storage does not respond: {error}"
         return Deleted(self._deleted_pages - before, tuple(dict.fromkeys(dropped)), pending)
 
     def _forget(self, which: Selection) -> list[bytes]:
-        """Removes the selected keys from the known ones, before the server responds. A selection by age removes none."""
+        """Removes the selected keys from the known ones, before the server responds. No effect for a selection by age."""
         if which.older_than_s is not None:
             return []
         dropped = [key for key in self._known if which.tag in (None, tag_of(key))]
         for key in dropped:
             self._known.drop(key)
-            self._untold.pop(key, None)
+            self._unreported.pop(key, None)
         return dropped
 
     def _delete_due(self) -> list[bytes]:
@@ -354,7 +354,7 @@ class RedisPageStore:
         for some in self._scanned(SCANNED):
             meant = self._meant(some, due)
             dropped += [key for key in meant if key in self._known]
-            self._untold |= {key: False for key in meant if key in self._known}
+            self._unreported |= {key: False for key in meant if key in self._known}
             self._deleted_pages += self._unlink(meant)
         self._due.clear()
         return dropped
@@ -378,22 +378,22 @@ class RedisPageStore:
     def close(self) -> None:
         self._redis.close()
 
-    def _look(self) -> None:
+    def _follow_news(self) -> None:
         """Reads the news, or scans if entries were missed. Raises the errors of the server."""
         if self._last_news is None:
-            self._look_at_all()
+            self._scan_all()
             return
         answer: Any = self._redis.xrange(self._news_key, min=self._last_news, count=NEWS_READ)
         entries: list[tuple[bytes, Mapping[bytes, bytes]]] = answer
         if not entries or _text(entries[0][0]) != self._last_news:  # the last read entry was trimmed, and later ones may be, too
-            self._look_at_all()
+            self._scan_all()
             return
         for number, entry in entries[1:]:
             self._last_news = _text(number)
             self._change([], [key for key in _keys_in(entry.get(b"d", b"")) if key in self._known])
             self._change([key for key in _keys_in(entry.get(b"k", b"")) if key not in self._known], [])
 
-    def _look_at_all(self) -> None:
+    def _scan_all(self) -> None:
         """Scans all keys. News that arrive during the scan are read again after it."""
         last, found = self._begun(), dict[bytes, None]()
         for some in self._scanned(SCANNED):
@@ -427,14 +427,14 @@ class RedisPageStore:
         """Records changes by other workers for news()."""
         for key in dropped:
             self._known.drop(key)
-            self._untold[key] = False
-        self._untold |= dict.fromkeys(stored, True)
-        self._untold |= dict.fromkeys(self._known.add(stored, None), False)
+            self._unreported[key] = False
+        self._unreported |= dict.fromkeys(stored, True)
+        self._unreported |= dict.fromkeys(self._known.add(stored, None), False)
 
     def _leave_server(self) -> None:
         """Closes the idle connections, so that the next command connects again.
 
-        The server may not be the primary any longer, and its address may lead to another server now.
+        The server may no longer be the primary, and its address may now lead to another server.
         """
         self._redis.connection_pool.disconnect(inuse_connections=False)
 

@@ -69,7 +69,7 @@ class SegmentFile:
         return self._fd is not None
 
     @property
-    def room(self) -> int:
+    def free_slots(self) -> int:
         """Number of records that can be appended."""
         return max(0, self._capacity - len(self.keys)) if self.is_open else 0
 
@@ -92,7 +92,7 @@ class SegmentFile:
             OSError: the disk took no record. The segment is unchanged. Bytes written after its end are truncated, overwritten by
                 a later append, or removed by recovery.
         """
-        assert self._fd is not None and 0 < len(records) <= self.room, "there is room for what is appended"
+        assert self._fd is not None and 0 < len(records) <= self.free_slots, "the segment has free slots for the records"
         form = self._place.format
         end, parts = form.segment_bytes(len(self.keys)), list[bytes | memoryview]()
         for key, page in records[: form.records_at_once]:
@@ -101,7 +101,7 @@ class SegmentFile:
         try:
             whole = self._place.disk.write(self._fd, parts, end) // form.record_bytes
             if whole == 0:
-                raise OSError(errno.ENOSPC, "no room for a page")
+                raise OSError(errno.ENOSPC, "no space for a page")
         except OSError:
             with contextlib.suppress(OSError):  # see above; the first error is raised
                 self._place.disk.truncate(self._fd, end)
@@ -117,7 +117,7 @@ class SegmentFile:
         The bytes of the last append are still on their way to the disk, so each append drops the bytes of the one before, too.
         Otherwise segments would displace other files from the page cache, and would count against a memory limit of the worker.
         """
-        assert self._fd is not None, "what is appended to is open"
+        assert self._fd is not None, "the segment is open"
         with contextlib.suppress(OSError):  # the file system ignores the advice
             self._place.disk.drop_cached(self._fd, first, self._place.format.segment_bytes(len(self.keys)) - first)
 
@@ -150,7 +150,7 @@ class SegmentFile:
         assert self._fd is not None, "a segment is finished once"
         try:
             self._place.disk.sync(self._fd)
-            self._drop_cached(self._own_from)  # bytes that were not on disk yet when they were dropped before
+            self._drop_cached(self._own_from)  # again, because bytes that were not on disk yet stayed in the cache before
             self._write_index()
         finally:
             self.close()
@@ -163,7 +163,7 @@ class SegmentFile:
             fd = disk.create(folder.part(number))
             try:
                 if disk.write(fd, [packed], 0) != len(packed):
-                    raise OSError(errno.ENOSPC, "no room for an index")
+                    raise OSError(errno.ENOSPC, "no space for an index")
                 disk.sync(fd)
             finally:
                 disk.close(fd)
@@ -175,7 +175,7 @@ class SegmentFile:
         folder.sync()
 
     def close(self) -> None:
-        """Ends appending. May be called again."""
+        """Ends appending. Idempotent."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self._place.disk.close(fd)
@@ -203,7 +203,7 @@ def create(place: SegmentPlace, head: SegmentHead, capacity: int) -> SegmentFile
     fd = place.disk.create(path, direct=place.format.is_direct)
     try:
         if place.disk.write(fd, [header], 0) != len(header):
-            raise OSError(errno.ENOSPC, "no room for a header")
+            raise OSError(errno.ENOSPC, "no space for a header")
     except OSError:
         place.disk.close(fd)
         place.disk.unlink(path)
@@ -245,7 +245,7 @@ class SegmentLog:
     @property
     def writable(self) -> SegmentFile | None:
         """The last segment if it has a free slot, otherwise None."""
-        return self.segments[-1] if self.segments and self.segments[-1].room else None
+        return self.segments[-1] if self.segments and self.segments[-1].free_slots else None
 
     def next_append(self, records: int) -> tuple[int, int]:
         """Returns the number of records that one append takes, and the bytes by which the log grows.
@@ -257,5 +257,5 @@ class SegmentLog:
         if segment is None:
             count = min(most, self.capacity)
             return count, self._form.bytes_with_index(count)
-        count = min(most, segment.room)
+        count = min(most, segment.free_slots)
         return count, self._form.bytes_with_index(len(segment.keys) + count) - segment.charge

@@ -28,8 +28,8 @@ MOST_IDENTITY_BYTES = 64
 HEADER_BYTES = 128
 HEAD_BYTES = 64
 BLOCK_BYTES = 4096  # a multiple of the block size of nearly all disks
-DIRECT_PAGE_BYTES = 1 << 16  # from this size on, a block per head is a small cost
-# Largest append: one system call covers many small pages, and a large page is still in the CPU cache when it is written
+DIRECT_PAGE_BYTES = 1 << 16  # smallest page for which a whole block per head is a small cost
+# Largest append: one system call covers many small pages, and a large page is still in the CPU cache when it is written.
 _BATCH_BYTES = 16 << 20
 _BATCH_RECORDS = 256  # a record has two parts; half of the parts that a call may have
 _HEADER = struct.Struct(
@@ -97,7 +97,7 @@ class SegmentFormat:
 
     def header(self, head: SegmentHead) -> bytes:
         """Returns bytes[header_bytes]. It differs for another identity, page size or version."""
-        assert len(self.identity) <= MOST_IDENTITY_BYTES, "the header has room for the identity"
+        assert len(self.identity) <= MOST_IDENTITY_BYTES, "the identity fits into the header"
         fields = _HEADER.pack(
             b"RSTKVSEG",
             BLOCK_VERSION if self.is_direct else FORMAT_VERSION,
@@ -123,7 +123,7 @@ class SegmentFormat:
 
     def record_head(self, header: bytes, key: bytes, page: memoryview) -> bytes:
         """Returns bytes[head_bytes], the valid head of a record with this key and page in a segment with this header."""
-        assert len(key) == KEY_BYTES, "a key is as long as keys are"
+        assert len(key) == KEY_BYTES, "a page key has KEY_BYTES bytes"
         fields = _HEAD.pack(b"RSTKVREC", key).ljust(self.head_bytes - _CHECKSUM_BYTES, b"\0")
         seed = int.from_bytes(header[-8:], "little")
         return fields + xxhash.xxh3_128_digest(fields + xxhash.xxh3_128_digest(page), seed)
@@ -144,7 +144,7 @@ def pack_index(header: bytes, size: int, records: Mapping[int, bytes]) -> bytes:
     fields = _INDEX.pack(b"RSTKVIDX", FORMAT_VERSION, len(records), size, header[-_CHECKSUM_BYTES:])
     body = fields + np.fromiter(records, "<u4", len(records)).tobytes() + b"".join(records.values())
     packed = body + xxhash.xxh3_128_digest(body)
-    assert len(packed) == index_bytes(len(records)), "an index is as large as was reckoned"
+    assert len(packed) == index_bytes(len(records)), "index_bytes() is the size of an index"
     return packed
 
 
@@ -160,7 +160,7 @@ def unpack_index(packed: bytes, header: bytes, size: int) -> dict[int, bytes] | 
     magic, version, count, indexed, segment = _INDEX.unpack_from(body)
     if (magic, version, indexed, segment) != (b"RSTKVIDX", FORMAT_VERSION, size, header[-_CHECKSUM_BYTES:]):
         return None
-    assert len(packed) == index_bytes(count), "an index whose checksum is right was written whole"
+    assert len(packed) == index_bytes(count), "an index with a valid checksum is complete"
     slots = np.frombuffer(body, "<u4", count, _INDEX.size).tolist()
     first = _INDEX.size + count * _SLOT_BYTES
     return {slot: body[at : at + KEY_BYTES] for slot, at in zip(slots, range(first, len(body), KEY_BYTES), strict=True)}

@@ -103,5 +103,5 @@ def _scanned(place: SegmentPlace, header: bytes, fd: int, slots: int) -> _Scan:
         else:
             scan.corrupt += 1
             bad += 1
-    assert len(scan.keys) + bad == slots, "a slot is whole, or bad, or behind the last whole one"
+    assert len(scan.keys) + bad == slots, "every slot is in the result, or damaged and after the last whole record"
     return scan

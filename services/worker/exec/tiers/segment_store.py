@@ -33,7 +33,7 @@ from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
 Place = tuple[SegmentFile, int]  # segment and slot
-# Smallest number of segments under the cap, or under a sufficient quota, so that deleting one keeps most pages
+# Number of segments that always fit under the cap, and under a quota if it is large enough. So deleting one loses few pages.
 LEAST_SEGMENTS = 4
 SALTED_BYTES = 32 << 20  # largest segment with a salt, because many such segments may have no index yet
 MOST_OPEN = 64  # segments without an index, because opening the store reads such segments as a whole
@@ -109,17 +109,17 @@ class SegmentStore:
             self._recover()
         except OSError as error:
             self.close()
-            raise StoreUnusable(f"pages of KV cannot be kept in {folder}: {error}") from error
+            raise StoreUnusable(f"KV pages cannot be stored in {folder}: {error}") from error
 
     def keys(self) -> Sequence[bytes]:
         return list(self._places)
 
     def read(self, keys: Sequence[bytes], out: memoryview) -> int:
-        assert out.nbytes == len(keys) * self.page_bytes, "a page's room for every key"
-        room = out.cast("B")
+        assert out.nbytes == len(keys) * self.page_bytes, "`out` has the size of all pages"
+        target = out.cast("B")
         whole = 0
         for segment, wanted in _runs(self._places, keys):
-            count, error = segment.read(wanted, room[whole * self.page_bytes :])
+            count, error = segment.read(wanted, target[whole * self.page_bytes :])
             whole += count
             if count < len(wanted):
                 self._lose(segment, keys[whole], error)
@@ -198,7 +198,7 @@ class SegmentStore:
             else:
                 self._take(found.segment)
         for tag in list(self._logs):
-            while self._makes_room(tag, 0, []):
+            while self._evict_one(tag, 0, []):
                 pass
         if foreign:
             text = "deleted segments that are broken, or of another identity, page size or version"
@@ -214,7 +214,7 @@ class SegmentStore:
                 self._places[key] = (segment, slot)
         if before is not None:
             self._finish_found(before)
-        if segment.is_open and not segment.room:
+        if segment.is_open and not segment.free_slots:
             self._finish_found(segment)
         elif len(self._open) > MOST_OPEN:
             self._finish_found(next(iter(self._open)))
@@ -235,7 +235,7 @@ class SegmentStore:
             segment = self._writable(tag, len(records) - at, dropped)
             slot = len(segment.keys)
             with self._measured(segment):
-                count = self._logs[tag].append(records[at : at + segment.room])
+                count = self._logs[tag].append(records[at : at + segment.free_slots])
             self._open.pop(segment)
             self._open[segment] = None
             for key, _ in records[at : at + count]:
@@ -243,7 +243,7 @@ class SegmentStore:
                 self._lost.pop(key, None)
                 slot += 1
             at += count
-            if not segment.room:
+            if not segment.free_slots:
                 self._finish(segment)
 
     def _writable(self, tag: bytes, records: int, dropped: list[bytes]) -> SegmentFile:
@@ -252,7 +252,7 @@ class SegmentStore:
         Raises:
             OSError: the disk has failed.
         """
-        while self._makes_room(tag, self._log(tag).next_append(records)[1], dropped):
+        while self._evict_one(tag, self._log(tag).next_append(records)[1], dropped):
             pass
         segment = self._log(tag).writable
         if segment is None:
@@ -265,7 +265,7 @@ class SegmentStore:
             self._add(segment)
         return segment
 
-    def _makes_room(self, tag: bytes, size: int, dropped: list[bytes]) -> bool:
+    def _evict_one(self, tag: bytes, size: int, dropped: list[bytes]) -> bool:
         """Deletes leftovers, and the oldest segment if `size` more bytes of the tag would exceed its quota or the cap.
 
         Args:
@@ -285,7 +285,7 @@ class SegmentStore:
         if over and log is not None:
             oldest = log.segments[0]
         elif self._num_charged + size > self._max_bytes:
-            assert self._segments, "the cap has room for a segment"
+            assert self._segments, "the cap holds at least one segment"
             oldest = self._segments[0]
         else:
             return False
@@ -309,7 +309,7 @@ class SegmentStore:
         self._logs.setdefault(tag, self._log(tag)).add(segment)
         self._num_charged += segment.charge
         self._num_on_disk += segment.bytes_on_disk
-        if segment.room:
+        if segment.free_slots:
             self._open[segment] = None
 
     def _drop(self, segment: SegmentFile) -> list[bytes]:
@@ -416,14 +416,14 @@ def _capacity(form: SegmentFormat, max_bytes: int, segment_bytes: int) -> int:
     most = form.slots_within(max_bytes // LEAST_SEGMENTS)
     if most == 0:
         least = LEAST_SEGMENTS * form.bytes_with_index(1)
-        raise ValueError(f"{max_bytes} bytes are too few for pages of {form.page_bytes}: {least} is the least")
+        raise ValueError(f"{max_bytes} bytes are too few for pages of {form.page_bytes} bytes; at least {least} are needed")
     return min(most, max(1, form.slots_within(segment_bytes)))
 
 
 def _salted_capacity(form: SegmentFormat, capacity: int, salt_bytes: int) -> int:
     """Returns the slots of a segment with a salt. Raises ValueError if the quota cannot hold a page."""
     if 0 < salt_bytes < form.bytes_with_index(1):
-        raise ValueError(f"a quota of {salt_bytes} bytes has no room for a page: {form.bytes_with_index(1)} is the least")
+        raise ValueError(f"a quota of {salt_bytes} bytes cannot hold a page; at least {form.bytes_with_index(1)} are needed")
     size = min(SALTED_BYTES, salt_bytes // LEAST_SEGMENTS) if salt_bytes else SALTED_BYTES
     return min(capacity, max(1, form.slots_within(size)))
 

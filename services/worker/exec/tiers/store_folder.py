@@ -38,13 +38,13 @@ class StoreFolder:
                 path.chmod(_PRIVATE)
             self._lock = disk.create(path / "LOCK")
         except OSError as error:
-            raise StoreUnusable(f"pages of KV cannot be kept in {path}: {error}") from error
+            raise StoreUnusable(f"KV pages cannot be stored in {path}: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             disk.close(self._lock)
             if isinstance(error, BlockingIOError):
-                raise StoreBusy(f"another process, or another store of this one, keeps its pages in {path}") from error
+                raise StoreBusy(f"{path} is in use by another process, or by another store of this process") from error
             raise StoreUnusable(f"{path} cannot be locked: {error}") from error
 
     def segment(self, number: int) -> Path:
