@@ -29,7 +29,7 @@ from rootstock_llm.services.gateway.routing.policies import (
 from rootstock_llm.services.gateway.routing.prefix_index import PrefixIndex
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
-TRIES_ONE_IN = 16  # one in so many requests reads KV even if reading saved no time recently, so that the worker measures again
+TRIES_ONE_IN = 16  # every 16th request reads KV even if reading saved no time recently, so that the worker measures again
 UNLIMITED = 1 << 20  # request limit of a worker that reports none
 AnyLink: TypeAlias = WorkerLink[Any]
 LeaseAlive = Callable[[AnyLink], bool]
@@ -431,8 +431,8 @@ class ModelPool(Generic[C]):
         return readers if (readers & self.columns.takes).any() else allowed
 
     def _same_numerics(self, choice: C) -> NDArray[np.bool_]:
-        """Returns the workers with the model version and numerics of a begun request; if none of them takes requests, the workers
-        with the model version."""
+        """Returns the workers with the model version and numerics of a begun request. If no such worker takes requests, returns
+        the workers with the model version."""
         allowed = self._same_weights(choice)
         if not choice.numerics:
             return allowed

@@ -30,7 +30,7 @@ class HedgeCopy:
     """The copy of a choice on a second worker. The Placement's own fields describe the original."""
 
     link: Link
-    handle: int  # of the copy's submit on that link
+    handle: int  # handle of the copy's submit on that link
     model_version: ModelVersion | None  # None: the worker was never connected
     numerics: str  # result of numerics_of()
 
@@ -159,7 +159,7 @@ class Placement:
         self._first = first
         self._block_hashes: Sequence[bytes] | None = None  # unset until routing asks for them
         self.link: Link | None = None  # None: on no worker
-        self.handle = 0  # of the last submit, on the worker's stream
+        self.handle = 0  # handle of the last submit on the worker's stream
         self.model_version: ModelVersion | None = None  # model version of the output, or None before the first worker
         self.numerics = ""  # numerics_of() the worker that began the output
         self.placed_at = 0.0  # loop time of the last submit; 0.0 before the first worker

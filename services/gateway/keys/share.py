@@ -25,7 +25,7 @@ GATHER_S = 5.0  # seconds after a gateway has joined in which a share that is to
 
 @dataclass(frozen=True, slots=True)
 class ShareReport:
-    """A gateway's report on its share of one limit, with the amount that it requests."""
+    """A gateway's report on its share of one limit, with the requested amount."""
 
     limit: int  # limit over all gateways
     least: int  # requested amount that is granted as a whole if it is free

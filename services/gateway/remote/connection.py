@@ -24,8 +24,8 @@ FIRST_PAUSE_S = 0.1  # seconds between two sessions; doubles up to LONGEST_PAUSE
 LONGEST_PAUSE_S = 2.0
 LOG_AGAIN_S = 60.0  # seconds between two log lines about the same refusal
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)  # first words of a refusal's reason
-# Number of checks for a new message within the limit of silence. The service is lost if none of them finds a new message. If this
-# process was suspended, however long, only one check fails.
+# Number of checks for a new message within the limit of silence. The service is lost if all checks fail. If this process was
+# suspended, however long, only one check fails.
 LOOKS = 5
 CONNECT_ATTEMPTS = 3  # overlapping attempts to connect; the first packet of one attempt may be lost
 INFO_S = 2.0  # time limit of an Info call

@@ -40,8 +40,10 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-MAX_BREAKS = 16  # unanswered batches that a decoding may lose with their streams since its last text; with the next one it fails
-MAX_LOST = 3  # times that a detokenizer may report a decoding as unknown; with the next one it fails, as it may be undecodable
+# A decoding fails if more of its unanswered batches were lost with their streams, counted since its last text.
+MAX_BREAKS = 16
+# A decoding fails if detokenizers have reported it as unknown more often, because it may be undecodable.
+MAX_LOST = 3
 SILENCE_S = 5.0  # seconds without a reply to a batch after which a detokenizer is lost; it replies to each batch at once
 MAX_IN_FLIGHT = 2  # limit of unanswered batches: one is on its way while the other is decoded
 # Limit of ids per batch, including replayed ids and characters of stop strings. A batch of a single row may exceed it. The limit

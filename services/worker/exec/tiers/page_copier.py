@@ -225,8 +225,8 @@ class PageCopier:
 class PoolReader:
     """A ReadPages of an executor's pools.
 
-    The pages must have been computed by committed steps. The copy is consistent only if no step writes the pages meanwhile. Each
-    thread has a buffer of its own.
+    The pages must have been computed by committed steps. The copy is consistent only if no step writes the pages during the copy.
+    Each thread has a buffer of its own.
     """
 
     def __init__(self, streams: Streams, copier: Callable[[], PageCopier], arrivals: Arrivals) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-FIRST_SECONDS = 1.0  # pause after the first failure; doubles with each further one
+FIRST_SECONDS = 1.0  # pause after the first failure; doubles with every failure in a row
 MOST_SECONDS = 300.0
 
 
