@@ -82,8 +82,7 @@ class Served:
     def _commit(self, run: Run | None) -> None:
         if run is not None:
             self.core.commit(self._executor.wait(run), 0.0)
-        output = self.core.take_output()
-        for peer in output.peers if output else ():
+        for peer in self.core.take_output():
             tokens = iter(peer.tokens)
             for handle, count in zip(peer.handles, peer.counts, strict=True):
                 self._answers[handle].tokens += [next(tokens) for _ in range(count)]

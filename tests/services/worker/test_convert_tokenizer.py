@@ -96,7 +96,7 @@ def test_with_tokenizer_raises_the_reason_when_transformers_cannot_convert(tmp_p
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(b"no tokenizer")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    command = rf"`python -m services\.worker\.text\.convert_tokenizer {folder}`"
+    command = rf"`python -m rootstock_llm\.services\.worker\.text\.convert_tokenizer {folder}`"
     with pytest.raises(
         NotConverted, match=f"^transformers makes no tokenizer.json of {folder} \\(tokenizer.model\\): .*{command}"
     ):
@@ -113,6 +113,6 @@ def test_load_tokenizer_names_the_command_that_makes_tokenizer_json(tmp_path: Pa
         load_tokenizer(folder)
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_text("{}")
-    command = rf"`python -m services\.worker\.text\.convert_tokenizer {folder}`\.$"
+    command = rf"`python -m rootstock_llm\.services\.worker\.text\.convert_tokenizer {folder}`\.$"
     with pytest.raises(TokenizerFolderError, match=rf"holds merges\.txt, vocab\.json and no tokenizer\.json\. .*{command}"):
         load_tokenizer(folder)

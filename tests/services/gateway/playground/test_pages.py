@@ -18,7 +18,7 @@ from tests.services.gateway.documented import Answered, Documented
 from tests.services.gateway.system import System
 
 ROOT = Path(__file__).resolve().parents[4]
-FOLDER = Path(static_page.__file__).parent
+FOLDER = Path(static_page.__file__).resolve().parent
 PAGES = {"/": FOLDER / static_page.PLAYGROUND, "/docs": FOLDER / static_page.REFERENCE}
 NAMESPACE = "http://www.w3.org/2000/svg"  # the identifier of a namespace; browsers do not fetch this URL
 # Functions that turn text into markup, run text, or store text beyond the page.
