@@ -210,7 +210,7 @@ class Gateway:
             if self._settings.metrics_port:
                 metrics = MetricsApi(self._registry)
                 await beside.enter_async_context(
-                    http_server.served_beside(metrics, self._settings.metrics_host, self._settings.metrics_port)
+                    http_server.serve_app(metrics, self._settings.metrics_host, self._settings.metrics_port)
                 )
             await self._run(listener, stop)
 

@@ -19,7 +19,7 @@ from rootstock_llm.services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_N
 
 MAX_TIMEOUT_S = 3600.0
 MAX_WORKER_CHARS = 512  # longest id or address
-Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Tag = Literal["kv_cache", "weights"]
 
 
@@ -28,14 +28,14 @@ class AdminBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    # id or address of the addressed worker, here or in the URL's query, or None for all workers
+    # id or address of the addressed worker; None: all workers. The URL's query may name the worker instead.
     worker: str | None = Field(None, min_length=1, max_length=MAX_WORKER_CHARS)
 
 
 class ControlBody(AdminBody, ABC):
     """The body of an operation that the workers' control services run."""
 
-    # seconds for the operation on each worker, with its time in queues, or None for the gateway's setting
+    # seconds for the operation on each worker, including its time in queues; None: the setting control_timeout_s
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
     @abstractmethod
@@ -46,12 +46,12 @@ class ControlBody(AdminBody, ABC):
 class SelectedPages(ControlBody):
     """The body of a flush: the pages of one cache salt, or all pages."""
 
-    # as in the requests that filled the pages, or "" for pages without a salt
+    # salts of the requests that filled the pages; "": pages without a salt. If all three fields are None, every salt is flushed.
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     extra_key: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     # name of the API key of those requests, if the gateways salt the cache by key
     api_key: str | None = Field(None, min_length=1, max_length=MAX_KEY_NAME_CHARS)
-    # least age in seconds of flushed pages in the storage tier, since they were written, or None for any age
+    # seconds since a page of the storage tier was written, before which it is not flushed; None: any age
     older_than_s: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     def of(self, tiers: Sequence[str]) -> Message:
@@ -61,7 +61,7 @@ class SelectedPages(ControlBody):
         return pb.FlushCacheRequest(tiers=[*tiers, *selects], cache_salt=salt, older_than_s=self.older_than_s)
 
     def _salt(self) -> str | None:
-        """Returns the salt as workers have it, or None for all salts."""
+        """Returns the cache salt in the form that workers use, or None for all salts."""
         if self.cache_salt is None and self.extra_key is None and self.api_key is None:
             return None
         return Caller(key=self.api_key or "", salts_cache=True).cache_salt_of(joined_salt(self.cache_salt, self.extra_key))
@@ -90,7 +90,7 @@ class GetInternalState(ControlBody):
 
 
 class SetInternalState(ControlBody):
-    server_args: dict[str, bool | Whole | float | str] = Field(min_length=1)
+    server_args: dict[str, bool | Int64 | float | str] = Field(min_length=1)
 
     def request(self) -> Message:
         request = pb.SetInternalStateRequest()
@@ -212,9 +212,9 @@ def _worker(query: bytes) -> str | None:
     given = parse_qs(query.decode("latin-1"), keep_blank_values=True)
     unknown = sorted(given.keys() - {"worker"})
     if unknown:
-        raise bad_request(unknown[0], f"{unknown[0]}: There is no such parameter; the URL may name a 'worker'.")
+        raise bad_request(unknown[0], f"'{unknown[0]}' is not a parameter of this URL; only 'worker' is.")
     if len(given.get("worker", ())) > 1:
-        raise bad_request("worker", "worker: One worker at most can be named.")
+        raise bad_request("worker", "The URL names 'worker' more than once; it may name one worker.")
     return given["worker"][0] if given else None
 
 

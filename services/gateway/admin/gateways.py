@@ -1,6 +1,6 @@
-"""Calls between gateways: a gRPC port on which other gateways ask this one to abort its requests, and this gateway's own calls.
+"""Calls between gateways: the gRPC server on which other gateways abort requests of this one, and the client of their servers.
 
-A gateway keeps no state about other gateways. One that is unknown or does not respond is reported as unreached.
+A gateway stores no state about other gateways. A gateway that does not respond is reported as unreached.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ _PURPOSE = b"rootstock-tenant"  # BLAKE2's personalization, at most 16 bytes
 
 
 class Tenants:
-    """Names API keys between gateways, by a digest of the key's name. A replaced key keeps its name, and so its digest."""
+    """Translates API keys to the digests that stand for them in calls between gateways.
+
+    A digest is made from the key's name, so it stays the same if the key's secret is replaced.
+    """
 
     def __init__(self, table: Callable[[], KeyTable | None], token: str) -> None:
         """Creates the mapping.
 
         Args:
-            table: Returns the present API keys, or None if the gateway checks no keys.
-            token: The operators' token, or "" for none. It is mixed into the digests, so that other services cannot test names.
+            table: Returns the current API keys, or None if the gateway checks no keys.
+            token: The operators' token; "" if none is configured. It keys the digests, so that only gateways can compute them.
         """
         self._table = table
         self._secret = hashlib.sha256(token.encode()).digest() if token else b""
@@ -85,9 +88,7 @@ class PeerServicer(gateway_pb2_grpc.GatewayPeerServicer):
         if wrong:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
         if request.operator and not self._operators:
-            await context.abort(
-                grpc.StatusCode.PERMISSION_DENIED, "others than loopback need control_token for operators' aborts"
-            )
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "operators' aborts from other hosts need control_token")
         key = None if request.operator else self._tenants.key(request.tenant)
         if key is None and not request.operator:
             return pb.AbortResponse(gateway=self._name)  # a request with an unknown key cannot run here
@@ -101,7 +102,7 @@ def _wrong(request: pb.AbortRequest) -> str:
     if request.WhichOneof("owner") is None or (request.WhichOneof("owner") == "operator" and not request.operator):
         return "neither tenant nor operator is set"
     if not request.operator and (request.all or request.worker):
-        return "all, worker: for operators alone"
+        return "'all' and 'worker' are allowed only with 'operator'"
     if request.all:
         return ""
     if not 1 <= len(request.rid) <= MAX_REQUEST_ID_CHARS:
@@ -145,7 +146,7 @@ class PeerGateways:
 
     @property
     def num_known(self) -> int:
-        """Number of known gateways, this one included if discovery lists it."""
+        """Number of gateways that discovery lists, which may include this one."""
         return len(self._channels)
 
     async def abort(self, scope: AbortScope) -> Sequence[PeerAnswer]:

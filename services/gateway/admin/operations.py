@@ -1,6 +1,6 @@
 """The operators' calls: operations of the workers' control service, load reports and aborts.
 
-Each call addresses all workers, or one, and has a result for each of them.
+Each call addresses all workers or one worker, and returns a result for each addressed worker.
 """
 
 from __future__ import annotations
@@ -93,38 +93,42 @@ class AdminOperations:
     async def _control(self, rpc: str, body: ControlBody) -> AdminResult:
         if isinstance(body, SelectedPages):
             self._check_key(body)
-        meant, request, timeout_s = self._directory.find(body.worker), body.request(), body.timeout_s or self._timeout_s
+        workers, request, timeout_s = self._directory.find(body.worker), body.request(), body.timeout_s or self._timeout_s
         if not isinstance(body, SelectedPages):
-            return _result(await self._workers.ask(meant, rpc, request, timeout_s))
+            return _result(await self._workers.ask(workers, rpc, request, timeout_s))
         # Prefill workers flush first. Otherwise a flushed worker could read the pages again from a prefill worker.
-        first = [worker for worker in meant if worker.is_read_by_others]
-        rest = [worker for worker in meant if not worker.is_read_by_others]
-        return _result([each for some in (first, rest) for each in await self._workers.ask(some, rpc, request, timeout_s)])
+        first = [worker for worker in workers if worker.is_read_by_others]
+        rest = [worker for worker in workers if not worker.is_read_by_others]
+        return _result([each for group in (first, rest) for each in await self._workers.ask(group, rpc, request, timeout_s)])
 
     def _check_key(self, body: SelectedPages) -> None:
-        """Checks `api_key`: with salt_cache_by_key, each salt belongs to an API key; without it, to none. Raises ApiError."""
+        """Raises ApiError if `api_key` is given without salt_cache_by_key, or missing with a salt and salt_cache_by_key."""
         if body.api_key is not None and not self._salts_by_key:
-            raise bad_request("api_key", "api_key: Keys share cached prefixes here; --salt-cache-by-key parts them.")
+            raise bad_request(
+                "api_key", "'api_key' needs --salt-cache-by-key; without this flag, all API keys share cached prefixes."
+            )
         salted = body.cache_salt is not None or body.extra_key is not None
         if salted and body.api_key is None and self._salts_by_key:
-            raise bad_request("api_key", "api_key: Each key has salts of its own here (--salt-cache-by-key): name the key too.")
+            raise bad_request(
+                "api_key", "'api_key' is required with a salt, because --salt-cache-by-key gives each API key its own salts."
+            )
 
     def _load(self, body: AdminBody) -> AdminResult:
-        away = (grpc.StatusCode.UNAVAILABLE, "it is not connected to this gateway")
-        found = [(worker, worker.load) for worker in self._directory.find(body.worker)]
-        return _result([WorkerResult(worker, load) if load else WorkerResult(worker, {}, *away) for worker, load in found])
+        disconnected = (grpc.StatusCode.UNAVAILABLE, "it is not connected to this gateway")
+        loads = [(worker, worker.load) for worker in self._directory.find(body.worker)]
+        return _result(
+            [WorkerResult(worker, load) if load else WorkerResult(worker, {}, *disconnected) for worker, load in loads]
+        )
 
     async def _abort(self, body: Abort) -> AdminResult:
         worker_id = self._directory.find(body.worker)[0].worker_id if body.worker is not None else ""
         if body.worker is not None and not worker_id:
-            message = (
-                "This gateway does not know the id of that worker, which has never been connected. Name the worker by its id."
-            )
+            message = "This gateway has never been connected to the worker and does not know its id. Name the worker by its id."
             raise ApiError(409, message, param="worker", code="worker_unknown")
         report = await self._aborter.abort(AbortScope(None if body.abort_all else body.rid, None, worker_id))
         unreached = [{"gateway": peer.address, "message": peer.message} for peer in report.unreached]
-        done = {"success": not unreached, **report.body(), "unreached": unreached}
-        return AdminResult(502 if unreached else 200, done)
+        content = {"success": not unreached, **report.body(), "unreached": unreached}
+        return AdminResult(502 if unreached else 200, content)
 
 
 def _result(results: Sequence[WorkerResult]) -> AdminResult:

@@ -1,11 +1,11 @@
-"""The operators' HTTP API on a port of its own, with SGLang's paths and names.
+"""Serves the operators' HTTP API on the admin port, with SGLang's paths and names.
 
 | status | meaning |
 | --- | --- |
-| 200 | every addressed worker or gateway has done it |
+| 200 | the operation succeeded on every addressed worker or gateway |
 | 400 | a worker reports that the request is invalid |
-| 409 | a worker is not in a state for it |
-| 502 | a worker or a gateway cannot be reached, or has failed |
+| 409 | the state of a worker does not allow the operation |
+| 502 | a worker or a gateway cannot be reached, or the operation failed there |
 
 The body has the result of each worker or gateway.
 """
@@ -29,7 +29,7 @@ from rootstock_llm.services.gateway.generation.abort import Aborter
 from rootstock_llm.services.gateway.generation.bodies import BodyBudget, ClientGone
 from rootstock_llm.services.gateway.generation.errors import CLIENT_CLOSED, ApiError, Headers, internal
 from rootstock_llm.services.gateway.http.body import held_body
-from rootstock_llm.services.gateway.http.http_server import CannotListen, served_beside
+from rootstock_llm.services.gateway.http.http_server import CannotListen, serve_app
 from rootstock_llm.services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from rootstock_llm.services.gateway.observe.metrics import OTHER
 from rootstock_llm.services.shared.observe.log_fields import fields
@@ -49,14 +49,14 @@ async def admin_listener(
     token: str,
     directory: WorkerDirectory,
     aborter: Aborter,
-    bodies: BodyBudget,
+    body_budget: BodyBudget,
     dialer: Dialer = IN_THE_CLEAR,
     access: AccessLog | None = None,
 ) -> AsyncIterator[None]:
-    """Serves the admin API while the block runs, unless `admin_port` is 0. Operations in flight at the end are cut.
+    """Serves the admin API while the block runs, unless `admin_port` is 0. The end of the block cancels running operations.
 
     Raises:
-        CannotListen: The port cannot be bound, or the settings would admit other hosts without a token.
+        CannotListen: The port cannot be bound, or it is open to other hosts although no token is configured.
     """
     if not config.admin_port:
         yield
@@ -67,18 +67,18 @@ async def admin_listener(
         raise CannotListen(str(error)) from None
     workers = ControlledWorkers(token, dialer)
     operations = AdminOperations(directory, workers, aborter, config.control_timeout_s, config.salt_cache_by_key)
-    api = AdminApi(operations, bodies, token, access or AccessLog("off"))
-    async with served_beside(api, config.admin_host, config.admin_port):
+    api = AdminApi(operations, body_budget, token, access or AccessLog("off"))
+    async with serve_app(api, config.admin_host, config.admin_port):
         logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
         yield
 
 
 class AdminApi:
-    """The ASGI application of the admin port. Each request leaves a line in the access log."""
+    """The ASGI application of the admin port. Each request writes a line to the access log."""
 
-    def __init__(self, operations: AdminOperations, bodies: BodyBudget, token: str, access: AccessLog) -> None:
+    def __init__(self, operations: AdminOperations, body_budget: BodyBudget, token: str, access: AccessLog) -> None:
         self._operations = operations
-        self._bodies = bodies
+        self._body_budget = body_budget
         self._token = token
         self._access = access
 
@@ -112,16 +112,16 @@ class AdminApi:
         """Runs the operation of the request. Returns its status and body."""
         self._admit(dict(scope["headers"]))
         operation = _operation(scope["method"], scope["path"])
-        async with held_body(scope, receive, self._bodies, MAX_BODY_BYTES, BODY_TIMEOUT_S) as content:
+        async with held_body(scope, receive, self._body_budget, MAX_BODY_BYTES, BODY_TIMEOUT_S) as content:
             body = bodies.parse(operation.body, content.take(), scope["query_string"])
-        status, done = await self._operations.run(operation, body)
+        status, result = await self._operations.run(operation, body)
         logger.info("operation", extra=fields(path=scope["path"], worker=body.worker, status=status))
-        return status, orjson.dumps(done)
+        return status, orjson.dumps(result)
 
     def _admit(self, headers: dict[bytes, bytes]) -> None:
-        """Refuses a wrong token and requests of web pages by an ApiError.
+        """Raises ApiError if the token is wrong, or if a web page sent the request.
 
-        A page that an operator has open in a browser must not operate the workers of that machine.
+        A page in an operator's browser could otherwise send operations to an admin port on the operator's machine.
         """
         if not accepts(self._token, headers.get(b"authorization", b"")):
             raise ApiError(401, "A valid token is required, as 'Authorization: Bearer TOKEN'.", code="invalid_token")
@@ -130,15 +130,16 @@ class AdminApi:
 
 
 def _operation(method: str, path: str) -> AdminOperation:
-    if (found := ROUTES.get((method, path))) is not None:
-        return found
+    if (operation := ROUTES.get((method, path))) is not None:
+        return operation
     if path in _PATHS:
         raise ApiError(405, "Method Not Allowed.", code="method_not_allowed")
     raise ApiError(404, "Not Found.", code="not_found")
 
 
 def _allow(error: ApiError, path: str) -> list[tuple[bytes, bytes]]:
-    methods = sorted(method for method, other in ROUTES if other == path)
+    """Returns the header `allow` for status 405, and no header for other errors."""
+    methods = sorted(method for method, route in ROUTES if route == path)
     return [(b"allow", ", ".join(methods).encode())] if error.status == 405 else []
 
 

@@ -1,4 +1,4 @@
-"""The status of this gateway and of the workers that it knows, as GET /server_info and `rootstock status` show it.
+"""The status of this gateway and its workers, which `rootstock status` and GET /server_info of the HTTP port show.
 
 Every fact is read from memory on the event loop; no other process is called.
 """
@@ -16,7 +16,7 @@ from rootstock_llm.services.gateway.dispatch.model_pool import AnyLink, ModelPoo
 from rootstock_llm.services.gateway.observe.metrics import KeySigns
 from rootstock_llm.services.shared.tls.mutual_tls import MutualTls
 
-QUIET_S = 2.5  # seconds without a load report after which a worker is silent; it sends one each second
+QUIET_S = 2.5  # seconds without a load report after which a worker counts as silent; workers send a report each second
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Surroundings:
     Each callable runs on the event loop and reads memory only.
     """
 
-    index: Callable[[], bool | None]  # whether the prefix index's Redis responds, or None without one
-    kept: Callable[[], bool | None]  # whether the store of clients' records responds, or None without one
+    index: Callable[[], bool | None]  # whether the prefix index's Redis responds; None if none is configured
+    kept: Callable[[], bool | None]  # whether the store of clients' records responds; None if none is configured
     keys: KeySigns | None  # state of the API keys, or None if the gateway checks no keys
-    tls: MutualTls | None  # TLS between services, or None without it
-    names: Mapping[str, Callable[[], str]]  # by service: why a DNS name of its targets cannot be resolved, or "" if all can
+    tls: MutualTls | None  # TLS between services, or None if it is off
+    names: Mapping[str, Callable[[], str]]  # by service: error of a DNS name that cannot be resolved, or "" if all names can
     scraped_s_ago: Callable[[], float | None]  # seconds since the last scrape of the metrics, or None before the first
 
     def report(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float
 
 
 def _state(link: AnyLink, usable: bool, now: float) -> str:
-    """Returns the first state that holds, from the least to the most usable one."""
+    """Returns the first state that applies, in order of usability. A connected worker without requests is "unused"."""
     if link.info is None:
         return "lost" if link.was_connected else "starting"
     states = {

@@ -1,4 +1,4 @@
-"""The workers that operators can name, and calls of their control services."""
+"""Finds workers by the names that operators use, and calls their control services."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class KnownWorker:
 
     worker_id: str  # "" until the worker has been connected
     address: str  # address of its gRPC port, or "" if only its control service is configured
-    control: str  # address of the control service, or "" for a worker without one
-    why: str = ""  # why `control` is empty
-    link: AnyLink | None = None  # unset (None) if only its control service is configured
+    control: str  # address of the control service; "" if it is unknown or off
+    why: str = ""  # reason for which `control` is empty
+    link: AnyLink | None = None  # None if only its control service is configured
     pool: ModelPool[Any] | None = None  # pool of the model, or None while the worker is not connected
 
     def is_called(self, name: str) -> bool:
@@ -97,8 +97,8 @@ class WorkerDirectory:
             return found
         if name is None:
             raise unavailable("No worker is known.", RETRY_AFTER_S, "no_worker")
-        there = ", ".join(worker.names["worker"] for worker in known)
-        raise ApiError(404, f"There is no such worker; there are: {there}.", param="worker", code="worker_not_found")
+        names = ", ".join(worker.names["worker"] for worker in known)
+        raise ApiError(404, f"No worker has this id or address. Known workers: {names}.", param="worker", code="worker_not_found")
 
     def _known(self) -> list[KnownWorker]:
         linked = [_of(link, self._workers.pool_of(link)) for link in self._workers.links.values()]
@@ -114,8 +114,8 @@ class WorkerResult:
 
     worker: KnownWorker
     response: dict[str, Any]  # the control service's response as JSON; empty after a failure
-    code: grpc.StatusCode | None = None  # unset (None) if the operation succeeded
-    message: str = ""  # why it failed
+    code: grpc.StatusCode | None = None  # None if the operation succeeded
+    message: str = ""  # reason of the failure
 
     def body(self) -> dict[str, Any]:
         """Returns the worker's entry in the body of the HTTP response."""
@@ -125,15 +125,15 @@ class WorkerResult:
 
 
 class ControlledWorkers:
-    """Calls the workers' control services, all named workers at once. Each call opens a connection, because calls are rare."""
+    """Calls the workers' control services, several workers concurrently. Each call opens a connection, because calls are rare."""
 
     def __init__(self, token: str, dialer: Dialer = IN_THE_CLEAR) -> None:
-        """Prepares the calls. An empty token sends none."""
+        """Prepares the calls. If the token is empty, calls have no `authorization`."""
         self._dialer = dialer
         self._metadata = (("authorization", authorization(token)),) if token else ()
 
     async def ask(self, workers: Sequence[KnownWorker], rpc_name: str, request: Message, timeout_s: float) -> list[WorkerResult]:
-        """Returns one result per worker, in their order. A failed call is a result too, and raises nothing."""
+        """Returns one result per worker, in the order of `workers`. A failed call raises nothing; its result has a code."""
         return list(await asyncio.gather(*(self._ask(worker, rpc_name, request, timeout_s) for worker in workers)))
 
     async def _ask(self, worker: KnownWorker, rpc_name: str, request: Message, timeout_s: float) -> WorkerResult:

@@ -160,8 +160,8 @@ def build(app: ASGIApp, options: HttpOptions) -> HttpServer:
 
 
 @contextlib.asynccontextmanager
-async def served_beside(app: ASGIApp, host: str, port: int) -> AsyncIterator[None]:
-    """Serves a second application on a port of its own while the block runs. Requests in flight at the end are cut.
+async def serve_app(app: ASGIApp, host: str, port: int) -> AsyncIterator[None]:
+    """Serves a further application on its own port while the block runs. The end of the block cancels running requests.
 
     Raises:
         CannotListen: The port is taken, or the address is not local.
