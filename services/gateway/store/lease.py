@@ -15,7 +15,7 @@ from typing import Any
 
 from rootstock_llm.services.gateway.store.state_redis import READS, WRITES, StateRedis
 
-# The same token may ask again after a lost reply. It also gets an expired lease back if no other gateway has taken it.
+# Idempotent for one token, so that a call with a lost reply can be repeated. Restores an expired lease that no other gateway has.
 _KEEP = """
 local held = redis.call('GET', KEYS[1])
 if held and held ~= ARGV[1] then return 0 end
@@ -50,7 +50,7 @@ class Leases:
     """The leases in the store. Every method raises StoreAway."""
 
     def __init__(self, redis: StateRedis, lasts_s: float) -> None:
-        """Makes the leases, each of which lasts `lasts_s` seconds after its last keep()."""
+        """Prepares the leases. Each lease expires `lasts_s` seconds after its last keep()."""
         self._redis = redis
         self._lasts_ms = int(lasts_s * 1000)
 
@@ -72,7 +72,7 @@ class Leases:
 
         Args:
             script: Lua script whose KEYS[1] and ARGV[1] are the lease's key and token. Its own keys and arguments follow.
-            frees: Runs the script even if the store's memory is full, because the script frees memory.
+            frees: Whether the script only frees memory. It then runs even if the store's memory is full.
 
         Raises:
             LeaseLost: Another gateway has the lease, or the script has returned LOST.

@@ -27,10 +27,10 @@ class StoredRecord:
 
 
 class StateStore(Protocol):
-    """Stored records, by their owner (see owner_of()) and their name. Every method raises StoreAway."""
+    """Stored records, by owner (see owner_of()) and name. Every method raises StoreAway."""
 
     async def get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
-        """Returns records in the order of their names, None for a missing one. Reading a record restarts its lifetime."""
+        """Returns a record for each name, in order, or None if it does not exist. Reading a record restarts its lifetime."""
 
     async def put(self, owner: str, name: str, content: bytes, version: int | None = None) -> bool:
         """Writes a record, which survives a restart of the store.
