@@ -62,8 +62,8 @@ class _Logprobs(_Meta):
 class _Ended(_Meta):
     cached_tokens: Count
     cached_tokens_details: CachedByTier = absent("cached_tokens by tier. Present if the worker has tiers of KV.")
-    e2e_latency: Seconds = Field(description="Seconds.")
-    queue_time: Seconds = Field(description="Seconds.")
+    e2e_latency: Seconds = Field(description="Seconds from the arrival of the request to its end.")
+    queue_time: Seconds = Field(description="Seconds in the queue of the worker.")
     num_retractions: Count
     spec_verify_ct: Count = absent(f"Decode rows that verified draft tokens. {_DRAFTED}")
     spec_draft_token_num: Count = absent(f"Verified draft tokens. {_DRAFTED}")
@@ -127,7 +127,7 @@ class ModelDescription(ResponseModel):
     has_audio_understanding: Literal[False]
     max_model_len: Count
     vocab_size: Count
-    embedding_size: Count = Field(description="Numbers of an embedding; 0 if the model makes none.")
+    embedding_size: Count = Field(description="Elements of an embedding; 0 if the model makes none.")
 
 
 class ScoringTokensDetails(ResponseModel):
@@ -136,7 +136,7 @@ class ScoringTokensDetails(ResponseModel):
 
 
 class ScoringUsage(ResponseModel):
-    """Tokens of all prompts; the query counts once for each item."""
+    """Tokens of all prompts. The query's tokens count once for each item."""
 
     prompt_tokens: Count
     completion_tokens: Literal[0]

@@ -22,7 +22,7 @@ class Inputs:
 
     field: str  # "text" or "input_ids"
     prompts: Sequence[Any]
-    many: bool  # the prompts came as a list, so the response is a list
+    many: bool  # whether the prompts came as a list; the response is then a list, too
 
     def where(self, index: int) -> str:
         return f"{self.field}[{index}]" if self.many else self.field
@@ -33,7 +33,7 @@ class Form:
     """The form of the outputs of one prompt."""
 
     wish: LogprobWish | None  # log probabilities in the outputs, or None
-    hidden: bool  # no token is wanted; see GenerationParams
+    hidden: bool  # whether the output is left out, because max_new_tokens is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,18 @@ def _check_count(count: int, param: str) -> None:
 
 
 def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
-    """Returns an id per prompt: the client's, or one made of the client's only id, or of the HTTP request's id."""
+    """Returns one id per prompt.
+
+    A list of ids from the client is used as it is. Otherwise, the ids are the client's only id or the HTTP request's id; if the
+    prompts are a list, with _0, _1, … appended.
+    """
     named = _spread(given, inputs, "rid") if isinstance(given, list) else [request_id if given is None else given]
     if not all(isinstance(rid, str) and 1 <= len(rid) <= RID_CHARS for rid in named):
         raise bad_request("rid", f"A 'rid' must be a string of 1 to {RID_CHARS} characters.")
     if not isinstance(given, list):
         return [f"{named[0]}_{i}" for i in range(len(inputs.prompts))] if inputs.many else named
     if len(set(named)) != len(named):
-        raise bad_request("rid", "'rid' must name every prompt differently.")
+        raise bad_request("rid", "'rid' must have a different id for each prompt.")
     return named
 
 
@@ -113,7 +117,7 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
 
 
 def _sampling_of(request: NativeGenerateRequest, inputs: Inputs) -> list[tuple[str, NativeSampling]]:
-    """Returns the client's path and the parameters of each prompt."""
+    """Returns the sampling parameters of each prompt, with their field in the client's body."""
     given = request.sampling_params
     if isinstance(given, list):
         values = _spread(given, inputs, "sampling_params")
@@ -161,7 +165,7 @@ def _wish(start: int, top: int, ids: list[Any], vocab_size: int) -> LogprobWish:
 
 
 def _token_ids_of(given: Any, inputs: Inputs) -> list[list[Any]]:
-    """Returns the chosen ids of each prompt. A flat list is for every prompt; a list of lists has one per prompt."""
+    """Returns the chosen ids of each prompt. A flat list applies to every prompt; a list of lists has one list per prompt."""
     if given is None:
         return [[]] * len(inputs.prompts)
     if not isinstance(given, list):
@@ -178,7 +182,7 @@ def _typed(given: Any, inputs: Inputs, param: str, kind: type, default: Any) -> 
     values = _spread(given, inputs, param) if isinstance(given, list) else [given] * len(inputs.prompts)
     values = [default if value is None else value for value in values]
     if any(type(value) is not kind for value in values):
-        raise bad_request(param, f"'{param}' must be {kind.__name__}, or a list of such with one for each prompt.")
+        raise bad_request(param, f"'{param}' must be {kind.__name__}, or a list with one {kind.__name__} for each prompt.")
     return values
 
 

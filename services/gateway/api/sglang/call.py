@@ -1,6 +1,6 @@
 """Prepares a call of /generate or /encode, and makes its renderer.
 
-An object is made per HTTP request. Its renderer uses facts of the preparation. Cancelling a preparation leaves nothing behind.
+Each HTTP request has its own object: prepare() is called once, then renderer(). Cancelling prepare() needs no cleanup.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rootstock_llm.services.gateway.remote.tokenizer_client import TokenizerClie
 
 
 class PromptSource:
-    """Makes prompts as token ids from checked inputs. Raises ApiError."""
+    """Turns checked inputs into prompts of token ids. Raises ApiError."""
 
     def __init__(self, tokenizer: TokenizerClient) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +54,7 @@ class PromptSource:
 
 
 def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
-    """Returns the names of the prompts, and notes them and the name of the batch for aborts."""
+    """Returns the id of each prompt. Aborts find the request by these ids, and by the client's id if it is a single one."""
     rids = rids_of(given, inputs, origin.request_id)
     origin.name(given if isinstance(given, str) else None, rids)
     return rids

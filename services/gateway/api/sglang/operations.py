@@ -39,7 +39,7 @@ OPERATIONS = (
             method,
             GENERATE,
             _TAG,
-            "Go on from texts or ids",
+            "Continue texts or token ids",
             _GENERATED,
             NativeGenerateRequest,
             generates=True,
@@ -52,7 +52,7 @@ OPERATIONS = (
         "post",
         ENCODE,
         _TAG,
-        "Vectors of texts or ids",
+        "Embed texts or token ids",
         {JSON: EncodeAnswers},
         NativeEncodeRequest,
         generates=True,
@@ -63,7 +63,7 @@ OPERATIONS = (
             "post",
             path,
             _TAG,
-            "Scores of items behind a query",
+            "Score items with a query",
             {JSON: Scoring},
             ScoreRequest,
             generates=True,
@@ -92,7 +92,7 @@ OPERATIONS = (
     ApiOperation(
         "post", CLOSE_SESSION, _TAG, "Close a session", {}, CloseSessionRequest, (404, 504), example={"session_id": "a-session"}
     ),
-    ApiOperation("get", HEALTH_GENERATE, _TAG, "Whether a token can be made from end to end", {}, statuses=(503,), keyed=False),
+    ApiOperation("get", HEALTH_GENERATE, _TAG, "Check that a token can be generated", {}, statuses=(503,), keyed=False),
     *(
         ApiOperation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(403, 503))
         for path in MODEL_INFO

@@ -1,7 +1,7 @@
 """Renders choices as SGLang's responses.
 
-Text, ids and log probabilities of an event are those of the output so far, as SGLang sends them. Each is rendered once and
-stored as bytes, so an event costs a join.
+As in SGLang, each event has the text, ids and log probabilities of the whole output so far. Each token is rendered once and its
+bytes are stored, so that a later event only joins bytes.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class _ChoiceText:
     def __init__(self, choice: Choice, form: Form, token_texts: ModelTexts | None) -> None:
         self.choice = choice
         self.form = form
-        self.text = bytearray()  # the inside of a JSON string
-        self.ids = bytearray()  # the inside of a JSON array
+        self.text = bytearray()  # content of a JSON string, without the quotes
+        self.ids = bytearray()  # content of a JSON array, without the brackets
         self._count = 0
         self._began = False
         self._input = _LogprobLists(form.wish, token_texts)
@@ -82,14 +82,15 @@ class _ChoiceText:
         if delta.token_ids:
             extend(self.ids, list(delta.token_ids))
             self._count += len(delta.token_ids)
-        await self._output.add(zip(delta.token_ids, delta.logprobs))  # noqa: B905  # no logprobs without a wish
+        await self._output.add(zip(delta.token_ids, delta.logprobs))  # noqa: B905  # logprobs are empty if not requested
 
     def _prompt_entries(self) -> Iterator[Entry]:
         wish, choice = self.form.wish, self.choice
         if wish is None or wish.start < 0:
             return iter(())
         ids = choice.prompt.ids[wish.start :]
-        # Values begin at position `start`, or 1: nothing predicts the first token. An aborted request may have fewer.
+        # As in SGLang, the first listed position has no value. `values` begins at `start`, or at 1 if `start` is 0, because
+        # nothing predicts the first token. An aborted request may have fewer values.
         values = choice.prompt_logprobs
         known = values.span(1 if wish.start else 0, len(values))
         return zip(ids, chain((None,), known))  # noqa: B905
@@ -100,8 +101,11 @@ class _ChoiceText:
 
 
 class _LogprobLists:
-    """SGLang's three parallel lists, of a prompt or of an output: the tokens' own values, the top ones, and those of the ids that
-    were asked for by id. An entry is [logprob, id, text]."""
+    """SGLang's three parallel lists of log probabilities, for a prompt or an output.
+
+    Each position has the value of its token, the values of the most likely tokens, and the values of the requested ids. A value
+    is rendered as [logprob, id, text].
+    """
 
     def __init__(self, wish: LogprobWish | None, token_texts: ModelTexts | None) -> None:
         self._wish = wish
@@ -125,7 +129,7 @@ class _LogprobLists:
                 extend(self._chosen, [_entries(wish.token_ids, v.chosen_values, texts) if v else None for _, v in batch])
 
     def json(self, side: bytes) -> bytes:
-        """Further members of an object, each with a comma before it."""
+        """Returns the lists as members of a JSON object, each with a comma before it. `side` is b"input" or b"output"."""
         wish = self._wish
         if wish is None:
             return b""

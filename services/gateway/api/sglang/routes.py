@@ -54,7 +54,7 @@ class NativeApi:
         sessions: SessionCalls,
         failure: Callable[[], Awaitable[str]],
     ) -> None:
-        """Creates the API. `failure` generates a token and returns the reason if it cannot, else ""."""
+        """Creates the API. `failure` generates a token; it returns the reason if that fails, and "" otherwise."""
         self._port = port
         self._models = models
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class NativeApi:
         return {GENERATE: self._generate, ENCODE: self._encode, **dict.fromkeys(SCORE, self._score)}
 
     def routes(self) -> list[Route]:
-        """Returns the routes that do not generate, and PUT of /generate."""
+        """Returns the routes of operations that do not generate, and PUT /generate."""
         return [
             Route(GENERATE, GenerationEndpoint(self._port, self._generate), methods=["PUT"]),
             Route(ABORT, self._abort, methods=["POST"]),
@@ -103,9 +103,9 @@ class NativeApi:
     async def _open_session(self, request: Request) -> Response:
         given = await self._read(request, OpenSessionRequest)
         model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
-        # The number of characters is about the largest number of tokens.
-        key, most = request.scope["state"]["key"], given.capacity_of_str_len
-        return json_response(await self._sessions.open(model.name, key, given.session_id, most, given.timeout))
+        # SGLang's field counts characters. It limits tokens here, because a text rarely has more tokens than characters.
+        key, max_tokens = request.scope["state"]["key"], given.capacity_of_str_len
+        return json_response(await self._sessions.open(model.name, key, given.session_id, max_tokens, given.timeout))
 
     async def _close_session(self, request: Request) -> Response:
         given = await self._read(request, CloseSessionRequest)

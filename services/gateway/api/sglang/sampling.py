@@ -1,4 +1,4 @@
-"""Translates SGLang's parameters of one prompt to a GenerationParams. Pure; raises ApiError that names the field.
+"""Translates SGLang's parameters of one prompt into a GenerationParams. Pure. An ApiError names the invalid field.
 
 Error messages never repeat a value that the client sent.
 """
@@ -31,11 +31,11 @@ M = TypeVar("M", bound=BaseModel)
 class LogprobWish:
     """The log probabilities in the outputs of one prompt.
 
-    SGLang lists the first position without a value, so that the values are those of the tokens after it.
+    As in SGLang, the first listed position of the prompt has no value.
     """
 
-    top: int = 0  # number of most likely tokens
-    token_ids: tuple[int, ...] = ()  # further tokens
+    top: int = 0  # number of most likely tokens per position
+    token_ids: tuple[int, ...] = ()  # ids of further tokens per position
     start: int = -1  # first listed position of the prompt; -1 for none
 
     def message(self) -> pb.Logprobs:

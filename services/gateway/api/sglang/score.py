@@ -1,6 +1,6 @@
-"""Makes prompts from the query and the items of a /v1/score call, and scores from log probabilities of labels.
+"""Serves /v1/score: builds a prompt from the query and each item, and computes scores from the log probabilities of the labels.
 
-Made for each HTTP request. Cancelling a preparation leaves nothing behind. Error messages never repeat the client's values.
+Each HTTP request has its own ScoreCall. Cancelling prepare() needs no cleanup. Error messages never repeat texts of the client.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from rootstock_llm.services.shared import limits
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoreInputs:
     """The query and the items of a call, either all texts or all lists of token ids."""
 
-    query: Any  # a text, or token ids
-    items: Sequence[Any]  # as the query
-    item_first: bool  # an item stands before the query in its prompt
+    query: Any  # a text (str) or token ids (list)
+    items: Sequence[Any]  # each item has the type of the query
+    item_first: bool  # whether a prompt is the item followed by the query, instead of the query followed by the item
 
     @property
-    def of_texts(self) -> bool:
+    def are_texts(self) -> bool:
         return isinstance(self.query, str)
 
     def joined(self, query: Any, item: Any) -> Any:
+        """Returns the prompt of an item."""
         return item + query if self.item_first else query + item
 
 
-def scored_of(request: ScoreRequest) -> Scored:
-    """Returns the checked forms; token ids themselves are checked later. Raises ApiError."""
+def inputs_of(request: ScoreRequest) -> ScoreInputs:
+    """Returns query and items with checked types and counts. Token ids are checked later. Raises ApiError."""
     query, items = request.query, request.items
     if not (isinstance(query, str) or (isinstance(query, list) and query)):
         raise bad_request("query", "'query' must be a text or a list of 1 or more token ids.")
@@ -68,10 +69,12 @@ def scored_of(request: ScoreRequest) -> Scored:
             raise bad_request(f"items[{index}]", f"'items[{index}]' must be {form}.")
         if kind is list and not item:
             raise bad_request(f"items[{index}]", f"'items[{index}]' has no token ids; each item needs 1 or more.")
-    return Scored(query, items, bool(request.item_first))
+    return ScoreInputs(query, items, bool(request.item_first))
 
 
 class ScoreCall:
+    """State of one request: prepare() is called once, then renderer()."""
+
     def __init__(self, models: Models, tokenizer: TokenizerClient) -> None:
         self._models = models
         self._tokenizer = tokenizer
@@ -80,15 +83,15 @@ class ScoreCall:
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
         """Returns the prepared request. Raises ApiError."""
         request = parse(ScoreRequest, parse_json(body.take()), known=known_fields.SCORE)
-        scored = scored_of(request)
-        rids = _named(request.rid, len(scored.items), origin)
+        inputs = inputs_of(request)
+        rids = _named(request.rid, len(inputs.items), origin)
         model = await self._models.wait_for(request.model, origin.caller)
         if not model.generates:
             raise bad_request("model", "This model gives vectors and no scores: use /v1/embeddings.", "unsupported_model")
         check_token_ids(request.label_token_ids, model.vocab_size, "label_token_ids")
         self._softmax = bool(request.apply_softmax)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
-        prompts = await self._prompts(scored, model, origin, root)
+        prompts = await self._prompts(inputs, model, origin, root)
         score = pb.Score(label_token_ids=request.label_token_ids)
         params = score_generation(request, request.extra_key or "", score)
         return GenerationRequest.of(model, named(prompts, rids), params)
@@ -96,31 +99,31 @@ class ScoreCall:
     def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: TokenTexts) -> ScoreRenderer:
         return ScoreRenderer(request, model, self._softmax)
 
-    async def _prompts(self, scored: Scored, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[PromptInput]:
-        """A prompt is never cut to the context: its score would be another one's."""
+    async def _prompts(self, inputs: ScoreInputs, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[PromptInput]:
+        """Returns a prompt per item. No prompt is truncated to the context, because a truncated prompt has a different score."""
         budget = ContextBudget(model.context_len, 0, cuts=False)
-        if scored.of_texts:
-            check_chars(len(scored.query) * len(scored.items) + sum(map(len, scored.items)), "items")
-            texts = [scored.joined(scored.query, item) for item in scored.items]
+        if inputs.are_texts:
+            check_chars(len(inputs.query) * len(inputs.items) + sum(map(len, inputs.items)), "items")
+            texts = [inputs.joined(inputs.query, item) for item in inputs.items]
             call = tokenizer_pb2.EncodeRequest(
                 request_id=origin.request_id, texts=texts, add_special_tokens=True, hash_root=hash_root
             )
             prompts = await of_texts(call, self._tokenizer, "items", model, origin, budget)
         else:
-            query = await of_many_ids(scored.query, model.vocab_size, "query")
-            prompts = await _of_ids(scored, query, model, budget)
+            query = await of_many_ids(inputs.query, model.vocab_size, "query")
+            prompts = await _of_ids(inputs, query, model, budget)
         _check_tokens(sum(len(prompt.ids) for prompt in prompts))
         return [budget.fit(prompt, f"items[{index}]") for index, prompt in enumerate(prompts)]
 
 
-async def _of_ids(scored: Scored, query: PromptInput, model: ModelInfo, budget: ContextBudget) -> list[PromptInput]:
-    _check_tokens(len(query.ids) * len(scored.items) + sum(map(len, scored.items)))
+async def _of_ids(inputs: ScoreInputs, query: PromptInput, model: ModelInfo, budget: ContextBudget) -> list[PromptInput]:
+    _check_tokens(len(query.ids) * len(inputs.items) + sum(map(len, inputs.items)))
     prompts = []
-    for index, ids in enumerate(scored.items):
+    for index, ids in enumerate(inputs.items):
         where = f"items[{index}]"
         budget.check(len(query.ids) + len(ids), where)
         item = await of_many_ids(ids, model.vocab_size, where)
-        prompts.append(PromptInput(tokenizer_pb2.TokenIds(ids=scored.joined(list(query.ids), list(item.ids))).ids, None))
+        prompts.append(PromptInput(tokenizer_pb2.TokenIds(ids=inputs.joined(list(query.ids), list(item.ids))).ids, None))
     return prompts
 
 
@@ -134,17 +137,17 @@ def _check_tokens(tokens: int) -> None:
 
 
 def _named(rid: str | None, count: int, origin: Origin) -> list[str]:
-    """Returns a name for each item. From here on, the request can be aborted by these names and by the given one."""
+    """Returns the id of each item's prompt, or "" if the client gave no id. Aborts find the request by these ids and by `rid`."""
     if rid is None:
         return [""] * count
     rids = [f"{rid}_{index}" for index in range(count)] if count > 1 else [rid]
-    assert len(rid) <= RID_CHARS, "the body's declaration bounds the name"
+    assert len(rid) <= RID_CHARS, "ScoreRequest bounds the length of rid"
     origin.name(rid, rids)
     return rids
 
 
 class ScoreRenderer:
-    """Writes one document: a list of scores for each item, in the order of the items."""
+    """Renders the response: a list of label scores for each item, in the order of the items."""
 
     def __init__(self, request: RunningRequest, model: str, softmax: bool) -> None:
         self._request = request
@@ -163,7 +166,10 @@ class ScoreRenderer:
 
 
 def _scores(logprobs: NDArray[np.float64], softmax: bool) -> NDArray[np.float64]:
-    """Returns probabilities over the vocabulary, or over the labels. Labels that the model rules out share equally."""
+    """Returns the labels' probabilities in the vocabulary or, with `softmax`, among the labels.
+
+    If the model gives every label the probability 0, `softmax` returns equal scores.
+    """
     if not softmax:
         return np.exp(logprobs)
     peak = logprobs.max()

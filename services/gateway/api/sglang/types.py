@@ -1,8 +1,8 @@
 """The request bodies of SGLang's native endpoints. They validate and document.
 
-A name that is not here is refused: an option that would be dropped in silence changes the answer. What asks for nothing has
-been taken out before (known_fields.py). Fields that may be one value or a list with one value per prompt are typed Any here and
-spread over the prompts in services/gateway/api/sglang/batch.py; each value is then checked as if it had come alone.
+Unknown fields are refused, because a client that sends one expects an effect. known_fields.py has removed fields with neutral
+values before. Fields that accept one value or a list with one value per prompt have the type Any; batch.py assigns their values
+to the prompts and checks each of them.
 """
 
 from __future__ import annotations
@@ -93,9 +93,11 @@ class NativeGenerateRequest(NativeInput):
     sampling_params: Sampling = None
     stream: bool | None = None
     return_logprob: Bools = Field(None, description="Default false.")
-    logprob_start_len: Ints = Field(None, description="First prompt position with a log probability. -1: none of the prompt.")
+    logprob_start_len: Ints = Field(
+        None, description="First prompt position in input_token_logprobs. Default -1: no prompt position."
+    )
     top_logprobs_num: Ints = Field(None, description="Default 0.")
-    token_ids_logprob: Ids = Field(None, description="Further ids whose log probabilities are wanted.")
+    token_ids_logprob: Ids = Field(None, description="Further token ids whose log probabilities are returned.")
     return_text_in_logprobs: bool | None = Field(
         None, description="Whether log probabilities have the texts of tokens. Default false."
     )
@@ -104,14 +106,14 @@ class NativeGenerateRequest(NativeInput):
 
 class NativeEncodeRequest(NativeInput):
     dimensions: int | None = Field(
-        None, ge=1, le=UINT32_MAX, description="Number of leading numbers of the vector to return. Null: all."
+        None, ge=1, le=UINT32_MAX, description="Number of leading elements of the vector to return. Null: all."
     )
 
 
 class ScoreRequest(PlacedBody):
     model_config = _STRICT
 
-    query: Query = Field(description="A text or token ids: the beginning that all prompts share.")
+    query: Query = Field(description="A text or token ids, common to all prompts.")
     items: Items = Field(
         description=f"A text, texts or lists of token ids, in the form of `query`; at most {limits.MAX_SCORE_ITEMS}."
     )
@@ -123,27 +125,34 @@ class ScoreRequest(PlacedBody):
     apply_softmax: bool | None = Field(
         None, description="Scores are the softmax over the labels instead of probabilities over the vocabulary. Default false."
     )
-    item_first: bool | None = Field(None, description="The item stands before the query. Default false.")
+    item_first: bool | None = Field(
+        None, description="Whether each prompt begins with the item instead of the query. Default false."
+    )
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     rid: str | None = Field(
         None,
         min_length=1,
         max_length=RID_CHARS,
-        description="A name for abort_request. Of several items: with _0, _1, …",
+        description="A name for abort_request. With several items, each prompt also has this name with _0, _1, … appended.",
     )
 
 
 class AbortRequest(_Native):
     rid: str | None = Field(None, max_length=limits.MAX_REQUEST_ID_CHARS)
-    abort_all: bool | None = Field(None, description="Refused here: for operators, on the admin port.")
+    abort_all: bool | None = Field(None, description="Refused on this port. Operators use the admin port.")
 
 
 class OpenSessionRequest(_Native):
-    capacity_of_str_len: int = Field(ge=0, le=UINT32_MAX, description="Tokens of all turns together; 0: the worker's default.")
+    capacity_of_str_len: int = Field(
+        ge=0, le=UINT32_MAX, description="Maximum number of tokens of all turns together. 0: the worker's default."
+    )
     session_id: str | None = Field(None, min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
-    model: str | None = Field(None, description="Model of the session's turns, if several are served.")
+    model: str | None = Field(None, description="Model of the session's turns. Required if several models are served.")
     timeout: float | None = Field(
-        None, gt=0, le=UINT32_MAX / 1000, description="Seconds after the last turn. Null: the worker's."
+        None,
+        gt=0,
+        le=UINT32_MAX / 1000,
+        description="Seconds after the last turn until the session closes. Null: the worker's default.",
     )
 
 
