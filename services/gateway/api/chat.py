@@ -1,8 +1,8 @@
 """The neutral form of a chat, and its preparation.
 
 Every API translates its body into a ChatRequest, which the ChatPreparer prepares. Messages, tools and variables have the
-form that chat templates read. The preparation makes the checks that need the model, calls the tokenizer, and makes the checks
-that need its result. It calls no worker, and cancelling it leaves nothing behind.
+form that chat templates read. The preparation checks the request against the model, has the tokenizer encode the prompt, and
+checks the prompt's length. It calls no worker, and cancelling it needs no cleanup.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.output_formats import NONE, OutputFormats
 from rootstock_llm.services.shared.sampling_parameters import Api, SamplingDefaults
 
-Message = Mapping[str, Any]  # role, content, and where it has them reasoning_content, tool_calls and tool_call_id
+Message = Mapping[str, Any]  # role, content; optionally reasoning_content, tool_calls, tool_call_id
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", …}}
 
 NO_SAMPLING = SamplingBody()  # every parameter at its default
@@ -48,10 +48,10 @@ _THINKING_OFF = {"enable_thinking": False, "thinking": False}
 class ChatRequest:
     """A client's chat in the neutral form.
 
-    The checks that need neither the model nor its tokenizer have been made.
+    It has passed all checks that need neither the model nor its tokenizer.
     """
 
-    fields: FieldNames  # client's names of these fields and of the workers' fields, for errors
+    fields: FieldNames  # names of these fields in the client's API, for errors
     model: str | None  # None: the only model that the caller may use
 
     # The prompt.
@@ -64,20 +64,20 @@ class ChatRequest:
 
     # The output.
     tool_use: ToolUse = NO_TOOLS
-    separates_reasoning: bool = True  # reasoning is apart from the text
+    separates_reasoning: bool = True  # whether the response has reasoning in a field of its own
     constraint: Named | None = None  # client's field, and the grammar of the text
     prediction: str | None = None  # text that the client expects as the output, or None
 
     # Parameters.
     sampling: SamplingBody = NO_SAMPLING
     min_tokens: int | None = None
-    max_tokens: int | None = None  # None: all that the context allows
+    max_tokens: int | None = None  # None: as many as the context allows
     seed: int | None = None
     logprobs: int | None = None  # most likely tokens per output token, or None for no log probabilities
-    logprob_token_ids: Sequence[int] = ()  # further tokens whose log probabilities are wanted
+    logprob_token_ids: Sequence[int] = ()  # ids of further tokens whose log probabilities are returned
 
     # The response.
-    stream: bool = False  # text is wanted as it is generated
+    stream: bool = False  # text is sent while it is generated
     include_usage: bool = False  # the last event of a stream has the usage
     include_stop: bool | None = None  # whether the text keeps its stop string, or None for the value of `sampling.no_stop_trim`
     answer: AnswerBody = TEXT_ALONE
@@ -94,7 +94,7 @@ class ChatRequest:
 class PreparedChat:
     """The stored part of a chat that was prepared earlier, so that another gateway can continue it.
 
-    It is used even if the model's workers and tokenizers report other values by then.
+    The stored values take precedence over those that the model's workers and tokenizers report now.
     """
 
     prompt: PromptInput
@@ -104,7 +104,7 @@ class PreparedChat:
     defaults: SamplingDefaults
 
     def of(self, model: ModelInfo) -> ModelInfo:
-        """Returns the model with the stored facts. Its context is the shorter one of then and now."""
+        """Returns the model with the stored sampling defaults, and with the shorter of the stored and the current context."""
         if self.formats is None:
             return model
         return replace(model, context_len=min(self.context_len, model.context_len), defaults=self.defaults)
@@ -124,8 +124,8 @@ class ChatPreparer:
         """Makes the preparer.
 
         Args:
-            dropped: Called for each call of a tool that the client does not see.
-            omits_hosted_tools: Chats are served without their hosted tools instead of refused.
+            dropped: Called for each generated tool call that the response leaves out.
+            omits_hosted_tools: Whether hosted tools are left out of chats. Otherwise, chats with hosted tools are refused.
         """
         self._models = models
         self._tokenizer = tokenizer
@@ -157,7 +157,9 @@ class ChatPreparer:
             formats, marks = prepared.formats, prepared.reasoning_marks
         else:
             if prepared is not None:
-                await self._tokenizer.ready(model.source)  # no tokenizer was asked for this prompt here
+                await self._tokenizer.ready(
+                    model.source
+                )  # this gateway has not tokenized the prompt, so the formats may be unknown
             formats = self._formats(chat, model).after(prompt.rendered_end)
             marks = self._tokenizer.reasoning_marks(model.source)
         generation = constrained(generation, chat.tool_use, formats, self._parsing(marks))
@@ -172,7 +174,7 @@ class ChatPreparer:
         return len((await prompts.of_chat(call, self._tokenizer, model, origin, UNBOUNDED, chat.fields)).ids)
 
     async def generating_model(self, name: str | None, caller: Caller) -> ModelInfo:
-        """Returns the model of this name, as model_of(), if it generates text."""
+        """Returns the model of this name; see model_of(). Raises ApiError if it does not generate text."""
         model = await self.model_of(name, caller)
         if not model.generates:
             raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
@@ -186,9 +188,14 @@ class ChatPreparer:
         return model
 
     def _require(self, name: str | None, caller: Caller) -> None:
-        """Checks that a model is named if the caller may use several. Some may appear while a request waits."""
+        """Raises ApiError if the caller may use several models and names none.
+
+        model_of() calls it again after the wait, because models may appear meanwhile.
+        """
         if name is None and sum(map(caller.may_use, self._models.names())) > 1:
-            raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
+            raise bad_request(
+                "model", "'model' is required, because several models are served. See /v1/models.", "missing_required_parameter"
+            )
 
     def _formats(self, chat: ChatRequest, model: ModelInfo) -> OutputFormats:
         known = self._tokenizer.formats(model.source)
@@ -198,7 +205,7 @@ class ChatPreparer:
         return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
 
     async def _prediction(self, chat: ChatRequest, model: ModelInfo, origin: Origin) -> Sequence[int] | None:
-        """Returns the ids of the predicted text, or None without a prediction. They are empty if no worker reads them."""
+        """Returns the token ids of the predicted text: None without a prediction, empty if no worker uses predictions."""
         if chat.prediction is None:
             return None
         if chat.sampling.speculative is False or not self._models.reads_predictions(model):
@@ -260,12 +267,12 @@ def template_variables(
     switches: Mapping[str, Any],
     documents: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the variables of the template. The client's own ones go before those that other fields set.
+    """Returns the variables of the template. Those in `given` override those that other fields set.
 
     Effort `none` turns the switches of reasoning off, as in SGLang.
 
     Args:
-        given: The client's own variables.
+        given: The client's chat_template_kwargs.
 
     Raises:
         ApiError: Two fields set a variable to different values.
@@ -275,7 +282,7 @@ def template_variables(
         own: dict[str, Any] = {}
     elif given.get("reasoning_effort", effort) != effort:
         name = fields.of("reasoning_effort")
-        raise bad_request(name, f"'{name}' and 'chat_template_kwargs' say different things.")
+        raise bad_request(name, f"'{name}' and 'chat_template_kwargs' set different efforts. Send one value.")
     else:
         own = {"reasoning_effort": effort, **(_THINKING_OFF if effort == "none" else {})}
     for name, value in switches.items():

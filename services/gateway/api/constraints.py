@@ -1,4 +1,4 @@
-"""Translates each form of an output constraint to one Grammar. Pure; raises ApiError.
+"""Translates each form of an output constraint into a Grammar. Pure; raises ApiError.
 
 Workers check the schema, pattern or grammar itself before the first token. Error messages never repeat a value that the client
 sent.
@@ -102,7 +102,7 @@ def json_schema(value: Any, where: str) -> pb.Grammar:
 def structural_tag(value: Any, where: str) -> pb.Grammar:
     """Returns the grammar of a structural tag: an object or its text. Raises ApiError.
 
-    The gateway's own tags are a few levels deeper than a client's values may be.
+    Its text is loaded without the depth limit of load_json(), because the gateway's own tags are nested more deeply.
     """
     tag = _loaded(value, where, orjson.loads) if isinstance(value, str) else value
     if not isinstance(tag, dict):
@@ -147,7 +147,7 @@ def _loaded(text: str, where: str, load: Callable[[str], Any] = load_json) -> An
 
 
 def _dumped(value: Any, where: str) -> str:
-    """Returns the JSON text. Keys keep their order, which is that of the output. Workers cache compiled grammars by this text."""
+    """Returns the JSON text. Keys keep their order, because the output has them in this order. Workers use it as a cache key."""
     try:
         text = orjson.dumps(value).decode()
     except (orjson.JSONEncodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""Parameters of a request of any API → GenerationParams, whose sampling parameters are the message that workers receive.
+"""Translates the parameters of a request of any API into GenerationParams, with the SamplingParams message for workers.
 
-The functions make the checks that a type cannot make. Pure; each raises ApiError that names the API's own field. No message
-repeats a value that the client sent.
+The functions make the checks that pydantic types cannot make. Pure. An ApiError names the field as the client's API does, and
+repeats no value that the client sent.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rootstock_llm.services.shared.sampling_parameters import (
     spelled,
 )
 
-_SAME_NAMES = tuple(row.wire for row in SCALARS if set(row.names.values()) == {row.wire})  # in every API
-_POSITIVE = tuple(row for row in SCALARS if row.excludes_low)
+_SAME_NAMES = tuple(row.wire for row in SCALARS if set(row.names.values()) == {row.wire})  # same name in every API
+_POSITIVE = tuple(row for row in SCALARS if row.excludes_low)  # values above 0 that must stay above 0 as float32
 
 
 def generation_of(
@@ -55,17 +55,17 @@ def generation_of(
     include_stop: bool | None = None,
     answer: AnswerBody = TEXT_ALONE,
 ) -> GenerationParams:
-    """Returns the generation of each prompt of a request. Raises ApiError.
+    """Returns the parameters for each prompt of a request. Raises ApiError.
 
     Args:
         api: API whose names `body` and the errors use.
-        max_tokens: None: all that the context allows. 0, which only some APIs accept: no token.
+        max_tokens: None: as many as the context allows. 0, which only some APIs accept: no output tokens.
         constraint: The client's field, and the grammar of the output.
         include_stop: Whether the text keeps its stop string. None: the value of `no_stop_trim`.
     """
     if max_tokens is not None and (min_tokens or 0) > max_tokens:
         name = SCALAR["min_new_tokens"].names[api]
-        raise bad_request(name, f"'{name}' is greater than the most tokens that are allowed.")
+        raise bad_request(name, f"'{name}' is greater than the maximum number of output tokens.")
     return GenerationParams(
         stream=stream,
         include_usage=include_usage,
@@ -89,12 +89,12 @@ def generation_of(
 
 
 def embedding_generation(body: PlacedBody, cache_salt: str, embedding: pb.Embedding, fields: FieldNames) -> GenerationParams:
-    """Returns the generation of an embedding vector."""
+    """Returns the parameters of a request for an embedding."""
     return one_step(pb.SamplingParams(embedding=embedding), body.priority, cache_salt, body.routing_key or "", fields)
 
 
 def score_generation(body: PlacedBody, cache_salt: str, score: pb.Score) -> GenerationParams:
-    """Returns the generation of the log probabilities of labels behind the prompt."""
+    """Returns the parameters of a request for the log probabilities of labels as the next token."""
     return one_step(pb.SamplingParams(score=score), body.priority, cache_salt, body.routing_key or "", SCORE)
 
 
@@ -165,7 +165,7 @@ def logit_bias(entries: Mapping[str, float], vocab_size: int) -> dict[int, float
 
 
 def dry(body: SamplingBody) -> pb.Dry | None:
-    """Returns the DRY penalty, or None without one."""
+    """Returns the DRY penalty, or None if it is off."""
     for breaker in body.dry_sequence_breakers or ():
         if not 1 <= len(breaker) <= DRY_SEQUENCE_BREAKERS.chars:
             message = f"A text of 'dry_sequence_breakers' must have 1 to {DRY_SEQUENCE_BREAKERS.chars} characters."
@@ -183,7 +183,7 @@ def dry(body: SamplingBody) -> pb.Dry | None:
 
 
 def token_id_set(ids: Sequence[int] | None) -> list[int]:
-    """Returns checked ids once each, in rising order."""
+    """Returns the distinct ids in ascending order."""
     return sorted(set(ids or ()))
 
 

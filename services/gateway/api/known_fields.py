@@ -20,7 +20,7 @@ from rootstock_llm.services.gateway.generation.errors import ApiError
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.sampling_parameters import UNSERVED, Api, of_api
 
-Neutral = Mapping[str, tuple[Any, ...]]  # name → values that ask for nothing
+Neutral = Mapping[str, tuple[Any, ...]]  # field name → values without effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,22 @@ class KnownFields:
     """Fields of an endpoint that have no effect here."""
 
     unused: frozenset[str]  # accepted at any value
-    neutral: Neutral  # accepted at these values
+    neutral: Neutral  # accepted at these values only
     per_prompt: bool = False  # whether a list of neutral values, one per prompt, is neutral, too
 
-    def asks_for_nothing(self, name: str, value: Any) -> bool:
+    def has_no_effect(self, name: str, value: Any) -> bool:
         if value is None or name in self.unused:
             return True
         neutral = self.neutral.get(name)
         if neutral is None:
             return False
         many = self.per_prompt and isinstance(value, list) and len(value) <= limits.MAX_BATCH_PROMPTS
-        return is_one_of(value, neutral) or (many and all(one is None or is_one_of(one, neutral) for one in value))
+        return is_one_of(value, neutral) or (many and all(item is None or is_one_of(item, neutral) for item in value))
 
 
 def is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Returns whether a value is one of the neutral ones. 0 is not False: `"logprobs": 0` has an effect."""
-    return any(type(value) is type(one) and value == one for one in neutral)
+    """Returns whether a value equals a neutral value of the same type. 0 is not False: `"logprobs": 0` has an effect."""
+    return any(type(value) is type(item) and value == item for item in neutral)
 
 
 def refuse_unserved(body: Mapping[str, Any], known: KnownFields) -> None:
@@ -61,7 +61,7 @@ def without_neutral(body: Mapping[str, Any], served: Collection[str], known: Kno
     Args:
         served: Names of fields that stay.
     """
-    return {name: value for name, value in body.items() if name in served or not known.asks_for_nothing(name, value)}
+    return {name: value for name, value in body.items() if name in served or not known.has_no_effect(name, value)}
 
 
 def _refuse(body: Mapping[str, Any], neutral: Neutral, path: str = "") -> None:
@@ -80,7 +80,7 @@ _TOOL_NAME = re.compile("[a-zA-Z0-9_.-]{1,64}")
 
 
 def hosted_type(tool: Any) -> str:
-    """Returns the type of a tool, or of a tool choice, that no function stands for; "" for any other value."""
+    """Returns the type of a hosted tool, or of a tool choice that names one; "" for functions and invalid values."""
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     return kind if isinstance(kind, str) and kind != "function" and _TOOL_TYPE.fullmatch(kind) else ""
 
@@ -95,14 +95,14 @@ def own_name(tool: Mapping[str, Any]) -> str:
 
 
 def omitted_names(tools: Sequence[Any] | None) -> list[str]:
-    """Returns the hosted tools among these as `type`, or as `type:name` where several tools share the type."""
+    """Returns the hosted tools among `tools` as `type`, or as `type:name` for types that several tools can share."""
     kinds = [(hosted_type(tool), tool) for tool in tools or ()]
     named = ("custom", "mcp", "namespace")
     return [f"{kind}:{own_name(tool)}" if kind in named and own_name(tool) else kind for kind, tool in kinds if kind]
 
 
-# Accounting, storage, labels, and hints for moderators and caches do not change a response. Reasoning is always streamed, so
-# stream_reasoning does not change the whole.
+# Accounting, storage, labels, and hints for moderators and caches do not change a response. stream_reasoning
+# has no effect, because reasoning is always streamed.
 _UNUSED = frozenset(
     (
         "custom_labels",
@@ -173,7 +173,7 @@ PLACEMENT: Neutral = {
     "routed_dp_rank": (),
     "vllm_xargs": ({},),
 }
-# Fields of other servers' APIs that change an answer there.
+# Fields of other servers' APIs that change a response there.
 OF_OTHERS: Neutral = {
     "do_sample": (True,),
     "dynatemp_range": (0, 0.0),
@@ -240,9 +240,9 @@ OF_TEMPLATES: Neutral = {
     "tools": ([],),
 }
 
-_CUT: Neutral = {"truncate_prompt_tokens": ()}  # on generating endpoints
+_CUT: Neutral = {"truncate_prompt_tokens": ()}  # embeddings support it, generating endpoints do not
 OF_CHAT: Neutral = {
-    "add_special_tokens": (False,),  # a chat template writes its own
+    "add_special_tokens": (False,),  # a chat template writes the special tokens
     "best_of": (1,),
     "echo": (False,),
 }

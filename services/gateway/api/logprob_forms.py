@@ -18,37 +18,37 @@ from rootstock_llm.services.gateway.remote.token_texts import ModelTexts
 SLICE_VALUES = 4096  # values per slice; some milliseconds of rendering
 LOWEST = -9999.0  # JSON has no infinity; OpenAI sends this value for a very unlikely token
 
-Entry = tuple[int, LogprobRow | None]  # token id, and its values, or None for the first token of all
+Entry = tuple[int, LogprobRow | None]  # token id and its values; None for a prompt's first token, which nothing predicts
 Texts = Mapping[int, bytes]
 
 
 def extend(array: bytearray, values: Sequence[Any]) -> None:
-    """Appends elements to the text inside of a JSON array."""
+    """Appends elements to the content of a JSON array."""
     if values:
         array += b"," if array else b""
         array += orjson.dumps(values)[1:-1]
 
 
 class LogprobSlices:
-    """Tokens with their log probabilities, a slice at a time.
+    """Cuts tokens with their log probabilities into slices.
 
-    Other tasks run on the event loop between two slices, and one slice alone is held as objects.
+    The event loop runs other tasks between two slices, and only one slice at a time exists as Python objects.
     """
 
     def __init__(self, top: int, chosen: Sequence[int], token_texts: ModelTexts | None) -> None:
         """Makes the slices.
 
         Args:
-            top: Number of most likely tokens.
+            top: Number of most likely tokens per token.
             chosen: Token ids that the client asks for.
-            token_texts: None if the texts of tokens are not wanted.
+            token_texts: None if the texts of tokens are not rendered.
         """
         self._count = max(1, SLICE_VALUES // values_per_token(top, len(chosen)))
         self._chosen = chosen
         self._token_texts = token_texts
 
     async def of(self, entries: Iterable[Entry]) -> AsyncIterator[tuple[list[Entry], Texts]]:
-        """Yields entries in order, with the texts of all their tokens; {} without texts. Raises ApiError."""
+        """Yields slices of the entries with the texts of their tokens; {} if texts are not rendered. Raises ApiError."""
         rest = iter(entries)
         while batch := list(islice(rest, self._count)):
             yield batch, await self._texts_of(batch)
@@ -101,7 +101,7 @@ def _named(token: int, value: float, texts: Texts) -> dict[str, Any]:
 
 
 class CompletionLogprobWriter:
-    """Writes the log probabilities of completions. With echo, the prompt's tokens come first, and the first has no value."""
+    """Writes the log probabilities of completions. With echo, the prompt's tokens come first; the very first has no value."""
 
     def __init__(self, generation: GenerationParams, token_texts: ModelTexts) -> None:
         self._requested = list(generation.sampling.logprobs.token_ids)
@@ -156,7 +156,7 @@ def _tops(token: int, values: LogprobRow, texts: Texts) -> dict[str, float]:
 
 
 def _name(text: bytes) -> str:
-    """Returns the name of a token. A token that is not a whole text is named by its bytes, so that names differ."""
+    """Returns the name of a token. A token that is not valid UTF-8 is named by its bytes, so that names differ."""
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -180,12 +180,12 @@ class TextOffsets:
     """
 
     def __init__(self, prefix: str) -> None:
-        """Starts at the first token. `prefix` is the text of the prompt (echo), in which its tokens are searched."""
+        """Starts at the first token. `prefix` is the echoed prompt, in which the prompt's tokens are searched."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = 0
         self._prefix = prefix.encode()
-        self._at = 0  # in its bytes
-        self._missed = 0  # bytes of tokens that were not found since the last found one
+        self._at = 0  # bytes of the prefix up to the last token that was found
+        self._missed = 0  # bytes of tokens since then, none of which was found
 
     def step(self, text: bytes) -> int:
         begin = self._chars
@@ -193,10 +193,10 @@ class TextOffsets:
         return begin
 
     def _shown(self, text: bytes) -> bytes:
-        """Returns the part of the prefix that shows the token.
+        """Returns the bytes of the prefix from the last found token to the end of this one; b"" if this token is not found.
 
-        A token that the prefix has in another form (a blank at the start, a normalized character) counts with its own length
-        once a later token is found behind it.
+        The prefix may have a token in another form, without a blank at the start or with a normalized character. Such a token
+        is skipped, and the bytes for it are returned with the next token that is found.
         """
         for form in filter(None, (text, text.removeprefix(b" "))):
             found = self._prefix.find(form, self._at, self._at + 2 * self._missed + len(form))

@@ -1,4 +1,4 @@
-"""Prompts as token ids: the tokenizer encodes them, and they are checked against the context. Errors are ApiError."""
+"""Makes prompts of token ids, encoding texts with the tokenizer, and checks their lengths. Errors are ApiError."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ContextBudget:
     """The tokens of a model's context that a prompt may take."""
 
     context_len: int  # tokens
-    answers: int  # tokens that must be left for the answer
+    answers: int  # tokens of the context that are reserved for the output
     cuts: bool  # whether a longer prompt is cut to its first tokens instead of refused
 
     @property
@@ -43,7 +43,7 @@ class ContextBudget:
 
         Args:
             param: Client's field of the prompt.
-            is_bound: `tokens` is a lower bound of the length.
+            is_bound: Whether `tokens` is only a lower bound of the length.
 
         Raises:
             ApiError: The prompt is empty, or too long.
@@ -52,15 +52,16 @@ class ContextBudget:
             raise bad_request(param, "The prompt has no tokens.")
         if tokens <= self.most or (self.cuts and self.most > 0):
             return
-        said = f"at least {tokens}" if is_bound else str(tokens)
+        count = f"at least {tokens}" if is_bound else str(tokens)
         if self.answers:
-            raise context_length_exceeded(param, self.context_len, said)
-        message = f"This model's maximum context length is {self.context_len} tokens, and the input has {said}."
+            raise context_length_exceeded(param, self.context_len, count)
+        message = f"This model's maximum context length is {self.context_len} tokens, and the input has {count}."
         raise bad_request(param, message, "context_length_exceeded")
 
     def fit(self, prompt: PromptInput, param: str) -> PromptInput:
-        """Returns the prompt, or its first tokens. Echo and the prefix index then use the first tokens. Raises ApiError as
-        check().
+        """Returns the prompt, cut to its first tokens if necessary and allowed. Raises ApiError; see check().
+
+        Echo and the prefix index use the cut prompt.
         """
         tokens, most = prompt.at_least or len(prompt.ids), self.most
         self.check(tokens, param, prompt.at_least > 0)
@@ -75,15 +76,15 @@ UNBOUNDED = ContextBudget((1 << 31) - 1, 0, False)  # for a prompt that is only 
 
 
 def for_an_answer(model: ModelInfo, in_session: bool = False) -> ContextBudget:
-    """Returns a budget that leaves at least one token for the answer.
+    """Returns a budget that reserves one token for the output.
 
-    Only its worker knows the budget of a session's turn, so a turn is not cut.
+    Turns of a session are not cut, because only the worker knows the length of the session's context.
     """
     return ContextBudget(model.context_len, 1, model.auto_truncates and not in_session)
 
 
 def for_a_vector(model: ModelInfo) -> ContextBudget:
-    """Returns the budget of a prompt without an answer, which may fill the context."""
+    """Returns the budget of a prompt without output tokens, which may fill the context."""
     return ContextBudget(model.context_len, 0, model.auto_truncates)
 
 
@@ -95,7 +96,7 @@ async def of_chat(
     budget: ContextBudget,
     fields: FieldNames,
 ) -> PromptInput:
-    """Returns the prompt of a chat. Raises ApiError in the client's names of its fields."""
+    """Returns the prompt of a chat. An ApiError uses the client's names of fields."""
     budget.bound(call)
     with origin.tokenizing(call):
         response = await tokenizer.encode_chat(call, model.source, fields)
@@ -107,9 +108,9 @@ async def of_chat(
 
 
 async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Sequence[int]:
-    """Returns the first ids of a text that an output may turn out to be. Raises ApiError.
+    """Returns the first token ids of the output that the client predicts. Raises ApiError.
 
-    Ids that the model has no row for are left out; a tokenizer may have such ids.
+    Ids outside the model's vocabulary are left out, because a tokenizer may have more tokens than the model.
     """
     if not text:
         return ()
@@ -153,7 +154,7 @@ async def of_completion(
         hash_root=hash_root,
         add_special_tokens=add_special_tokens,
     )
-    return [budget.fit(one, param) for one in await of_texts(call, tokenizer, param, model, origin, budget)]
+    return [budget.fit(item, param) for item in await of_texts(call, tokenizer, param, model, origin, budget)]
 
 
 def _texts(prompt: Any, param: str) -> list[str]:
@@ -193,15 +194,15 @@ def _wrong_form(param: str) -> ApiError:
 
 
 async def of_many_ids(ids: list[Any], vocab_size: int, where: str) -> PromptInput:
-    """Returns the prompt with these ids, after other tasks of the event loop have run. Raises ApiError."""
+    """Yields to the event loop, then returns of_ids(). For calls in a loop over many prompts. Raises ApiError."""
     await asyncio.sleep(0)
     return of_ids(ids, vocab_size, where)
 
 
 def of_ids(ids: list[Any], vocab_size: int, where: str) -> PromptInput:
-    """Returns the prompt with these ids, whose number has been checked. Raises ApiError."""
+    """Returns the prompt with these ids, the number of which the caller has checked. Raises ApiError."""
     try:
-        packed = tokenizer_pb2.TokenIds(ids=ids).ids  # takes nothing but integers of 32 bits, at a fraction of a check's cost
+        packed = tokenizer_pb2.TokenIds(ids=ids).ids  # raises for all but 32-bit integers, faster than check_token_ids()
     except (TypeError, ValueError):
         check_token_ids(ids, vocab_size, where)
         raise
@@ -233,9 +234,9 @@ async def of_texts(
         response = await tokenizer.encode(call, param, model.source)
     if len(response.prompts) != len(call.texts):
         raise internal("The tokenizer answered with the wrong number of prompts.")
-    return [_prompt(one, text) for one, text in zip(response.prompts, call.texts, strict=True)]
+    return [_prompt(ids, text) for ids, text in zip(response.prompts, call.texts, strict=True)]
 
 
 def named(prompts: Sequence[PromptInput], names: Sequence[str]) -> list[PromptInput]:
-    """Returns the prompts with their names on workers."""
+    """Returns the prompts with these request ids on workers. A prompt with the name "" is unchanged."""
     return [replace(prompt, request_id=name) if name else prompt for prompt, name in zip(prompts, names, strict=True)]

@@ -1,7 +1,7 @@
-"""Bodies of requests of every API: their JSON, the errors of their validation, and the fields that several APIs share. Pure.
+"""Request bodies of every API: JSON parsing, validation errors, and the fields that several APIs share. Pure.
 
-Every optional field accepts null as "not given". Ranges of sampling parameters come from their table. generation_params.py makes
-the checks that a type cannot make. Errors repeat only names of fields, no values of a body.
+An optional field that is null counts as absent. Ranges of sampling parameters come from services/shared/sampling_parameters.py.
+generation_params.py makes the checks that a type cannot make. Errors repeat only names of fields, no values of a body.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.index.prefix_index import cache_namespace
 from rootstock_llm.services.shared.sampling_parameters import Api, Kind, of_api
 
-WRITTEN_LEVELS = 254  # that orjson writes at most
+WRITTEN_LEVELS = 254  # maximum nesting that orjson writes
 MAX_NAME_CHARS = 64  # characters of a client's own field name that an error shows
-_TYPES = ("bool", "int", "float", "str")
+_TYPES = ("bool", "int", "float", "str")  # names of types in the locations of pydantic's errors
 SALT_DIGEST_BYTES = 16
 INT32 = (-(1 << 31), (1 << 31) - 1)
-RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # a prompt's and a choice's number are added to it on the way to the worker
+RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # the gateway appends the indices of prompt and choice
 _UINT32_MAX = (1 << 32) - 1
 
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}], "title": "Stop"}
 _LISTS = frozenset((Kind.TOKEN_IDS, Kind.STRINGS, Kind.BIASES))
 
-# Checked by hand: the answer names the exact element.
+# Checked by functions, so that an error names the exact element.
 Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
 Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_SWITCH = "Given to the chat template, which has to read a variable of this name."
+_SWITCH = "Passed to the chat template, which must read a variable of this name."
 Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
 
 
@@ -76,7 +76,7 @@ def parse_json(body: bytes | bytearray) -> dict[str, Any]:
         value = load_json(body)
     except orjson.JSONDecodeError as error:
         wrong = f"The body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}."
-    if wrong:  # outside the handler: that error holds the whole body
+    if wrong:  # raised outside the handler, because the chained JSONDecodeError would keep the whole body in memory
         raise bad_request(None, wrong, "invalid_json")
     if not isinstance(value, dict):
         raise bad_request(None, "The body must be a JSON object.", "invalid_json")
@@ -92,17 +92,17 @@ def dump_json(value: Any, param: str) -> bytes:
 
 
 def arguments_text(given: Any) -> str:
-    """Returns a call's arguments as the text that a chat message has. Text stays; a missing value is empty."""
+    """Returns a call's arguments as the text that a chat message has: text unchanged, None as "", other values as JSON."""
     if given is None or isinstance(given, str):
         return given or ""
     return orjson.dumps(given).decode()
 
 
 def of_validation(error: ValidationError, where: str = "") -> ApiError:
-    """Returns the most precise of pydantic's errors about the first wrong field.
+    """Returns the ApiError for the first invalid field, from the most precise of pydantic's errors about it.
 
     Args:
-        where: Field that holds the value. Empty for the body itself.
+        where: Field that was validated; "" for the body itself.
     """
     errors = error.errors(include_input=False, include_url=False, include_context=False)
     first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(_location(each)))
@@ -120,8 +120,8 @@ def of_validation(error: ValidationError, where: str = "") -> ApiError:
 def _location(error: ErrorDetails) -> list[str | int]:
     """Returns the names and indices that the client sent. Pydantic adds the type that it tried if a field allows several."""
     *above, last = error["loc"]
-    kept = [part for part in above if not _is_type(part)]
-    return kept if _is_type(last) and error["type"] != "extra_forbidden" else [*kept, last]
+    names = [part for part in above if not _is_type(part)]
+    return names if _is_type(last) and error["type"] != "extra_forbidden" else [*names, last]
 
 
 def _is_type(part: str | int) -> bool:
@@ -190,7 +190,7 @@ class ThinkingBody(Body):
 
 
 class PlacedBody(Body):
-    """The sharing of cached prefixes, and the request's priority."""
+    """Fields about cached prefixes, priority and routing."""
 
     extra_key: str | None = Field(
         None,
@@ -200,7 +200,9 @@ class PlacedBody(Body):
             "Cached prefixes are shared only within an extra key. With a cache_salt, both together are a separate namespace."
         ),
     )
-    priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0. Without priority scheduling: no effect.")
+    priority: int | None = Field(
+        None, ge=INT32[0], le=INT32[1], description="Default 0. No effect unless priority scheduling is on."
+    )
     routing_key: str | None = Field(
         None,
         max_length=limits.MAX_ROUTING_KEY_CHARS,
@@ -243,10 +245,10 @@ class SessionParams(BaseModel):
         None, max_length=limits.MAX_REQUEST_ID_CHARS, description="Turn that this one continues. Null: the latest."
     )
     offset: int | None = Field(
-        None, ge=-1, le=_UINT32_MAX, description="Number of tokens of that turn's context that stay. Null: all."
+        None, ge=-1, le=_UINT32_MAX, description="Number of tokens of the continued turn's context to keep. Null: all."
     )
     replace: bool | None = Field(None, description="Whether later turns are deleted.")
-    drop_previous_output: bool | None = Field(None, description="Whether the output of that turn is left out of the context.")
+    drop_previous_output: bool | None = Field(None, description="Whether the continued turn's output is left out of the context.")
 
 
 def session_turn(given: SessionParams | None) -> worker_pb2.SessionTurn | None:
@@ -278,13 +280,13 @@ def check_turn(alone: bool, prompt_logprobs: str | None) -> None:
     if not alone:
         raise bad_request("session_params", "A turn of a session has one prompt and one answer.")
     if prompt_logprobs is not None:
-        raise bad_request(prompt_logprobs, "Log probabilities of the prompt are not given in a session.")
+        raise bad_request(prompt_logprobs, "In a session, log probabilities of the prompt are not supported.")
 
 
 def joined_salt(cache_salt: str | None, extra_key: str | None) -> str:
     """Returns the one salt that workers get for vLLM's `cache_salt` and SGLang's `extra_key`.
 
-    Each alone is the salt, by either name. Both together are a separate namespace.
+    If only one is given, it is the salt. Both together are a separate namespace.
     """
     if not cache_salt or not extra_key:
         return cache_salt or extra_key or ""

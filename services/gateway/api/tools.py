@@ -1,7 +1,6 @@
-"""The tools of a chat: the functions that the model may or must call, and the grammar that holds its output to their calls.
+"""The tools of a chat: the functions that the model may or must call, and the grammar that restricts the output to valid calls.
 
-Each API reads its own form of tools and of the tool choice with these functions. Pure; raises ApiError that names the exact
-element.
+Each API passes its form of tools and tool choice to these functions. Pure. An ApiError names the invalid element.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class OutputGrammar:
-    """A grammar that holds an output to calls, to an answer, or to either."""
+    """A grammar that restricts an output to calls, to a constrained answer, or to either."""
 
     grammar: pb.Grammar
     fields: Sequence[str]  # client's fields that the parts of the grammar were made of, in the order of the parts
@@ -58,7 +57,7 @@ class ToolUse:
         return OutputFormats(FALLBACK, known.reasoning) if self.forced and known.tools == NONE else known
 
     def parsing(self, formats: OutputFormats, make: MakeParsing) -> Parsing | None:
-        """Returns how outputs are parsed. None: the output is its text."""
+        """Returns how outputs are parsed, or None if the whole output is text."""
         if not formats.tools and not formats.reasoning:
             return None
         schemas = {tool.name: tool.parameters for tool in self.callable}
@@ -72,7 +71,7 @@ class ToolUse:
             field: Client's field of the answer's layout.
 
         Returns:
-            None if the output may have no call, or must have one.
+            None if the output may have no call, or must be a call.
         """
         if not self.callable or self.forced or formats.tools == NONE:
             return None
@@ -99,7 +98,7 @@ def constrained(generation: GenerationParams, use: ToolUse, formats: OutputForma
     """Returns the generation with its parser, and with a grammar for its calls, reasoning and answer together. Raises ApiError.
 
     Args:
-        formats: Of this prompt.
+        formats: Formats of the outputs of this prompt.
     """
     parsing, field = use.parsing(formats, make), generation.grammar_field or ""
     answer = None if generation.grammar is None else _layout_of(generation.grammar, LayoutOrigin(field))
@@ -122,7 +121,7 @@ def constrained(generation: GenerationParams, use: ToolUse, formats: OutputForma
 def _layout_of(grammar: pb.Grammar, origin: LayoutOrigin) -> Layout | None:
     """Returns the layout of an answer that follows a grammar.
 
-    None for a structural tag, which has an order of its own.
+    None for a structural tag, because it defines the order of the whole output.
     """
     kind = grammar.WhichOneof("kind")
     if kind == "json_schema":
@@ -208,7 +207,7 @@ class ToolChoice:
         self._member = function_member
 
     def mode(self, choice: str | None) -> ToolUse:
-        """Returns the use for `none`, `auto`, `required` or no choice."""
+        """Returns the ToolUse for the choice `none`, `auto`, `required` or None."""
         if choice is None or choice == "auto":
             return self._use(self._names, False)
         if choice == "none":
@@ -223,11 +222,11 @@ class ToolChoice:
         return self._use(self._names, True)
 
     def function(self, choice: Any) -> ToolUse:
-        """Returns the use that forces the function that the choice names."""
+        """Returns the ToolUse that forces a call of the function that the choice names."""
         return self._use({self._named(choice, "tool_choice")}, True)
 
     def allowed(self, allowed: Any, where: str) -> ToolUse:
-        """Returns the use of an allow list: an object with `mode` and `tools` at the client's path `where`."""
+        """Returns the ToolUse of an allow list: an object with `mode` and `tools` at the client's path `where`."""
         tools = allowed.get("tools") if isinstance(allowed, dict) else None
         if not isinstance(tools, list) or not tools:
             raise bad_request(where, f"'{where}' must be an object with 'mode' and 'tools'.")

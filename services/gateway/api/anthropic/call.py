@@ -19,7 +19,7 @@ class MessagesCall:
 
     def __init__(self, preparer: ChatPreparer) -> None:
         self._preparer = preparer
-        self._shows: bool | None = None
+        self._shows: bool | None = None  # shows_thinking of MessageRenderer
         self._max_tokens = 0
 
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:

@@ -1,4 +1,4 @@
-"""The form of Anthropic's errors and of the comments that keep a silent stream open."""
+"""Anthropic's form of errors, and the event that keeps a silent stream open."""
 
 from __future__ import annotations
 

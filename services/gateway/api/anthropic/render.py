@@ -29,7 +29,7 @@ class MessageRenderer:
         """Makes the renderer.
 
         Args:
-            shows_thinking: False leaves blocks of reasoning empty. None leaves the blocks out.
+            shows_thinking: True sends reasoning in thinking blocks, False sends empty thinking blocks, None sends no such blocks.
             max_tokens: The client's limit of output tokens.
         """
         self._request = request
@@ -48,28 +48,28 @@ class MessageRenderer:
         }
 
     async def chunk(self, delta: Delta) -> bytes:
-        told: list[Json] = []
+        events: list[Json] = []
         if delta.first:
-            begun = {"input_tokens": len(self._request.prompts[0].ids), "cache_read_input_tokens": 0, "output_tokens": 0}
-            usage = {"cache_creation_input_tokens": 0, **begun}
-            told.append({"type": "message_start", "message": {**self._message, "usage": usage}})
-        return _written([*told, *self._told(delta)])
+            counts = {"input_tokens": len(self._request.prompts[0].ids), "cache_read_input_tokens": 0, "output_tokens": 0}
+            usage = {"cache_creation_input_tokens": 0, **counts}
+            events.append({"type": "message_start", "message": {**self._message, "usage": usage}})
+        return _server_sent([*events, *self._events_of(delta)])
 
     async def ending(self) -> bytes:
         delta = {name: value for name, value in self._finished().items() if name.startswith("stop_")}
         end = {"type": "message_delta", "delta": delta, "usage": _usage(self._request)}
-        return _written([end, {"type": "message_stop"}])
+        return _server_sent([end, {"type": "message_stop"}])
 
     def failure(self, error: ApiError) -> bytes:
         return ANTHROPIC.event_of(error, self._request.request_id)
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         for delta in deltas:
-            list(self._told(delta))
-        content = [block for block in self._blocks.whole if block != {"type": "text", "text": ""}]
+            list(self._events_of(delta))
+        content = [block for block in self._blocks.blocks if block != {"type": "text", "text": ""}]
         return orjson.dumps({**self._message, "content": content, **self._finished(), "usage": _usage(self._request)})
 
-    def _told(self, delta: Delta) -> Iterator[Json]:
+    def _events_of(self, delta: Delta) -> Iterator[Json]:
         for event in self._reader.read(delta):
             yield from self._blocks.add(event)
         if delta.ending is not None:
@@ -94,14 +94,14 @@ class _Blocks:
 
     def __init__(self, shows_thinking: bool | None) -> None:
         self._shows_thinking = shows_thinking
-        self._texts: list[str] | None = None  # pieces of the open block, or None without one
-        self.whole: list[Json] = []
-        self.called = False
+        self._texts: list[str] | None = None  # pieces of the open block's content, or None if no block is open
+        self.blocks: list[Json] = []
+        self.called = False  # whether the message has a tool_use block
 
     def add(self, event: Event) -> Iterator[Json]:
         if isinstance(event, Text):
             yield from self._begin("text")
-            yield self._said("text", event.text)
+            yield self._text_delta("text", event.text)
         elif isinstance(event, Reasoning):
             yield from self._think(event.text)
         elif isinstance(event, CallStart):
@@ -113,15 +113,20 @@ class _Blocks:
             self._texts.append(event.fragment)
             yield self._delta({"type": "input_json_delta", "partial_json": event.fragment})
         elif isinstance(event, CallEnd):
-            yield from self.close(is_whole=True)
+            yield from self.close(is_complete=True)
 
-    def close(self, is_whole: bool = False) -> Iterator[Json]:
-        """Closes the open block. The input of a call that was cut off has its complete members, as in Anthropic's clients."""
+    def close(self, is_complete: bool = False) -> Iterator[Json]:
+        """Closes the open block.
+
+        Args:
+            is_complete: Whether the arguments of a call are complete. If not, `input` has the complete members only, as in
+                Anthropic's clients.
+        """
         if self._texts is None:
             return
-        block, text = self.whole[-1], "".join(self._texts)
+        block, text = self.blocks[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = orjson.Fragment(text if is_whole else json.dumps(from_json(text or "{}", allow_partial=True)))
+            block["input"] = orjson.Fragment(text if is_complete else json.dumps(from_json(text or "{}", allow_partial=True)))
         elif block["type"] == "text":
             block["text"] = text
         else:
@@ -129,35 +134,35 @@ class _Blocks:
             block["signature"] = blake2b(text.encode(), digest_size=24).hexdigest()
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         self._texts = None
-        yield {"type": "content_block_stop", "index": len(self.whole) - 1}
+        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
     def _think(self, text: str) -> Iterator[Json]:
         if self._shows_thinking is None:
             return
         yield from self._begin("thinking")
         if self._shows_thinking:
-            yield self._said("thinking", text)
+            yield self._text_delta("thinking", text)
         else:
             assert self._texts is not None
             self._texts.append(text)
 
     def _begin(self, kind: str) -> Iterator[Json]:
-        if self._texts is None or self.whole[-1]["type"] != kind:
+        if self._texts is None or self.blocks[-1]["type"] != kind:
             yield from self.close()
             yield from self._open({"type": kind, **_EMPTY[kind]})
 
     def _open(self, block: Json) -> Iterator[Json]:
-        self.whole.append(block)
+        self.blocks.append(block)
         self._texts = []
-        yield {"type": "content_block_start", "index": len(self.whole) - 1, "content_block": dict(block)}
+        yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
 
-    def _said(self, kind: str, text: str) -> Json:
+    def _text_delta(self, kind: str, text: str) -> Json:
         assert self._texts is not None
         self._texts.append(text)
         return self._delta({"type": f"{kind}_delta", kind: text})
 
     def _delta(self, delta: Json) -> Json:
-        return {"type": "content_block_delta", "index": len(self.whole) - 1, "delta": delta}
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
 def _usage(request: RunningRequest) -> Json:
@@ -171,5 +176,5 @@ def _usage(request: RunningRequest) -> Json:
     }
 
 
-def _written(events: Iterable[Json]) -> bytes:
+def _server_sent(events: Iterable[Json]) -> bytes:
     return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)

@@ -1,4 +1,4 @@
-"""A body of the Messages API → ChatRequest. Pure; raises ApiError that names the exact element."""
+"""Translates a body of the Messages API into a ChatRequest. Pure. An ApiError names the invalid element."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KNOWN = KnownFields(
     frozenset(
         (
             "cache_control",
-            "context_management",  # no edit is applied, and none is said to have been
+            "context_management",  # no context edit is applied, and the response lists no edits
             "diagnostics",
             "inference_geo",
             "metadata",
@@ -55,10 +55,15 @@ KNOWN = KnownFields(
 )
 _THINKS = ("enabled", "adaptive")
 _FUNCTION = "custom"  # a tool's type
-_MODES = {"auto": "auto", "any": "required", "none": "none", "tool": ""}  # modes of ToolChoice by type of choice
+_MODES = {
+    "auto": "auto",
+    "any": "required",
+    "none": "none",
+    "tool": "",
+}  # modes of ToolChoice by the choice's type; "tool" names a function
 _HOSTED_CALLS = frozenset(("server_tool_use", "mcp_tool_use"))
-_HOSTED_RESULT = "_tool_result"  # end of the type of a block with the result of a hosted tool
-_NAME = re.compile("[a-z0-9_]{1,64}")
+_HOSTED_RESULT = "_tool_result"  # suffix of the types of blocks with results of hosted tools
+_NAME = re.compile("[a-z0-9_]{1,64}")  # types that an error message may repeat
 _FORMAT = "output_config.format"
 
 
@@ -66,7 +71,7 @@ def parse(model: type[B], body: Json, omit: Callable[[Sequence[str]], None] | No
     """Returns the checked body. Raises ApiError.
 
     Args:
-        omit: Receives the names of the hosted tools that are left out. Without it, hosted tools are refused.
+        omit: Called with the names of the hosted tools that are left out. None if hosted tools are refused.
     """
     refuse_unserved(body, KNOWN)
     try:
@@ -84,18 +89,18 @@ def thinks(request: CountTokensRequest) -> bool:
 
 
 def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
-    """Returns the chat that a message is made of.
+    """Translates a request for a message into a ChatRequest. Raises ApiError.
 
     Args:
-        omits_hosted: Hosted tools are left out instead of refused, and so are their calls.
+        omits_hosted: Whether hosted tools and their calls are left out instead of refused.
     """
-    wanted = _format(request)
+    text_format = _format(request)
     prompt = prompt_request(request, omits_hosted)
     stop = stop_strings(request.stop_sequences or None, "stop_sequences")
     sampling = SamplingBody(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or None, stop=stop or None)
     return replace(
         prompt,
-        constraint=None if wanted is None else (_FORMAT, json_schema(_schema(wanted), f"{_FORMAT}.schema")),
+        constraint=None if text_format is None else (_FORMAT, json_schema(_schema(text_format), f"{_FORMAT}.schema")),
         sampling=sampling,
         max_tokens=request.max_tokens,
         stream=bool(request.stream),
@@ -107,7 +112,7 @@ def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
 
 
 def prompt_request(request: CountTokensRequest, omits_hosted: bool) -> ChatRequest:
-    """Returns the fields of the chat that its prompt depends on."""
+    """Returns a ChatRequest with the fields that the prompt depends on. Raises ApiError."""
     messages = _messages(_without_hosted_calls(request.messages) if omits_hosted else request.messages)
     if request.system is not None:
         messages.insert(0, {"role": "system", "content": _text(request.system, "system", _without_billing)})
@@ -132,16 +137,16 @@ def prompt_request(request: CountTokensRequest, omits_hosted: bool) -> ChatReque
 def _format(request: CountTokensRequest) -> Mapping[str, Any] | None:
     """Returns the format of the output's text, or None for plain text."""
     config = request.output_config
-    wanted = (None if config is None else config.format) or request.output_format
-    if wanted is not None and wanted.get("type") != "json_schema":
+    text_format = (None if config is None else config.format) or request.output_format
+    if text_format is not None and text_format.get("type") != "json_schema":
         raise bad_request(f"{_FORMAT}.type", f"'{_FORMAT}.type' must be json_schema.")
-    return wanted
+    return text_format
 
 
-def _schema(wanted: Mapping[str, Any]) -> Any:
-    if wanted.get("schema") is None:
+def _schema(text_format: Mapping[str, Any]) -> Any:
+    if text_format.get("schema") is None:
         raise bad_request(f"{_FORMAT}.schema", f"'{_FORMAT}.schema' is required.")
-    return wanted["schema"]
+    return text_format["schema"]
 
 
 def _tools(request: CountTokensRequest, omits_hosted: bool) -> tuple[ToolUse, list[Tool]]:
@@ -172,7 +177,7 @@ def _tool(tool: Mapping[str, Any], where: str, omits_hosted: bool) -> Tool | Non
         if omits_hosted and hosted_type(tool):
             return None
         named = f" '{kind}'" if isinstance(kind, str) and _NAME.fullmatch(kind) else ""
-        message = f"'{where}.type'{named}: tools of Anthropic's own are not supported by this server, only custom ones."
+        message = f"'{where}.type'{named}: this server does not support Anthropic's hosted tools. Send custom tools only."
         raise bad_request(f"{where}.type", message, "unsupported_parameter")
     found = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
     if tool.get("input_schema") is not None:
@@ -189,7 +194,7 @@ def _messages(given: Any) -> list[Json]:
 
 
 def _without_hosted_calls(messages: Any) -> Any:
-    """Returns messages whose calls of hosted tools are empty texts. The other blocks keep their indices, which errors name."""
+    """Replaces calls of hosted tools and their results by empty texts. The other blocks keep their indices, which errors name."""
     return [_without_calls(message) for message in messages] if isinstance(messages, list) else messages
 
 
@@ -206,7 +211,7 @@ def _is_hosted_call(block: Any) -> bool:
 
 
 def _joined(messages: Sequence[Json]) -> list[Json]:
-    """Joins consecutive messages of the user, and of the model. Chat templates expect the roles to alternate."""
+    """Joins consecutive messages of one role, user or assistant. Chat templates expect the roles to alternate."""
     found: list[Json] = []
     for message in messages:
         last = found[-1] if found else {}
@@ -231,7 +236,7 @@ def _message(message: Any, where: str) -> list[Json]:
     if role == "system":
         return [{"role": "system", "content": _text(content, where)}]
     blocks = _blocks(content, where)
-    return [_said(blocks, where)] if role == "assistant" else _heard(blocks, where)
+    return [_assistant_message(blocks, where)] if role == "assistant" else _user_messages(blocks, where)
 
 
 def _blocks(content: Any, where: str) -> Sequence[Json]:
@@ -248,7 +253,7 @@ def _blocks(content: Any, where: str) -> Sequence[Json]:
     return content
 
 
-def _heard(blocks: Sequence[Json], where: str) -> list[Json]:
+def _user_messages(blocks: Sequence[Json], where: str) -> list[Json]:
     """Returns a user's blocks as messages. Each result of a tool is a message at its position."""
     messages: list[Json] = []
     for index, block in enumerate(blocks):
@@ -267,7 +272,7 @@ def _heard(blocks: Sequence[Json], where: str) -> list[Json]:
     return messages or [{"role": "user", "content": ""}]
 
 
-def _said(blocks: Sequence[Json], where: str) -> Json:
+def _assistant_message(blocks: Sequence[Json], where: str) -> Json:
     """Returns the model's blocks as one message: reasoning, text and calls."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -298,13 +303,13 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2] if text.startswith("x-anthropic-billing-header:") else text
 
 
-def _text(content: Any, where: str, shown: Callable[[str], str] = str) -> str:
-    """Returns the text of a string or of text blocks."""
+def _text(content: Any, where: str, edit: Callable[[str], str] = str) -> str:
+    """Returns the text of a string or of text blocks. `edit` is applied to each block's text."""
     texts = []
     for index, block in enumerate(_blocks(content, where)):
         if block["type"] != "text":
             raise _unserved(block["type"], f"{where}[{index}]")
-        texts.append(shown(_string(block, "text", f"{where}[{index}]")))
+        texts.append(edit(_string(block, "text", f"{where}[{index}]")))
     return "".join(texts)
 
 
@@ -317,7 +322,9 @@ def _string(block: Json, name: str, where: str) -> str:
 
 def _unserved(kind: str, where: str) -> ApiError:
     named = f" '{kind}'" if _NAME.fullmatch(kind) else ""
-    return bad_request(f"{where}.type", f"'{where}.type'{named}: such blocks are not supported here.", "unsupported_parameter")
+    return bad_request(
+        f"{where}.type", f"'{where}.type'{named}: this server does not support such blocks.", "unsupported_parameter"
+    )
 
 
 def _is_prefill(messages: Sequence[Json]) -> bool:

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API, for validation and documentation. Code checks messages, tools and blocks.
+"""Bodies of Anthropic's Messages API, for validation and documentation. translation.py checks messages, tools and blocks.
 
 Source: Anthropic's API reference, POST /v1/messages and /v1/messages/count_tokens.
 """
@@ -25,20 +25,24 @@ _MESSAGES_SCHEMA = {
         "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _BLOCKS},
     },
 }
-# Checked by hand: the answer names the exact element.
+# Checked in translation.py, so that an error names the exact element.
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
 System = Annotated[Any, WithJsonSchema({"anyOf": [*_BLOCKS["anyOf"], {"type": "null"}]})]
 
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1, description="Accepted and not used: max_tokens holds for all.")
-    display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: thinking blocks come empty.")
+    budget_tokens: int | None = Field(
+        None, ge=1, description="Accepted without effect. max_tokens limits reasoning and text together."
+    )
+    display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: thinking blocks are empty.")
 
 
 class OutputConfig(Body):
-    effort: Effort | None = Field(None, description="Given to the chat template.")
-    format: dict[str, Any] | None = Field(None, description="json_schema with a schema, which the answer's text then follows.")
+    effort: Effort | None = Field(None, description="Passed to the chat template.")
+    format: dict[str, Any] | None = Field(
+        None, description="Type json_schema, with a schema that the text of the output follows."
+    )
 
 
 class CountTokensRequest(PlacedBody):
@@ -48,16 +52,18 @@ class CountTokensRequest(PlacedBody):
     tools: list[dict[str, Any]] | None = Field(
         None, description="Functions that the model may call. Anthropic's own tools are not supported."
     )
-    tool_choice: dict[str, Any] | None = Field(None, description="auto, any, tool or none, with disable_parallel_tool_use.")
-    thinking: Thinking | None = Field(None, description="Default: disabled, where the chat template has a switch.")
+    tool_choice: dict[str, Any] | None = Field(
+        None, description="An object with the type auto, any, tool or none. disable_parallel_tool_use allows one call at most."
+    )
+    thinking: Thinking | None = Field(None, description="Default: disabled, if the chat template has a switch.")
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = Field(None, description="The same as output_config.format.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables of the chat template.")
 
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1, le=UINT32_MAX, description="Maximum number of output tokens, including reasoning.")
-    stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
+    stream: bool | None = Field(None, description="Whether the output is sent as server-sent events while it is generated.")
     stop_sequences: list[str] | None = None
     temperature: float | None = parameter("temperature")
     top_p: float | None = parameter("top_p")

@@ -1,4 +1,4 @@
-"""Files and batches as their API shows them. Pure."""
+"""Renders files and batches as JSON objects of OpenAI's API. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rootstock_llm.services.gateway.store.stored_files import StoredFile
 
 Json = dict[str, Any]
 
-_TIMES = (
+_TIMES = (  # statuses whose times a batch shows
     BatchStatus.IN_PROGRESS,
     BatchStatus.FINALIZING,
     BatchStatus.COMPLETED,
@@ -36,7 +36,7 @@ def file_card(file: StoredFile) -> Json:
 
 
 def batch_card(record: BatchRecord) -> Json:
-    """Returns the batch as the API shows it. It names a file of results once the file exists."""
+    """Returns the JSON object of a batch. Output and error files are named only after the batch has ended, and if not empty."""
     order, used = record.order, record.usage
     return {
         "id": order.id,

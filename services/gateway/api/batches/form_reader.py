@@ -1,5 +1,6 @@
-"""A form with files as it arrives (multipart/form-data, RFC 7578), in pieces of any size. Pure, and strict: no text before the
-first part, no folded headers. What it holds back is at most a part's head, or a boundary.
+"""Parses a form with files (multipart/form-data, RFC 7578) from pieces of any size, as they arrive. Pure.
+
+The parser refuses text before the first part and folded headers. It buffers at most the head of a part, or a boundary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _DISPOSITION = "content-disposition"
 
 
 class BadForm(ValueError):
-    """The body is not a valid form. The text names the fault, for the client."""
+    """The body is not a valid form. Its text is shown to the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +43,25 @@ Event = PartBegins | PartContent | PartEnds
 
 
 class _At(Enum):
-    START = auto()
-    BOUNDARY = auto()  # after a delimiter
-    HEAD = auto()
+    START = auto()  # before the first boundary
+    BOUNDARY = auto()  # after a boundary, before its line end or --
+    HEAD = auto()  # in the headers of a part
     CONTENT = auto()
-    END = auto()
+    END = auto()  # after the last boundary
 
 
 def boundary_of(content_type: str) -> bytes | None:
-    """Returns the boundary of a form with files; without one, None."""
+    """Returns the boundary in a Content-Type header, or None if the body is not multipart/form-data."""
     found = _BOUNDARY.fullmatch(content_type.strip())
     return None if found is None else (found[1] or found[2]).encode("latin-1")
 
 
 class FormReader:
-    """Reads a form as it arrives."""
+    """Parses one form. feed() is called for each piece, in order."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
-        self._held = bytearray(b"\r\n")  # the first boundary has no line's end before it
+        self._buffer = bytearray(b"\r\n")  # no line end precedes the first boundary
         self._at = _At.START
         self._parts = 0
 
@@ -69,8 +70,8 @@ class FormReader:
         return self._at is _At.END
 
     def feed(self, piece: bytes) -> Iterator[Event]:
-        """Returns the parts and pieces that are complete so far. Raises BadForm."""
-        self._held += piece
+        """Yields the events that follow from all pieces so far. Raises BadForm."""
+        self._buffer += piece
         while (found := self._next()) is not None:
             yield from found
 
@@ -78,62 +79,62 @@ class FormReader:
         """Returns the next event. None if more bytes are needed."""
         steps = {_At.START: self._start, _At.BOUNDARY: self._boundary, _At.HEAD: self._head, _At.CONTENT: self._content}
         if self._at is _At.END:
-            self._held.clear()
+            self._buffer.clear()
             return None
         return steps[self._at]()
 
     def _start(self) -> list[Event] | None:
-        if not self._delimiter.startswith(self._held[: len(self._delimiter)]):
+        if not self._delimiter.startswith(self._buffer[: len(self._delimiter)]):
             raise BadForm("it does not begin with its boundary")
-        if len(self._held) < len(self._delimiter):
+        if len(self._buffer) < len(self._delimiter):
             return None
         return self._pass_boundary()
 
     def _pass_boundary(self) -> list[Event]:
-        del self._held[: len(self._delimiter)]
+        del self._buffer[: len(self._delimiter)]
         self._at = _At.BOUNDARY
         return []
 
     def _boundary(self) -> list[Event] | None:
-        if len(self._held) < 2:
+        if len(self._buffer) < 2:
             return None
-        ends = bytes(self._held[:2])
+        ends = bytes(self._buffer[:2])
         if ends not in (b"--", b"\r\n"):
-            raise BadForm("there is something behind a boundary")
+            raise BadForm("a boundary is not followed by a line end or --")
         self._at = _At.END if ends == b"--" else _At.HEAD
         if ends == b"--":
-            del self._held[:2]  # else they may be the first half of an empty head's end
+            del self._buffer[:2]  # a line end stays, because it is the first half of the end of an empty head
         return []
 
     def _head(self) -> list[Event] | None:
-        end = self._held.find(b"\r\n\r\n")
-        if end < 0 and len(self._held) <= MAX_FORM_HEAD_BYTES:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0 and len(self._buffer) <= MAX_FORM_HEAD_BYTES:
             return None
         if not 0 <= end <= MAX_FORM_HEAD_BYTES:
             raise BadForm(f"the head of a part is larger than {MAX_FORM_HEAD_BYTES} bytes")
         self._parts += 1
         if self._parts > MAX_FORM_PARTS:
             raise BadForm(f"it has more than {MAX_FORM_PARTS} parts")
-        begins = _begins(bytes(self._held[:end]))
-        del self._held[: end + 4]
+        part = _part_begins(bytes(self._buffer[:end]))
+        del self._buffer[: end + 4]
         self._at = _At.CONTENT
-        return [begins]
+        return [part]
 
     def _content(self) -> list[Event] | None:
-        end = self._held.find(self._delimiter)
+        end = self._buffer.find(self._delimiter)
         if end >= 0:
-            content = bytes(self._held[:end])
-            del self._held[:end]
+            content = bytes(self._buffer[:end])
+            del self._buffer[:end]
             return [*([PartContent(content)] if content else []), PartEnds(), *self._pass_boundary()]
-        sure = len(self._held) - len(self._delimiter) + 1
-        if sure <= 0:
+        num_content = len(self._buffer) - len(self._delimiter) + 1  # the bytes after these may begin a delimiter
+        if num_content <= 0:
             return None
-        content = bytes(self._held[:sure])
-        del self._held[:sure]
+        content = bytes(self._buffer[:num_content])
+        del self._buffer[:num_content]
         return [PartContent(content)]
 
 
-def _begins(head: bytes) -> PartBegins:
+def _part_begins(head: bytes) -> PartBegins:
     try:
         lines = head.decode().split("\r\n")
     except UnicodeDecodeError:

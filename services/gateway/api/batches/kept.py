@@ -1,4 +1,4 @@
-"""Stored files and batches of one API key at a time. Every method raises ApiError."""
+"""Reads and writes stored files and batches for the HTTP API. Every method raises ApiError."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Stores:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """A client's order of a new batch."""
+    """A client's request for a new batch."""
 
     input_file_id: str
     endpoint: str  # path of the operation that computes each line
-    window: str  # such as 24h
+    window: str  # completion_window, such as 24h
     metadata: dict[str, str]
-    results_live_s: int | None  # seconds for which the files of results are stored, or None for the store's default
+    results_live_s: int | None  # seconds for which the output and error files are stored; None: lives_s of BatchRecords
 
 
 class BatchRecords:
-    """Reads and writes files and batches in the store."""
+    """Reads and writes the files and batches of API keys. An owner is the store's name of an API key; see owner_of()."""
 
     def __init__(self, stores: Stores | None, lives_s: int, retry_after_s: int) -> None:
-        """Takes the stores.
+        """Prepares the access.
 
         Args:
             stores: None if this gateway has no store.
@@ -52,8 +52,9 @@ class BatchRecords:
 
     @asynccontextmanager
     async def reached(self) -> AsyncIterator[Stores]:
+        """Yields the stores. Raises ApiError if there are none, or if the block raises StoreAway."""
         if self._stores is None:
-            raise ApiError(400, "This server keeps no files and runs no batches: it has no store.", code="no_store")
+            raise ApiError(400, "This server has no store, so it stores no files and runs no batches.", code="no_store")
         try:
             yield self._stores
         except StoreAway:
@@ -77,32 +78,32 @@ class BatchRecords:
         file = await self.file(owner, file_id)
         async with self.reached() as stores:
             if await stores.batches.is_read(owner, file_id):
-                raise ApiError(409, "A batch that is not over reads this file.", param="file_id", code="file_in_use")
+                raise ApiError(409, "A batch that has not ended reads this file.", param="file_id", code="file_in_use")
             await stores.files.delete(owner, file)
 
-    async def begin(self, owner: str, key: str, asked: NewBatch) -> BatchRecord:
+    async def begin(self, owner: str, key: str, new: NewBatch) -> BatchRecord:
         """Stores a new batch. `key` is the name of the API key."""
-        window_s = int(asked.window[:-1]) * _UNITS[asked.window[-1]]
+        window_s = int(new.window[:-1]) * _UNITS[new.window[-1]]
         if window_s > limits.MAX_BATCH_WINDOW_S:
             message = f"'completion_window' may be at most {limits.MAX_BATCH_WINDOW_S // 86_400} days."
             raise bad_request("completion_window", message)
-        file = await self.file(owner, asked.input_file_id, "input_file_id")
+        file = await self.file(owner, new.input_file_id, "input_file_id")
         if file.batch:
-            raise bad_request("input_file_id", "The file is a batch's result; its purpose must be batch.")
+            raise bad_request("input_file_id", "The file is the output of a batch. Name a file whose purpose is batch.")
         now = int(time.time())
         order = BatchOrder(
             id=f"batch_{secrets.token_hex(16)}",
             owner=owner,
             key=key,
-            endpoint=asked.endpoint,
+            endpoint=new.endpoint,
             input_file_id=file.id,
-            window=asked.window,
+            window=new.window,
             created_at=now,
             expires_at=now + window_s,
-            results_live_s=asked.results_live_s or self.lives_s,
+            results_live_s=new.results_live_s or self.lives_s,
             output_id=f"file-{secrets.token_hex(16)}",
             error_id=f"file-{secrets.token_hex(16)}",
-            metadata=asked.metadata,
+            metadata=new.metadata,
         )
         async with self.reached() as stores:
             if not await stores.files.prolong(owner, file, order.expires_at + 3600):
@@ -126,7 +127,7 @@ class BatchRecords:
                 raise _no_such_place() from None
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
-        """Again: no effect."""
+        """Cancels a batch. Idempotent until the batch has ended."""
         await self.batch(owner, batch_id)
         async with self.reached() as stores:
             await stores.batches.cancel(owner, batch_id)

@@ -1,4 +1,4 @@
-"""OpenAI's files and batches as the OpenAPI document has them."""
+"""Operations of OpenAI's files and batches for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BATCH = f"{BATCHES}/{{batch_id}}"
 CANCEL = f"{BATCH}/cancel"
 
 _TAG = "Batches"
-_FILE = {"file_id": "Of a file that is kept."}
-_BATCH = {"batch_id": "Of a batch."}
-_KEPT = (404, 503)
+_FILE = {"file_id": "Id of a stored file."}
+_BATCH = {"batch_id": "Id of a batch."}
+_STORED = (404, 503)
 OPERATIONS = (
     ApiOperation(
         "post",
@@ -32,21 +32,21 @@ OPERATIONS = (
             "file": '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Count from 3 to 9."}}',
         },
     ),
-    ApiOperation("get", FILES, _TAG, "Files, the newest first", {JSON: FileList}, statuses=(503,)),
-    ApiOperation("get", FILE, _TAG, "A file", {JSON: FileCard}, statuses=_KEPT, parameters=_FILE),
-    ApiOperation("delete", FILE, _TAG, "Forget it", {JSON: FileDeleted}, statuses=(404, 409, 503), parameters=_FILE),
-    ApiOperation("get", CONTENT, _TAG, "Its content", {BINARY: str}, statuses=_KEPT, parameters=_FILE),
+    ApiOperation("get", FILES, _TAG, "List files, newest first", {JSON: FileList}, statuses=(503,)),
+    ApiOperation("get", FILE, _TAG, "Get a file", {JSON: FileCard}, statuses=_STORED, parameters=_FILE),
+    ApiOperation("delete", FILE, _TAG, "Delete a file", {JSON: FileDeleted}, statuses=(404, 409, 503), parameters=_FILE),
+    ApiOperation("get", CONTENT, _TAG, "Get the content of a file", {BINARY: str}, statuses=_STORED, parameters=_FILE),
     ApiOperation(
         "post",
         BATCHES,
         _TAG,
-        "Begin a batch",
+        "Create a batch",
         {JSON: BatchCard},
         BatchRequest,
         statuses=(404, 429),
         example={"input_file_id": f"file-{'0' * 32}", "endpoint": "/v1/completions", "completion_window": "24h"},
     ),
-    ApiOperation("get", BATCHES, _TAG, "Batches, the newest first", {JSON: BatchList}, statuses=(503,)),
-    ApiOperation("get", BATCH, _TAG, "A batch", {JSON: BatchCard}, statuses=_KEPT, parameters=_BATCH),
-    ApiOperation("post", CANCEL, _TAG, "Cancel it", {JSON: BatchCard}, statuses=(404, 409, 503), parameters=_BATCH),
+    ApiOperation("get", BATCHES, _TAG, "List batches, newest first", {JSON: BatchList}, statuses=(503,)),
+    ApiOperation("get", BATCH, _TAG, "Get a batch", {JSON: BatchCard}, statuses=_STORED, parameters=_BATCH),
+    ApiOperation("post", CANCEL, _TAG, "Cancel a batch", {JSON: BatchCard}, statuses=(404, 409, 503), parameters=_BATCH),
 )

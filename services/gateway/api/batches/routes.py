@@ -24,7 +24,7 @@ from rootstock_llm.services.gateway.store.owner import owner_of
 from rootstock_llm.services.gateway.store.stored_files import StoredFile
 from rootstock_llm.services.shared import limits
 
-_FILES_A_PAGE, _BATCHES_A_PAGE = (10_000, 10_000), (20, 100)  # default and highest 'limit' of a list
+_FILES_A_PAGE, _BATCHES_A_PAGE = (10_000, 10_000), (20, 100)  # (default, maximum) of 'limit'
 
 
 class BatchesApi:
@@ -33,11 +33,11 @@ class BatchesApi:
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
 
-    def __init__(self, port: HttpPort, kept: BatchRecords) -> None:
+    def __init__(self, port: HttpPort, records: BatchRecords) -> None:
         self._port = port
-        self._kept = kept
+        self._records = records
         settings = port.settings
-        self._limits = UploadLimits(settings.max_file_bytes, settings.body_timeout_s, kept.lives_s)
+        self._limits = UploadLimits(settings.max_file_bytes, settings.body_timeout_s, records.lives_s)
 
     def generating(self) -> Mapping[str, MakeOperation]:
         """Returns an empty mapping, because the lines of a batch run outside of HTTP requests."""
@@ -57,7 +57,7 @@ class BatchesApi:
         ]
 
     async def _upload(self, request: Request) -> Response:
-        async with self._kept.reached() as stores:
+        async with self._records.reached() as stores:
             files, bodies = stores.files, self._port.bodies.budget
             file = await receive_file(request.scope, request.receive, _owner(request), files, bodies, self._limits)
         return json_response(file_card(file))
@@ -68,44 +68,44 @@ class BatchesApi:
         if order not in ("asc", "desc"):
             raise bad_request("order", "'order' must be asc or desc.")
         after, purpose = query.get("after", ""), query.get("purpose", "")
-        found, has_more = await self._kept.files(_owner(request), after, limit, order == "asc", purpose)
+        found, has_more = await self._records.files(_owner(request), after, limit, order == "asc", purpose)
         return json_response(list_of([file_card(file) for file in found], has_more))
 
     async def _get_file(self, request: Request) -> Response:
-        return json_response(file_card(await self._kept.file(_owner(request), request.path_params["file_id"])))
+        return json_response(file_card(await self._records.file(_owner(request), request.path_params["file_id"])))
 
     async def _delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
-        await self._kept.delete_file(_owner(request), file_id)
+        await self._records.delete_file(_owner(request), file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def _get_content(self, request: Request) -> Response:
         owner = _owner(request)
-        found = await self._kept.file(owner, request.path_params["file_id"])
+        found = await self._records.file(owner, request.path_params["file_id"])
         headers = {"content-length": str(found.size)}
         return StreamingResponse(self._content(owner, found), media_type=BINARY, headers=headers)
 
     async def _content(self, owner: str, file: StoredFile) -> AsyncIterator[bytes]:
-        """Yields the file's content. The first piece sends the head, so a later failure closes the connection."""
-        async with self._kept.reached() as stores:
+        """Yields the file's content. The first piece sends the head; a later failure can only close the connection."""
+        async with self._records.reached() as stores:
             async for piece in stores.files.content(owner, file):
                 yield piece
 
     async def _begin(self, request: Request) -> Response:
         asked = await self._read(request)
-        return json_response(batch_card(await self._kept.begin(_owner(request), request.scope["state"]["key"], asked)))
+        return json_response(batch_card(await self._records.begin(_owner(request), request.scope["state"]["key"], asked)))
 
     async def _list_batches(self, request: Request) -> Response:
         query = request.query_params
         limit = _limit(query, _BATCHES_A_PAGE)
-        found, has_more = await self._kept.batches(_owner(request), query.get("after", ""), limit)
+        found, has_more = await self._records.batches(_owner(request), query.get("after", ""), limit)
         return json_response(list_of([batch_card(record) for record in found], has_more))
 
     async def _get_batch(self, request: Request) -> Response:
-        return json_response(batch_card(await self._kept.batch(_owner(request), request.path_params["batch_id"])))
+        return json_response(batch_card(await self._records.batch(_owner(request), request.path_params["batch_id"])))
 
     async def _cancel(self, request: Request) -> Response:
-        return json_response(batch_card(await self._kept.cancel(_owner(request), request.path_params["batch_id"])))
+        return json_response(batch_card(await self._records.cancel(_owner(request), request.path_params["batch_id"])))
 
     async def _read(self, request: Request) -> NewBatch:
         """Returns the parsed body. Raises ApiError if it is invalid."""
@@ -129,8 +129,8 @@ def _owner(request: Request) -> str:
 
 
 def _limit(query: Mapping[str, str], page: tuple[int, int]) -> int:
-    default, most = page
+    default, maximum = page
     given = query.get("limit", str(default))
-    if not given.isdecimal() or len(given) > len(str(most)) or not 1 <= int(given) <= most:
-        raise bad_request("limit", f"'limit' must be a number from 1 to {most}.")
+    if not given.isdecimal() or len(given) > len(str(maximum)) or not 1 <= int(given) <= maximum:
+        raise bad_request("limit", f"'limit' must be a number from 1 to {maximum}.")
     return int(given)

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's files and batches. They validate and document.
+"""Request bodies of OpenAI's files and batches, for validation and documentation.
 
 Source: OpenAI's API reference, /v1/files and /v1/batches.
 """
@@ -12,10 +12,10 @@ from pydantic import Field, WithJsonSchema
 from rootstock_llm.services.gateway.generation.body_fields import Body
 from rootstock_llm.services.shared import limits
 
-EXPIRY_S = (3600, 30 * 86_400)
+EXPIRY_S = (3600, 30 * 86_400)  # shortest and longest time to expiry, in seconds: 1 hour and 30 days
 
 File = Annotated[Any, WithJsonSchema({"type": "string", "format": "binary"})]
-# Checked by hand.
+# Checked by check_metadata().
 Metadata = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]})
 ]
@@ -28,9 +28,9 @@ class ExpiresAfter(Body):
 
 
 class FileForm(Body):
-    """Fields of a multipart form. `expires_after` comes as expires_after[anchor] and expires_after[seconds]."""
+    """Fields of a multipart form. `expires_after` is sent as two fields, expires_after[anchor] and expires_after[seconds]."""
 
-    file: File = Field(description="JSONL: a request a line.")
+    file: File = Field(description="JSONL, one request per line.")
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = Field(
         None, description="Time until the file is deleted. Default: the server's limit for unused files."
@@ -39,9 +39,9 @@ class FileForm(Body):
 
 class BatchRequest(Body):
     input_file_id: str = Field(max_length=limits.MAX_STORED_ID_CHARS)
-    endpoint: LineEndpoint = Field(description="Path of all lines.")
+    endpoint: LineEndpoint = Field(description="Path that every line requests.")
     completion_window: str = Field(
-        pattern=r"^[1-9][0-9]{0,5}[smhd]$", description="24h, or another time up to seven days, such as 30m; then it expires."
+        pattern=r"^[1-9][0-9]{0,5}[smhd]$", description="Time until the batch expires, such as 24h or 30m, at most seven days."
     )
-    metadata: Metadata = Field(None, description="Up to 16 names and texts.")
-    output_expires_after: ExpiresAfter | None = Field(None, description="Time until the files of results are deleted.")
+    metadata: Metadata = Field(None, description="Up to 16 names with string values.")
+    output_expires_after: ExpiresAfter | None = Field(None, description="Time until the output and error files are deleted.")

@@ -1,7 +1,7 @@
-"""A file that is uploaded: read, and kept chunk by chunk, without ever being here as a whole.
+"""Receives uploaded files and stores each one chunk by chunk, so that no file is in memory as a whole.
 
-What it holds at a time is held in the budget of bodies. Whatever ends an upload before its end, nothing of it is left: what
-the store cannot be told expires there.
+The buffer of an upload counts against the body budget. The chunks of a failed upload are deleted; if the store cannot be reached
+then, they expire.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rootstock_llm.services.shared import limits
 logger = logging.getLogger(__name__)
 
 FORM_BYTES = 64 << 10  # limit of the form without the file's content
-_HELD = 2 * limits.FILE_CHUNK_BYTES  # bytes of an incomplete chunk and the piece that ends it
+_BUFFER_BYTES = 2 * limits.FILE_CHUNK_BYTES  # an unfinished chunk, plus the network read that completes it
 _FILE = "file"
-MOST_DIGITS = 12
+MOST_DIGITS = 12  # numbers of seconds with this many digits stay texts, which validation refuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +48,25 @@ class UploadLimits:
     """Limits of uploads."""
 
     file_bytes: int  # largest size of a file
-    chunk_s: float  # seconds within which the bytes of a chunk must arrive
+    chunk_s: float  # seconds within which FILE_CHUNK_BYTES must arrive
     lives_s: int  # seconds for which a file is stored by default
 
 
 async def receive_file(
-    scope: Scope, receive: Receive, owner: str, files: FileStore, bodies: BodyBudget, most: UploadLimits
+    scope: Scope, receive: Receive, owner: str, files: FileStore, bodies: BodyBudget, allowed: UploadLimits
 ) -> StoredFile:
     """Stores the file of a multipart form as it arrives. Raises ApiError, StoreAway."""
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     declared = headers.get(b"content-length", "")
-    if declared.isdecimal() and int(declared) > most.file_bytes + FORM_BYTES:
-        raise _too_large(most.file_bytes)
+    if declared.isdecimal() and int(declared) > allowed.file_bytes + FORM_BYTES:
+        raise _too_large(allowed.file_bytes)
     boundary = boundary_of(headers.get(b"content-type", ""))
     if boundary is None:
-        raise bad_request(None, "A file is uploaded as multipart/form-data, with a boundary.", "invalid_form")
+        raise bad_request(None, "A file must be uploaded as multipart/form-data with a boundary.", "invalid_form")
     held = bodies.open(gone_of(scope))
     try:
-        await held.grow_to(min(_HELD, held.most))
-        return await _receive(receive, Upload(files, owner, most), FormReader(boundary))
+        await held.grow_to(min(_BUFFER_BYTES, held.most))
+        return await _receive(receive, Upload(files, owner, allowed), FormReader(boundary))
     except ClientGone:
         raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
     finally:
@@ -74,12 +74,14 @@ async def receive_file(
 
 
 async def _receive(receive: Receive, upload: Upload, form: FormReader) -> StoredFile:
-    left = upload.most.file_bytes + limits.FILE_CHUNK_BYTES  # bytes of the form around the file and after it
+    left = (
+        upload.limits.file_bytes + limits.FILE_CHUNK_BYTES
+    )  # bytes that the body may still have; its other parts may have FILE_CHUNK_BYTES
     try:
-        async for piece in _pieces(receive, upload.most.chunk_s):
+        async for piece in _pieces(receive, upload.limits.chunk_s):
             left -= len(piece)
             if left < 0:
-                raise _too_large(upload.most.file_bytes)
+                raise _too_large(upload.limits.file_bytes)
             for event in form.feed(piece):
                 await upload.take(event)
         if not form.is_complete:
@@ -87,19 +89,19 @@ async def _receive(receive: Receive, upload: Upload, form: FormReader) -> Stored
         return await upload.seal()
     except BadForm as bad:
         await upload.discard()
-        raise bad_request(None, f"The form is wrong: {bad}.", "invalid_form") from None
+        raise bad_request(None, f"The form is invalid: {bad}.", "invalid_form") from None
     except BaseException:
         await upload.discard()
         raise
 
 
 async def _pieces(receive: Receive, chunk_s: float) -> AsyncIterator[bytes]:
-    """Yields the pieces of the body. Raises ApiError 408, ClientGone."""
+    """Yields the pieces of the body. Raises ClientGone, or ApiError (408) if FILE_CHUNK_BYTES take longer than `chunk_s`."""
     loop = asyncio.get_running_loop()
-    until, since = loop.time() + chunk_s, 0
+    deadline, received = loop.time() + chunk_s, 0
     while True:
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
             raise ApiError(408, "The request's body did not arrive in time.", code="timeout") from None
@@ -107,9 +109,9 @@ async def _pieces(receive: Receive, chunk_s: float) -> AsyncIterator[bytes]:
             raise ClientGone
         piece = message.get("body", b"")
         yield piece
-        since += len(piece)
-        if since >= limits.FILE_CHUNK_BYTES:
-            until, since = loop.time() + chunk_s, 0
+        received += len(piece)
+        if received >= limits.FILE_CHUNK_BYTES:
+            deadline, received = loop.time() + chunk_s, 0
         if not message.get("more_body", False):
             return
 
@@ -117,21 +119,21 @@ async def _pieces(receive: Receive, chunk_s: float) -> AsyncIterator[bytes]:
 class Upload:
     """Stores the file of one form. Ends with seal() or discard()."""
 
-    def __init__(self, files: FileStore, owner: str, most: UploadLimits) -> None:
+    def __init__(self, files: FileStore, owner: str, allowed: UploadLimits) -> None:
         self._files = files
         self._owner = owner
-        self.most = most
+        self.limits = allowed
         self._id = f"file-{secrets.token_hex(16)}"
         self._fields: dict[str, str] = {}
         self._name = ""
-        self._field: str | None = ""  # field of the current part, or None for the file
-        self._value = bytearray()
-        self._chunk = bytearray()
-        self._size = self._chunks = 0
-        self._other_bytes = 0
+        self._field: str | None = ""  # name of the current part's field, or None for the file
+        self._value = bytearray()  # value of the current field so far
+        self._chunk = bytearray()  # unstored bytes of the file, less than a chunk
+        self._size = self._chunks = 0  # bytes of the file so far, and number of its stored chunks
+        self._other_bytes = 0  # bytes of all fields so far
 
     async def take(self, event: Event) -> None:
-        """Takes the next event of the form. Raises BadForm, ApiError, StoreAway."""
+        """Handles the next event of the form. Raises BadForm, ApiError, StoreAway."""
         if isinstance(event, PartBegins):
             self._begin(event)
         elif isinstance(event, PartContent):
@@ -159,32 +161,30 @@ class Upload:
             self._value += content
             return
         self._size += len(content)
-        if self._size > self.most.file_bytes:
-            raise _too_large(self.most.file_bytes)
+        if self._size > self.limits.file_bytes:
+            raise _too_large(self.limits.file_bytes)
         self._chunk += content
         while len(self._chunk) >= limits.FILE_CHUNK_BYTES:
-            await self._keep(bytes(self._chunk[: limits.FILE_CHUNK_BYTES]))
+            await self._store(bytes(self._chunk[: limits.FILE_CHUNK_BYTES]))
             del self._chunk[: limits.FILE_CHUNK_BYTES]
 
-    async def _keep(self, content: bytes) -> None:
-        number, self._chunks = (
-            self._chunks,
-            self._chunks + 1,
-        )  # counted before it is stored, so that discard() deletes it in any case
+    async def _store(self, content: bytes) -> None:
+        number = self._chunks
+        self._chunks += 1  # before the write, so that discard() deletes the chunk even if the write seems to fail
         if not await self._files.add(self._owner, self._id, number, content):
             raise _full()
 
     async def seal(self) -> StoredFile:
-        """Stores the rest of the file and its record. Raises ApiError, StoreAway."""
+        """Stores the last chunk and the record of the file. Raises ApiError, StoreAway."""
         if not self._name:
             raise bad_request(_FILE, f"'{_FILE}' is required.", "missing_required_parameter")
         asked = _form(self._fields)
         if self._chunk:
-            await self._keep(bytes(self._chunk))
+            await self._store(bytes(self._chunk))
         if not self._size:
             raise bad_request(_FILE, f"'{_FILE}' is empty.")
         now = int(time.time())
-        lives_s = self.most.lives_s if asked.expires_after is None else asked.expires_after.seconds
+        lives_s = self.limits.lives_s if asked.expires_after is None else asked.expires_after.seconds
         file = StoredFile(self._id, self._size, now, now + lives_s, self._name, asked.purpose, chunks=self._chunks)
         if not await self._files.seal(self._owner, file):
             raise _full()
@@ -195,7 +195,7 @@ class Upload:
             try:
                 await self._files.discard(self._owner, self._id, self._chunks)
             except StoreAway as away:
-                logger.warning("the parts of an upload stay until they expire: %s", away)
+                logger.warning("could not delete the chunks of a failed upload, which expire later: %s", away)
 
 
 def _form(fields: Mapping[str, str]) -> FileForm:

@@ -17,7 +17,7 @@ class ResponseModel(BaseModel):
 
 
 def absent(description: str) -> Any:
-    """Returns a pydantic field that a response may leave out."""
+    """Returns a pydantic field that is absent from some responses."""
     return Field(default_factory=lambda: None, description=description)
 
 

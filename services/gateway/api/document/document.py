@@ -132,14 +132,14 @@ def _operation(operation: ApiOperation, schemas: Schemas, keys: bool, method: st
 def _answers(operation: ApiOperation, schemas: Schemas, keys: bool) -> dict[str, Any]:
     streams = ("cache-control", "x-accel-buffering") if EVENTS in operation.content else ()
     omits = ("x-rootstock-omitted-tools",) if operation.takes_tools else ()
-    said = "The result."
+    description = "The result."
     if EVENTS in operation.content:
         last = "Each event is named by its type" if operation.named else "The last event is [DONE] or an error"
-        said += f" In a stream, the schema describes the data of each event. {last}."
+        description += f" In a stream, the schema describes the data of each event. {last}."
     errors = operation.errors
     always = errors.headers if errors is not None else ()
     described = headers(200, keys, (*always, *operation.headers), (*streams, *omits, *operation.sometimes))
-    own = {200: _answer(said, operation.content, schemas, described)}
+    own = {200: _answer(description, operation.content, schemas, described)}
     for status, content in operation.others.items():
         own[status] = _answer("The gateway is not ready.", content, schemas, headers(status, keys))
     return {str(status): own.get(status) or reference(status, errors) for status in operation.answers(keys)}
@@ -181,10 +181,10 @@ def _options(operation: ApiOperation, keys: bool, origins: bool) -> dict[str, An
     always = ("allow", *(operation.errors.headers if operation.errors is not None else ()))
     answers["204"] = {"description": "Methods of the path.", "headers": headers(204, keys, always)}
     if origins:
-        told = {TEXT: {"schema": {"type": "string"}}}
-        answers["200"] = {"description": "The origin is allowed.", "content": told}
+        text = {TEXT: {"schema": {"type": "string"}}}
+        answers["200"] = {"description": "The origin is allowed.", "content": text}
         error = {JSON: {"schema": {"$ref": _SCHEMA_REF.format(model=ErrorBody.__name__)}}}
-        answers["400"] = {"description": "The origin is not allowed, or the request is invalid.", "content": {**told, **error}}
+        answers["400"] = {"description": "The origin is not allowed, or the request is invalid.", "content": {**text, **error}}
     found = {
         "tags": [operation.tag],
         "summary": "Methods of the path",

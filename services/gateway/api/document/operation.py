@@ -11,10 +11,10 @@ from pydantic import BaseModel
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 FORM, BINARY = "multipart/form-data", "application/octet-stream"
 OF_ANY = (400, 408, 431, 500)  # statuses of every operation: an invalid, late or too large head, and an unexpected exception
-OF_BODIES = (413, 503)
-OF_MODELS = (404, 503)
+OF_BODIES = (413, 503)  # further statuses of operations with a request body
+OF_MODELS = (404, 503)  # further statuses of operations that generate
 
-Content = Mapping[str, Any]  # type of a body by media type; the type of an event's data for a stream; empty for no body
+Content = Mapping[str, Any]  # type of a body by media type; for a stream, type of an event's data; empty if there is no body
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ApiOperation:
     tag: str
     summary: str
     content: Content  # body of the 200 response
-    body: type[BaseModel] | None = None  # type of the request body, or None for an operation without a body
+    body: type[BaseModel] | None = None  # type of the request body, or None if there is none
     statuses: Sequence[int] = ()  # statuses besides 200 and the common ones
     others: Mapping[int, Content] = field(default_factory=dict)  # further statuses whose body is not an error
     keyed: bool = True  # an API key is required if the gateway checks keys
@@ -50,10 +50,10 @@ class ApiOperation:
     errors: ErrorFamily | None = None  # the API's own form of errors, or None for OpenAI's
     headers: Sequence[str] = ()  # headers of every 200 response
     sometimes: Sequence[str] = ()  # headers of some 200 responses
-    reports: bool = False  # reports the path of the request through the gateway, if the client asks for it
+    reports: bool = False  # accepts the header x-rootstock-report
     served: bool = True  # False if every request is refused
-    takes_tools: bool = False  # the body may name tools, of which hosted ones can be omitted
-    example: Mapping[str, Any] | None = None  # a body that any model of this kind can serve, with ids that do not exist
+    takes_tools: bool = False  # the body may name tools; hosted tools may be left out
+    example: Mapping[str, Any] | None = None  # a valid body for any model of this kind; stored objects that it names do not exist
     media: str = JSON  # media type of the request body
 
     def answers(self, keys: bool) -> list[int]:

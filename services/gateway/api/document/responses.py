@@ -15,7 +15,7 @@ HEADERS: dict[str, dict[str, Any]] = {
     },
     "request-id": {"description": "Same as x-request-id.", "schema": {"type": "string", "minLength": 1}},
     "x-rootstock-omitted-tools": {
-        "description": "Hosted tools without which the request was served: types, or type:name, separated by commas.",
+        "description": "Hosted tools that were left out of the request, as type or type:name, separated by commas.",
         "schema": {"type": "string", "minLength": 1},
     },
     "retry-after": {"description": "Seconds after which the client may retry.", "schema": {"type": "integer", "minimum": 1}},
@@ -68,7 +68,7 @@ _STATUSES = {
     431: ("HeadTooLarge", "The request's head is too large."),
     500: ("InternalServerError", "An internal error."),
     503: ("ServiceUnavailable", "The server is overloaded, or a service that the request needs is not connected."),
-    504: ("DeadlineExceeded", "It took longer than the server allows."),
+    504: ("DeadlineExceeded", "The request took longer than the server allows."),
     529: ("Overloaded", "The server is overloaded, or a service that the request needs is not connected."),
 }
 ERRORS = {status: (name, f"{said} {_codes_of(status)}".strip()) for status, (name, said) in _STATUSES.items()}

@@ -52,15 +52,15 @@ class CompletionUsage(ResponseModel):
 
 
 class RequestTimeline(ResponseModel):
-    """The request's timeline. Times are those of the choice with the longest wait, counts those of all choices."""
+    """The request's timeline. Times are those of the choice that waited longest; counts are sums over all choices."""
 
-    gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Time until a worker had free capacity.")
+    gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Seconds until a worker had free capacity.")
     worker_queue_s: Annotated[float, Field(ge=0)] = Field(
-        description="Time between the arrival at the worker and the first step."
+        description="Seconds between the arrival at the worker and the first step."
     )
     cached_tokens: Count = Field(description="Cached prompt tokens, as in usage.")
     workers: list[str] = Field(description="Workers that computed a choice, in order.")
-    retractions: Count = Field(description="Number of times that the request lost its KV pages to other requests.")
+    retractions: Count = Field(description="Number of times that a choice lost its KV pages to other requests.")
     drafted_tokens: Count = Field(description="Draft tokens that were verified.")
     accepted_tokens: Count = Field(description="Draft tokens that were accepted.")
 
@@ -170,7 +170,7 @@ class ChatCompletionChunk(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Parallel lists with an entry for each token. The first token of all has null, because nothing predicts it."""
+    """Parallel lists with an entry for each token. With echo, the first token has null, because nothing predicts it."""
 
     tokens: list[str]
     token_logprobs: list[Logprob | None]

@@ -1,4 +1,4 @@
-"""A body of the chat completions API → ChatRequest. Pure; raises ApiError that names the exact element."""
+"""Translates a body of the chat completions API into a ChatRequest. Pure. An ApiError names the invalid element."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles whose content may be 
 
 
 def chat_request(body: dict[str, Any], origin: Origin, omits_hosted: bool) -> ChatRequest:
-    """Returns the chat without its hosted tools, which `origin` notes, as well as a stream and the name of the request.
+    """Returns the chat, without hosted tools if they are left out. Raises ApiError.
+
+    Records in `origin` the hosted tools that were left out, whether the response is streamed, and the client's request name.
 
     Args:
-        omits_hosted: Hosted tools are left out instead of refused.
+        omits_hosted: Whether hosted tools are left out instead of refused.
     """
     if omits_hosted and body.get(WEB_SEARCH) is not None:
         origin.omit([WEB_SEARCH])
@@ -103,7 +105,7 @@ def _tool_use(request: ChatCompletionRequest, omits_hosted: bool) -> ToolUse:
 
 
 def _functions(tools: Sequence[Any], omits_hosted: bool) -> Functions:
-    """Yields the functions among the tools. Raises ApiError for another tool, unless it is hosted and left out."""
+    """Yields the functions among the tools. Raises ApiError for any other tool that is not left out."""
     for index, tool in enumerate(tools):
         if omits_hosted and hosted_type(tool):
             continue
@@ -180,7 +182,7 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def _predicted_text(prediction: Any) -> str | None:
-    """Returns the text of `prediction`, or None without one."""
+    """Returns the text of `prediction`, or None if it is None. Raises ApiError."""
     if prediction is None:
         return None
     if not isinstance(prediction, dict):

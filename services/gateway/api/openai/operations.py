@@ -1,4 +1,4 @@
-"""OpenAI's endpoints as the OpenAPI document has them."""
+"""Operations of OpenAI's endpoints for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPERATIONS = (
         "post",
         CHAT,
         _TAG,
-        "Chat completion",
+        "Create a chat completion",
         {JSON: ChatCompletion, EVENTS: ChatEvent},
         ChatCompletionRequest,
         generates=True,
@@ -42,7 +42,7 @@ OPERATIONS = (
         "post",
         COMPLETIONS,
         _TAG,
-        "Completion",
+        "Create a completion",
         {JSON: Completion, EVENTS: CompletionEvent},
         CompletionRequest,
         generates=True,
@@ -53,18 +53,18 @@ OPERATIONS = (
         "post",
         EMBEDDINGS,
         _TAG,
-        "Embeddings",
+        "Create embeddings",
         {JSON: EmbeddingList},
         EmbeddingRequest,
         generates=True,
         example={"input": ["What is 17 + 25?", "Count from 3 to 9."]},
     ),
-    ApiOperation("get", MODELS, _TAG, "Models that are served", {JSON: ModelList}, statuses=(503,)),
+    ApiOperation("get", MODELS, _TAG, "List the served models", {JSON: ModelList}, statuses=(503,)),
     ApiOperation(
         "get",
         MODEL,
         _TAG,
-        "One model",
+        "Get a model",
         {JSON: ModelCard},
         statuses=(403, 404, 503),
         parameters={"model_id": "A name that /v1/models lists; it may have slashes."},

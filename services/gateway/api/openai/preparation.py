@@ -1,7 +1,6 @@
-"""Prepares requests of OpenAI's endpoints: checks first, then the tokenizer, then the checks that need lengths.
+"""Prepares requests of OpenAI's endpoints: checks the body, has the tokenizer encode the prompts, and checks their lengths.
 
-Cancelling a preparation leaves nothing behind. The preparation calls no worker. Error messages never repeat a value that the
-client sent.
+A preparation calls no worker, and cancelling it needs no cleanup. Error messages never repeat a value that the client sent.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from rootstock_llm.services.shared.sampling_parameters import COMPLETION_TOKENS,
 
 
 class Preparer(ChatPreparer):
-    """Prepares the requests of OpenAI's endpoints, besides the chats of all APIs. Every method raises ApiError."""
+    """Prepares the requests of OpenAI's endpoints, and as a ChatPreparer the chats of all APIs. Every method raises ApiError."""
 
     def __init__(
         self,
@@ -94,13 +93,13 @@ class Preparer(ChatPreparer):
         generation = vector_generation(request, model.embedding_size)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         budget, special = for_a_vector(model), request.add_special_tokens is not False
-        most = request.truncate_prompt_tokens
-        if most is not None:
+        last_tokens = request.truncate_prompt_tokens
+        if last_tokens is not None:
             budget, root = UNBOUNDED, b""
         checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", budget, root, special)
-        if most is not None:
-            most = min(most, model.context_len) if most >= 0 else model.context_len
-            checked = [prompts.of_last(prompt, most, "truncate_prompt_tokens") for prompt in checked]
+        if last_tokens is not None:
+            last_tokens = min(last_tokens, model.context_len) if last_tokens >= 0 else model.context_len
+            checked = [prompts.of_last(prompt, last_tokens, "truncate_prompt_tokens") for prompt in checked]
         return GenerationRequest.of(model, _named(checked, generation, request, origin), generation)
 
     async def _completion_prompts(
@@ -121,15 +120,15 @@ class Preparer(ChatPreparer):
 
 
 def completion_generation(request: CompletionRequest, vocab_size: int) -> GenerationParams:
-    """Returns the generation of each prompt. With echo, it includes the prompt's log probabilities."""
+    """Returns the parameters for each prompt. With echo and logprobs, they include the prompt's log probabilities."""
     given = (request.max_completion_tokens, request.max_tokens, COMPLETION_TOKENS)
-    most = next(value for value in given if value is not None)
-    if most == 0 and not request.echo:
+    max_tokens = next(value for value in given if value is not None)
+    if max_tokens == 0 and not request.echo:
         raise bad_request("max_tokens", "'max_tokens' can be 0 with 'echo' only.")
-    logprobs, made = None, _candidates(request)
+    logprobs, num_candidates = None, _candidates(request)
     if request.logprobs is not None:
         logprobs = pb.Logprobs(top=request.logprobs, prompt_from=0 if request.echo else None)
-    elif made:
+    elif num_candidates:
         logprobs = pb.Logprobs()
     check_stream_options(request)
     check_token_ids(request.logprob_token_ids or (), vocab_size, "logprob_token_ids")
@@ -142,7 +141,7 @@ def completion_generation(request: CompletionRequest, vocab_size: int) -> Genera
         Api.COMPLETION,
         vocab_size,
         body_fields.COMPLETION,
-        max_tokens=most,
+        max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         seed=request.seed,
         logprobs=logprobs,
@@ -156,25 +155,27 @@ def completion_generation(request: CompletionRequest, vocab_size: int) -> Genera
         routing_key=request.routing_key or "",
         session=session_turn(request.session_params),
     )
-    if not made:
+    if not num_candidates:
         return generation
-    return replace(generation, n=made, best=generation.n, shows_logprobs=request.logprobs is not None)
+    return replace(generation, n=num_candidates, best=generation.n, shows_logprobs=request.logprobs is not None)
 
 
 def _candidates(request: CompletionRequest) -> int:
-    """Returns the number of outputs that are generated per prompt if not all of them are returned, else 0."""
-    n, made = request.n or 1, request.best_of
-    if made is None or made == n:
+    """Returns `best_of`, the number of outputs to generate per prompt, if it differs from `n`; else 0. Raises ApiError."""
+    n, best_of = request.n or 1, request.best_of
+    if best_of is None or best_of == n:
         return 0
-    if made < n:
+    if best_of < n:
         raise bad_request("best_of", "'best_of' is less than 'n'.")
     if request.stream:
-        raise bad_request("best_of", "'best_of' above 'n' cannot be streamed: the best are known at the end.")
-    return made
+        raise bad_request(
+            "best_of", "'best_of' above 'n' cannot be streamed, because the best outputs are known only at the end."
+        )
+    return best_of
 
 
 def vector_generation(request: EmbeddingRequest, embedding_size: int) -> GenerationParams:
-    """Returns the generation of each input's vector."""
+    """Returns the parameters for each input's vector."""
     if (request.dimensions or 0) > embedding_size:
         raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, the size of this model's vectors.")
     embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
@@ -184,7 +185,7 @@ def vector_generation(request: EmbeddingRequest, embedding_size: int) -> Generat
 
 
 def _note_names(request: NamedBody, origin: Origin, given: Any) -> None:
-    """Notes the client's name of the request and the names of its prompts, for aborts.
+    """Records in `origin` the client's name of the request and the names of its prompts, for aborts.
 
     Args:
         given: The prompts, in any of OpenAI's forms.
@@ -197,14 +198,14 @@ def _note_names(request: NamedBody, origin: Origin, given: Any) -> None:
 
 
 def _named(inputs: Sequence[PromptInput], generation: GenerationParams, request: NamedBody, origin: Origin) -> list[PromptInput]:
-    """Returns the prompts with the client's name for them. A turn of a session always has a name, so a later turn can use it."""
+    """Returns the prompts with their names. A turn of a session always has one, so that a later turn can continue it."""
     name = request.request_name or (origin.request_id if generation.session is not None else "")
     many = bool(name) and len(inputs) > 1
     return prompts.named(inputs, [f"{name}_{index}" if many else name for index in range(len(inputs))])
 
 
 async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], skip_special_tokens: bool, model: str) -> str:
-    """Returns the text of a complete sequence of ids. Raises ApiError. Cancelling it frees the handle at the detokenizer."""
+    """Returns the text of a complete sequence of ids. Raises ApiError. Cancelling it frees the detokenizer's state."""
     sink = _WholeText()
     decoding = Decoding(
         sink,
@@ -224,7 +225,7 @@ async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], ski
 
 
 class _WholeText:
-    """Collects the text of one Decoding."""
+    """Collects the text of one Decoding. `text` is set when the Decoding is done."""
 
     decoding: Decoding
 

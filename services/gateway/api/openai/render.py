@@ -1,6 +1,6 @@
-"""Renders the choices of a response: server-sent events from a template per request, or one JSON document.
+"""Renders the choices of a response as server-sent events, or as one JSON document.
 
-The constant parts of the events are rendered once per request. An event is a join around the escaped text.
+The constant parts of the events are rendered once per request. An event joins them with the escaped text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 
 
 class _ChoicesRenderer:
-    """The base of the renderers of chats and completions. Renders the fields around the choices, and the end of a stream."""
+    """Base class of the renderers of chats and completions. Renders the fields around the choices, and the end of a stream."""
 
     def __init__(self, request: RunningRequest, kind: str, id_prefix: str, created: int, model: str) -> None:
         """Renders the parts that are the same in every event. `kind` is the value of `object`."""
@@ -57,16 +57,16 @@ def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> by
     """Returns the last fields of an event's choice.
 
     Args:
-        finish_reason: Replaces the ending's own one if it is not empty.
+        finish_reason: Overrides the finish reason of the ending if it is not "".
     """
     if delta.ending is None:
-        return _going_on(logprobs)
+        return _unfinished_fields(logprobs)
     reason = orjson.dumps(delta.ending.stop_reason)
     finish = (finish_reason or delta.ending.finish_reason).encode()
     return b',"logprobs":%s,"finish_reason":"%s","stop_reason":%s' % (logprobs, finish, reason)
 
 
-def _going_on(logprobs: bytes) -> bytes:
+def _unfinished_fields(logprobs: bytes) -> bytes:
     return b',"logprobs":%s,"finish_reason":null' % logprobs
 
 
@@ -86,7 +86,7 @@ class ChatRenderer(_ChoicesRenderer):
         texts, params = token_texts, request.params
         self._logprobs = ChatLogprobWriter(params, texts.of_model(request.model)) if params.wants_logprobs else None
         self._began = False
-        self._readers: dict[int, ChoiceReader] = {}  # by index
+        self._readers: dict[int, ChoiceReader] = {}  # by the choice's index
 
     def _reader_of(self, delta: Delta) -> ChoiceReader:
         index = delta.choice.index
@@ -95,8 +95,9 @@ class ChatRenderer(_ChoicesRenderer):
         return self._readers[index]
 
     async def chunk(self, delta: Delta) -> bytes:
-        """Returns an event for each new piece. The first has the log probabilities and ids of all pieces, the last one the
-        ending.
+        """Returns one event per piece of the message: text, reasoning or part of a call.
+
+        The first event has the log probabilities and ids of all pieces, the last event the ending.
         """
         role = self._role_chunk(delta) if delta.first else b""
         if not delta.text and delta.ending is None:
@@ -113,7 +114,7 @@ class ChatRenderer(_ChoicesRenderer):
                 reason = _chat_finish_reason(reader, delta) if delta.ending is not None else ""
                 ending = _ending_fields(delta, logprobs, reason)
             else:
-                ending = _going_on(logprobs)
+                ending = _unfinished_fields(logprobs)
             chunks.append(self._chunk(delta, content, ending + ids))
             logprobs, ids = b"null", b""
         return b"".join(chunks)
@@ -146,7 +147,7 @@ class ChatRenderer(_ChoicesRenderer):
 
 
 def _message_deltas(events: Iterable[Event]) -> Iterable[dict[str, Any]]:
-    """Yields the deltas of a message for the events of a choice."""
+    """Yields the message deltas for the parsed events of a choice."""
     for event in events:
         if isinstance(event, Text):
             yield {"content": event.text}
@@ -167,7 +168,7 @@ def _chat_finish_reason(reader: ChoiceReader, delta: Delta) -> str:
 
 
 def _message_of(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the whole message. Without text, its content is null if it has calls, else empty."""
+    """Returns the whole message. If it has no text, its content is null with calls and "" without calls."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[tuple[dict[str, Any], list[str]]] = []
@@ -262,9 +263,9 @@ class EmbeddingRenderer:
 
 
 def best_of(deltas: Sequence[Delta]) -> list[Delta]:
-    """Returns the shown choices of each prompt: those with the highest mean log probability, the best first.
+    """Returns the `best` choices of each prompt with the highest mean log probabilities, in descending order.
 
-    Of equal choices, the first goes first.
+    Equal choices keep their order.
     """
     by_prompt = [list(choices) for _, choices in groupby(deltas, key=lambda delta: id(delta.choice.prompt))]
     return [

@@ -70,11 +70,11 @@ _PREDICTION_SCHEMA = {
     "title": "Prediction",
 }
 
-# Checked by hand: the answer names the exact element, and a long list of ids is checked at C speed.
+# Checked by functions: an error names the exact element, and a long list of ids needs no Python loop.
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
 Prediction = Annotated[Any, WithJsonSchema(_PREDICTION_SCHEMA)]
-Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]
+Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]  # false counts as null
 
 
 B = TypeVar("B", bound="NamedBody")
@@ -85,14 +85,14 @@ class StreamOptions(Body):
 
 
 class NamedBody(PlacedBody):
-    """Names of a request, and the sharing of its cached prefixes."""
+    """Fields about a request's name and its cached prefixes."""
 
-    user: Any = Field(None, description="Accepted and not used.")
+    user: Any = Field(None, description="Accepted without effect.")
     rid: str | None = Field(
         None,
         min_length=1,
         max_length=RID_CHARS,
-        description="The request's name for aborts and sessions. Default: x-request-id. Of several prompts: with _0, _1, …",
+        description="Name for aborts and sessions. Default: x-request-id. Several prompts have names with _0, _1, …",
     )
     request_id: str | None = Field(None, min_length=1, max_length=RID_CHARS, description="The same as rid.")
     cache_salt: str | None = Field(
@@ -109,7 +109,7 @@ class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
     """Fields that chat and plain completions share."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
-    stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
+    stream: bool | None = Field(None, description="Whether the output is sent as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
     seed: int | None = parameter("seed")
     max_tokens: int | None = parameter("max_tokens")
@@ -117,9 +117,9 @@ class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
     min_tokens: int | None = parameter("min_tokens")
     include_stop_str_in_output: bool | None = parameter("include_stop_str_in_output")
     logprob_token_ids: list[int] | None = Field(
-        None, max_length=limits.MAX_LOGPROB_TOKEN_IDS, description="Further tokens whose log probabilities are wanted."
+        None, max_length=limits.MAX_LOGPROB_TOKEN_IDS, description="Further token ids whose log probabilities are returned."
     )
-    session_params: SessionParams | None = Field(None, description="The request is a turn of this session.")
+    session_params: SessionParams | None = Field(None, description="Session of which the request is a turn.")
 
 
 class ChatCompletionRequest(ThinkingBody, GenerationBody):
@@ -130,9 +130,9 @@ class ChatCompletionRequest(ThinkingBody, GenerationBody):
     parallel_tool_calls: bool | None = Field(None, description="Whether an output may have several calls. Default true.")
     separate_reasoning: bool | None = Field(None, description="Whether reasoning is separate from the text. Default true.")
     documents: list[dict[str, Any]] | None = Field(
-        None, description="Given to the chat template, which has to read a variable of this name."
+        None, description="Passed to the chat template, which must read a variable of this name."
     )
-    reasoning_effort: Effort | None = Field(None, description="Given to the chat template.")
+    reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
     tool_choice: str | dict[str, Any] | None = Field(
         None,
         description=(
@@ -141,8 +141,8 @@ class ChatCompletionRequest(ThinkingBody, GenerationBody):
         ),
     )
     add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")
-    continue_final_message: bool | None = Field(None, description="The answer continues the last message. Default false.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+    continue_final_message: bool | None = Field(None, description="Whether the output continues the last message. Default false.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables of the chat template.")
     prediction: Prediction = Field(
         None,
         description=(
@@ -150,7 +150,7 @@ class ChatCompletionRequest(ThinkingBody, GenerationBody):
             "n-grams generate matching text faster. The output does not change."
         ),
     )
-    logprobs: bool | None = Field(None, description="Log probabilities of the answer's tokens. Default false.")
+    logprobs: bool | None = Field(None, description="Whether log probabilities of the output tokens are returned. Default false.")
     top_logprobs: int | None = Field(
         None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Number of most likely tokens to return per output token. Default 0."
     )
@@ -158,22 +158,28 @@ class ChatCompletionRequest(ThinkingBody, GenerationBody):
 
 class CompletionRequest(GenerationBody):
     prompt: Prompt
-    add_special_tokens: bool | None = Field(None, description="Around a prompt that is text. Default true.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds special tokens to a prompt that is text. Default true."
+    )
     max_tokens: int | None = parameter("max_tokens", Api.COMPLETION)
     best_of: int | None = parameter("best_of", Api.COMPLETION)
-    echo: bool | None = Field(None, description="The text begins with the prompt, and logprobs with the prompt's.")
+    echo: bool | None = Field(
+        None, description="Whether the text begins with the prompt, and logprobs with those of the prompt. Default false."
+    )
     logprobs: Count = Field(
         None,
         ge=0,
         le=limits.MAX_TOP_LOGPROBS,
-        description="Returns log probabilities of the tokens, and of this number of most likely tokens.",
+        description="Returns log probabilities of the output tokens, and this number of most likely tokens for each.",
     )
 
 
 class EmbeddingRequest(NamedBody):
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     input: Prompt
-    add_special_tokens: bool | None = Field(None, description="Around an input that is text. Default true.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds special tokens to an input that is text. Default true."
+    )
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
@@ -181,10 +187,10 @@ class EmbeddingRequest(NamedBody):
         description="Number of last tokens of an input that are used. -1: as many as the context allows.",
     )
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64: of little-endian float32. Default float."
+        None, description="base64 encodes the vector as little-endian float32. Default float."
     )
     dimensions: int | None = Field(
-        None, ge=1, le=UINT32_MAX, description="Number of leading numbers of the vector to return. Default: all."
+        None, ge=1, le=UINT32_MAX, description="Number of leading elements of the vector to return. Default: all."
     )
     normalize: bool | None = Field(
         None, description="Whether the vector is scaled to length 1. Default: the value of the model's files."
@@ -204,7 +210,7 @@ def parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Orig
     except ValidationError as error:
         raise of_validation(error) from None
     if request.rid is not None and request.request_id not in (None, request.rid):
-        raise bad_request("request_id", "'rid' and 'request_id' both name the request, and differently.")
+        raise bad_request("request_id", "'rid' and 'request_id' name the request differently. Send one of them.")
     return request
 
 
@@ -215,7 +221,9 @@ def check_stream_options(request: GenerationBody) -> None:
 
 def include_stop(request: GenerationBody) -> bool:
     """Returns whether the text keeps a matched stop string."""
-    keeps, trims_not = request.include_stop_str_in_output, request.no_stop_trim
-    if None not in (keeps, trims_not) and keeps != trims_not:
-        raise bad_request("no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' say the opposite.")
-    return bool(keeps or trims_not)
+    keeps, no_trim = request.include_stop_str_in_output, request.no_stop_trim
+    if None not in (keeps, no_trim) and keeps != no_trim:
+        raise bad_request(
+            "no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' contradict each other. Send one of them."
+        )
+    return bool(keeps or no_trim)

@@ -1,4 +1,4 @@
-"""The routes of services/gateway/api/texts as the OpenAPI document has them."""
+"""Operations on texts and the gateway's state for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ SERVER_INFO = ("/get_server_info", "/server_info")
 RANKING = ("/classify", "/v1/rerank", "/rerank")
 
 _TAG = "SGLang"
-_ASKS = (404, 504)
+_TOKENIZER_STATUSES = (404, 504)
 OPERATIONS = (
     ApiOperation(
         "post",
         TOKENIZE,
         _TAG,
-        "Token ids of texts",
+        "Tokenize texts",
         {JSON: Tokens},
         TokenizeRequest,
-        _ASKS,
+        _TOKENIZER_STATUSES,
         example={"prompt": "Count from 3 to 9."},
     ),
     ApiOperation(
         "post",
         DETOKENIZE,
         _TAG,
-        "Texts of token ids",
+        "Detokenize token ids",
         {JSON: DetokenizedText},
         DetokenizeRequest,
         (404,),
@@ -50,7 +50,7 @@ OPERATIONS = (
         "post",
         PARSE_CALL,
         _TAG,
-        "Calls in an output",
+        "Parse the tool calls of an output",
         {JSON: ParsedCalls},
         ParseCallRequest,
         example={
@@ -63,17 +63,17 @@ OPERATIONS = (
         "post",
         SEPARATE,
         _TAG,
-        "Reasoning in an output",
+        "Separate the reasoning of an output",
         {JSON: Separated},
         SeparateRequest,
         example={"text": "<think>17 + 25 = 42</think>The sum is 42.", "reasoning_parser": "think"},
     ),
     ApiOperation("get", PING, _TAG, "Liveness", {}, statuses=(503,), keyed=False),
     ApiOperation("get", VERSION, _TAG, "The gateway's version", {JSON: Version}, statuses=(503,)),
-    ApiOperation("get", LOAD, _TAG, "What each worker has to do", {JSON: list[WorkerLoad]}, statuses=(503,)),
+    ApiOperation("get", LOAD, _TAG, "Load of each worker", {JSON: list[WorkerLoad]}, statuses=(503,)),
     *(
-        ApiOperation("get", path, _TAG, "What is served, and by whom", {JSON: ServerInfo}, statuses=(503,))
+        ApiOperation("get", path, _TAG, "Models, workers and state of the gateway", {JSON: ServerInfo}, statuses=(503,))
         for path in SERVER_INFO
     ),
-    *(ApiOperation("post", path, _TAG, "Not served yet", {}, statuses=(503,), served=False) for path in RANKING),
+    *(ApiOperation("post", path, _TAG, "Not supported yet", {}, statuses=(503,), served=False) for path in RANKING),
 )

@@ -1,4 +1,4 @@
-"""Finds the calls, or the reasoning, in an output that a client sends. Raises ApiError."""
+"""Parses tool calls or reasoning in an output that a client sends. Raises ApiError."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rootstock_llm.services.gateway.output.output_parser import (
 from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats
 
-PIECE_CHARS = 1024  # characters of a text between two turns of other tasks
-# our names by SGLang's names.
+PIECE_CHARS = 1024  # characters of a text that are parsed before other tasks of the event loop run
+# Names of formats by SGLang's names, if they differ.
 _TOOLS = {
     "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31",
@@ -42,7 +42,7 @@ _REASONING = {
 
 
 async def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, make: MakeParser) -> dict[str, Any]:
-    """Returns the calls and the other text. `tools` has the parameters of each tool by its name."""
+    """Returns the calls and the text around them. `tools` maps each tool's name to its parameters."""
     name = _format(_TOOLS.get(parser, parser), TOOL_FORMATS, "tool_call_parser")
     formats = OutputFormats(name, "harmony" if name == "harmony" else NONE)
     events = await _events(text, formats, ParserSetup(tools, limits.MAX_CALLS), make)
@@ -83,4 +83,4 @@ def _format(name: str, known: Any, field: str) -> str:
 
 
 def _unknown(field: str, names: list[str]) -> ApiError:
-    return bad_request(field, f"'{field}' must be one of {', '.join(names)}, or what SGLang calls them.")
+    return bad_request(field, f"'{field}' must be one of {', '.join(names)}, or SGLang's name of one of these.")

@@ -1,4 +1,4 @@
-"""Routes that work on texts without generating, and routes that report the state of the service."""
+"""Routes that tokenize and parse texts, and routes that report the gateway's state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Texts(Protocol):
 
 
 class TextsApi:
-    """The API of texts and of the state of the service. Each process has one."""
+    """The API of texts and of the gateway's state. Each process has one."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
@@ -103,8 +103,8 @@ class TextsApi:
             model = await self._texts.model_of(given.model, origin.caller)
             found = [list(each.ids) for each in await self._prompts(given, model, origin)]
         counts = [len(ids) for ids in found]
-        one = isinstance(given.prompt, str)
-        tokens, count = (found[0], counts[0]) if one else (found, counts)
+        single = isinstance(given.prompt, str)
+        tokens, count = (found[0], counts[0]) if single else (found, counts)
         return json_response({"tokens": tokens, "count": count, "max_model_len": model.context_len})
 
     async def _detokenize(self, request: Request) -> Response:
@@ -186,7 +186,7 @@ async def _version(_: Request) -> Response:
 
 
 async def _refuse_ranking(_: Request) -> Response:
-    message = "This path is not served yet. For probabilities of labels by a model that generates, use /v1/score."
+    message = "This path is not supported yet. For probabilities of labels by a model that generates, use /v1/score."
     raise ApiError(400, message, code="unsupported_endpoint")
 
 
@@ -197,7 +197,7 @@ def _has_lists(tokens: Any) -> bool:
 def _lists_of(tokens: Any, model: ModelInfo) -> list[Sequence[int]]:
     """Returns the lists of token ids to decode. Raises ApiError if `tokens` is neither a list of ids nor a list of lists."""
     if not isinstance(tokens, list):
-        raise bad_request("tokens", "'tokens' must be a list of token ids, or of such lists.")
+        raise bad_request("tokens", "'tokens' must be a list of token ids or a list of such lists.")
     lists, many = (tokens, True) if _has_lists(tokens) else ([tokens], False)
     if len(lists) > limits.MAX_BATCH_PROMPTS:
         raise bad_request("tokens", f"'tokens' may have at most {limits.MAX_BATCH_PROMPTS} lists.")

@@ -1,5 +1,7 @@
-"""Bodies and answers of what works on texts and says how the service stands, without generating. Names are SGLang's; vLLM's where
-it has the same route."""
+"""Request and response bodies of the routes on texts and on the gateway's state.
+
+Names are vLLM's for the routes that vLLM has, and SGLang's for the others.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,19 @@ _MODEL = "A name that /v1/models lists; may be left out where one model is serve
 
 class TokenizeRequest(Body):
     model: str | None = Field(None, description=_MODEL)
-    prompt: Texts = Field(description="A text, or texts.")
+    prompt: Texts = Field(description="A text or a list of texts.")
     add_special_tokens: bool | None = Field(None, description="Default true.")
 
 
 class DetokenizeRequest(Body):
     model: str | None = Field(None, description=_MODEL)
-    tokens: Ids = Field(description="Ids, or lists of them.")
+    tokens: Ids = Field(description="A list of token ids or a list of such lists.")
     skip_special_tokens: bool | None = Field(None, description="Default true.")
 
 
 class ParseCallRequest(Body):
     text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="An output with its marks.")
-    tools: list[dict[str, Any]] = Field(description="The same as in chat completions.")
+    tools: list[dict[str, Any]] = Field(description="Same form as in chat completions.")
     tool_call_parser: str = Field(description="A format's name, ours or SGLang's.")
 
 
@@ -47,7 +49,7 @@ class SeparateRequest(Body):
 
 
 class Tokens(ResponseModel):
-    """Token ids. Several prompts have a list each."""
+    """Token ids. If `prompt` is a list, each text has its own list."""
 
     tokens: list[Count] | list[list[Count]]
     count: Count | list[Count]
@@ -55,7 +57,7 @@ class Tokens(ResponseModel):
 
 
 class DetokenizedText(ResponseModel):
-    """Texts. Several lists have a text each."""
+    """A text, or a text for each list of token ids."""
 
     text: str | list[str]
 
@@ -90,24 +92,24 @@ class WorkerLoad(ResponseModel):
 class WorkerStanding(ResponseModel):
     """A worker that discovery has found.
 
-    Its figures are the last reported ones, over all gateways; they are null while it is not connected. Totals count from its
-    start.
+    Its figures are the last that it reported, and cover the requests of all gateways. They are null while it is not connected.
+    Totals count from its start.
     """
 
-    worker_id: str | None = Field(description="null: it has never been connected.")
+    worker_id: str | None = Field(description="Null if this gateway has never been connected to it.")
     model: str | None
     role: Literal["both", "prefill", "decode"] | None
     state: Literal["ready", "silent", "paused", "draining", "hung", "unused", "lost", "starting"] = Field(
-        description="silent: no report for some seconds. unused: this gateway sends no requests for a while, as after faults."
+        description="silent: no report for some seconds. unused: gets no requests from this gateway for a while, as after faults."
         " lost: it was connected before. starting: it was never connected."
     )
-    told_s_ago: float | None
+    told_s_ago: float | None = Field(description="Seconds since the last report.")
     num_running: Count | None
     num_waiting: Count | None
     max_running: Count | None
     kv_used_tokens: Count | None = Field(description="Tokens that running requests use.")
     kv_cached_tokens: Count | None = Field(description="Tokens that only the prefix cache uses.")
-    kv_tokens: Count | None = Field(description="Size of the pool.")
+    kv_tokens: Count | None = Field(description="Tokens that fit into the KV pool.")
     prompt_tokens: Count | None
     cached_prompt_tokens: Count | None
     generated_tokens: Count | None
@@ -115,33 +117,33 @@ class WorkerStanding(ResponseModel):
 
 
 class RedisStanding(ResponseModel):
-    """Whether each service responds. null: the gateway does not use it."""
+    """Whether each Redis server responds. Null if the gateway does not use it."""
 
     index: bool | None
-    limits: bool | None = Field(description="The keys' limits, which gateways share.")
+    limits: bool | None = Field(description="Shared limits of API keys.")
     kept: bool | None = Field(description="The store of responses, files and batches.")
 
 
 class GatewaySurroundings(ResponseModel):
-    """The services that the gateway depends on. null: the gateway does not use it."""
+    """State of the gateway's dependencies. Null for a dependency that the gateway does not use."""
 
     redis: RedisStanding
     key_file_valid: bool | None
     tls_files_valid: bool | None
     certificate_ends_in_s: int | None = Field(
-        description="Seconds until its own certificate expires; negative if it has expired."
+        description="Seconds until the gateway's certificate expires; negative if it has expired."
     )
-    unresolved: list[str] = Field(description="Services whose names cannot be looked up.")
-    scraped_s_ago: float | None = Field(description="Seconds since a client read its metrics; null: never.")
+    unresolved: list[str] = Field(description="Services of which a DNS name cannot be resolved.")
+    scraped_s_ago: float | None = Field(description="Seconds since the metrics were last scraped; null if never.")
 
 
 class GatewayStanding(ResponseModel):
-    """The gateway that answers."""
+    """The gateway that sends the response."""
 
-    waiting: Count = Field(description="Choices that wait for a worker with room.")
+    waiting: Count = Field(description="Choices that wait for a worker with free capacity.")
     workers: Count = Field(description="Workers that receive requests.")
-    tokenizers: Count = Field(description="Connected.")
-    detokenizers: Count = Field(description="Connected.")
+    tokenizers: Count = Field(description="Connected tokenizers.")
+    detokenizers: Count = Field(description="Connected detokenizers.")
     surroundings: GatewaySurroundings
 
 
@@ -151,7 +153,9 @@ class ServedModel(ResponseModel):
     vocab_size: Count
     is_generation: bool
     embedding_size: Count
-    deterministic: bool = Field(description="Equal requests with a seed or temperature 0 get equal answers, whatever else runs.")
+    deterministic: bool = Field(
+        description="Whether equal requests with a seed or temperature 0 get equal outputs, whatever other requests run."
+    )
 
 
 class ServerInfo(ResponseModel):
