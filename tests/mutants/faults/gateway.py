@@ -268,7 +268,7 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/api/openai/preparation.py",
-        ("if most == 0 and not request.echo:", "if most < 0 and not request.echo:"),
+        ("if max_tokens == 0 and not request.echo:", "if max_tokens < 0 and not request.echo:"),
     ),
     *of(
         "gateway",
