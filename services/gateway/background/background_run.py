@@ -1,4 +1,4 @@
-"""Computes one background response at the gateway that holds its lease, and retries until the response is complete.
+"""Computes one background response at the gateway that has its lease, and retries until the response is complete.
 
     taken ──► computed ──► finished
                 │  no free slot, no worker, overload: retry from the stored state
@@ -42,10 +42,12 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 15.0)  # seconds between two attempts: the first pause, and the longest
-TRIES = 4  # attempts after which a response fails, counting failures that its request may have caused
-MAX_TAKES = 4  # gateways in a row that may take a response and be lost soon afterwards
+TRIES = 4  # failures that the request may have caused, after which the response fails
+MAX_TAKES = 4  # gateways in a row that may be lost soon after taking the response; it then fails
 ROUTE = "/v1/responses"
-_FINAL = frozenset(("weights_not_served", "lease_lost", STORE_AWAY))
+_FINAL = frozenset(  # codes of errors that no retry can remove
+    ("weights_not_served", "lease_lost", STORE_AWAY)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class RunPorts:
     run: RunGeneration
     callers: Callable[[str, float], Caller]  # API key's name, Unix time of the client's request → caller; raises ApiError
     computed_by: Callable[[Choice], tuple[ModelVersion | None, str]]  # model version and numerics of a choice's output
-    wrote: Callable[[str], None]  # called with the id of a response that has new events
+    wrote: Callable[[str], None]  # called with a response's id after its new events are stored
     metrics: GatewayMetrics
     access: AccessLog
 
@@ -141,7 +143,7 @@ class BackgroundRun:
         stored, request = self._first.stored, self._first.request
         caller, admission = self._first.caller, self._first.admission
 
-        async def opened() -> None:
+        async def open_stored() -> None:
             first, self._first = self._first, None  # frees the record, which may have 8 MiB
             assert first is not None
             self.is_in_doubt = True
@@ -156,10 +158,10 @@ class BackgroundRun:
         async def prepared(_body: Any, _origin: Any) -> GenerationRequest:
             return request
 
-        failure = await self._try(stored, prepared, caller, admission, opened)
+        failure = await self._try(stored, prepared, caller, admission, open_stored)
         if failure is not None and self.is_kept:
-            own_faults = int(_may_be_its_own(failure))
-            if await self._passes(failure, own_faults):
+            own_faults = int(_may_be_caused_by_request(failure))
+            if await self._retries(failure, own_faults):
                 await self._again(own_faults, failure)
 
     async def _again(self, own_faults: int, failure: ApiError | None) -> None:
@@ -177,8 +179,8 @@ class BackgroundRun:
             failure = await self._resumed(stored)
             if failure is None:
                 return None
-            own_faults += _may_be_its_own(failure)
-            if not await self._passes(failure, own_faults):
+            own_faults += _may_be_caused_by_request(failure)
+            if not await self._retries(failure, own_faults):
                 return None
 
     async def _resumed(self, stored: Stored) -> ApiError | None:
@@ -238,10 +240,10 @@ class BackgroundRun:
         self._written = Journal(ports.store, self.lease, stored, partial(ports.wrote, self.order.id), ports.metrics)
         return self._written
 
-    async def _passes(self, failure: ApiError, own_faults: int) -> bool:
+    async def _retries(self, failure: ApiError, own_faults: int) -> bool:
         """Returns whether to retry after this failure. Otherwise stores the response as failed."""
         about = fields(response=self.order.id, status=failure.status, code=failure.code)
-        if _passes(failure) and own_faults < TRIES and time.time() < self.order.ends_at:
+        if _may_pass(failure) and own_faults < TRIES and time.time() < self.order.ends_at:
             logger.info("a background response waits for its next attempt", extra=about)
             return True
         logger.info("a background response has failed", extra=about)
@@ -272,10 +274,10 @@ async def _progress(stored: Stored) -> EarlierOutput:
     return EarlierOutput(ids, stored.decoded, stored.chars, stored.shown, logprobs, stored.weights, stored.numerics)
 
 
-def _passes(failure: ApiError) -> bool:
+def _may_pass(failure: ApiError) -> bool:
     """Returns whether a retry may succeed.
 
-    A 429 without Retry-After never passes, because the request itself exceeds the limit.
+    A 429 without Retry-After is permanent, because the request alone exceeds the limit.
     """
     if failure.code in _FINAL:
         return False
@@ -284,8 +286,8 @@ def _passes(failure: ApiError) -> bool:
     return failure.status in (500, 503, 504) or (failure.status == 429 and bool(failure.retry_after_s))
 
 
-def _may_be_its_own(failure: ApiError) -> bool:
-    """Returns whether the request may have caused the failure. TRIES then keeps it from failing worker after worker."""
+def _may_be_caused_by_request(failure: ApiError) -> bool:
+    """Returns whether the request may have caused the failure. TRIES bounds how many workers such a request may disturb."""
     return failure.status == 500 or failure.code == "worker_lost"
 
 

@@ -1,7 +1,7 @@
 """Renews the leases of the background responses that this gateway runs, and takes over responses whose lease is free.
 
 A draining gateway releases its responses at once. Other gateways continue them after the stored tokens, whose prefix the workers
-have cached. Waiting for the responses would gain nothing, because a response may take an hour.
+have cached. The gateway does not wait for them, because a response may take an hour.
 
 While the store is unreachable, leases expire although their gateways are healthy. These gateways renew their leases when the
 store is back. So for the duration of a lease after an outage, this gateway takes only responses that a gateway has released.
@@ -26,10 +26,10 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # seconds between two searches for responses, and between two renewals of the leases
-SEEN = 1000  # responses without a lease that one search reads
-MOST_TAKEN = 8  # responses that one search takes over, so that other gateways get some
-MOST_IN_DOUBT = 4096  # responses that are remembered for deletion
-SLOW_S = 1.0  # seconds; a longer call has waited for an unreachable store
+SEEN = 1000  # largest number of responses without a lease that one search reads
+MAX_TAKEN = 8  # largest number of responses that one search takes over; other gateways get the others
+MAX_IN_DOUBT = 4096  # largest number of responses that wait for their deletion
+SLOW_S = 1.0  # seconds after which a call counts as delayed by an unreachable store
 LEAVE_S = 1.0  # seconds in which a draining gateway ends its work and releases its leases
 
 
@@ -39,7 +39,7 @@ class Run(Protocol):
     lease: Lease
     order: BackgroundOrder
     opened: asyncio.Future[None]  # done when the response is stored; ApiError if it was not stored; cancelled by close()
-    is_in_doubt: bool  # storing was tried without a reply, so the store may have the response
+    is_in_doubt: bool  # the write had no reply, so the store may have the response
 
     @property
     def is_kept(self) -> bool:
@@ -88,11 +88,11 @@ class BackgroundRunner:
         self._retry_after_s = retry_after_s
         self._metrics = metrics
         self._runs: dict[Run, asyncio.Task[None]] = {}
-        # Owner and id of responses, until the store has been called:
-        self._left: dict[Lease, tuple[str, str]] = {}  # to release for other gateways
-        self._in_doubt: dict[tuple[str, str], None] = {}  # to delete, because their clients were refused
+        # Owner and id of responses that wait for a call of the store:
+        self._left: dict[Lease, tuple[str, str]] = {}  # for their release to other gateways
+        self._in_doubt: dict[tuple[str, str], None] = {}  # for their deletion, because their clients got an error
         self._stopping = False
-        self._quiet_until = 0.0  # until then, only released responses are taken, on the event loop's clock
+        self._released_only_until = 0.0  # event-loop time until which only released responses are taken over
         metrics.watch_background(lambda: len(self._runs))
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class BackgroundRunner:
             try:
                 await work()
             except StoreAway as away:
-                self._missed_it()
+                self._note_outage()
                 if not is_away:
                     logger.warning("background responses wait for the store: %s", away)
                 is_away = True
@@ -118,8 +118,9 @@ class BackgroundRunner:
                 is_away = False
             await asyncio.sleep(LOOK_S)
 
-    def _missed_it(self) -> None:
-        self._quiet_until = asyncio.get_running_loop().time() + self._store.lease_s + LOOK_S
+    def _note_outage(self) -> None:
+        """Restricts takeovers to released responses until other gateways have had time to renew their leases."""
+        self._released_only_until = asyncio.get_running_loop().time() + self._store.lease_s + LOOK_S
 
     async def begin(self, run: Run) -> None:
         """Starts a run and returns when its response is stored. Raises ApiError."""
@@ -135,8 +136,8 @@ class BackgroundRunner:
         self._runs[run] = asyncio.create_task(work)
         self._runs[run].add_done_callback(lambda task: self._ended(run, task))
 
-    def check_room(self) -> None:
-        """Refuses a new response with an ApiError if the gateway is draining, or if the largest number of responses runs."""
+    def check_capacity(self) -> None:
+        """Raises ApiError if the gateway is draining or already runs its largest number of responses."""
         if self._stopping:
             raise self._shutting_down()
         if len(self._runs) >= self._most:
@@ -157,10 +158,10 @@ class BackgroundRunner:
             async with asyncio.timeout(LEAVE_S):
                 if runs:
                     await asyncio.wait(runs.values())
-                await self._tell()
+                await self._release_and_delete()
 
     async def _look(self) -> None:
-        await self._tell()
+        await self._release_and_delete()
         if not self._stopping and len(self._runs) < self._most and self._is_ready():
             await self._find()
 
@@ -173,8 +174,8 @@ class BackgroundRunner:
                 logger.info("a background response has ended, or another gateway holds its lease", extra=_about(run))
                 task.cancel()
 
-    async def _tell(self) -> None:
-        """Releases and deletes the remembered responses. Safe if a search and drain() call it at the same time."""
+    async def _release_and_delete(self) -> None:
+        """Releases the responses in _left and deletes those in _in_doubt. A search and drain() may call it at the same time."""
         while self._left:
             lease, of = self._left.popitem()
             try:
@@ -193,12 +194,12 @@ class BackgroundRunner:
     async def _find(self) -> None:
         loop = asyncio.get_running_loop()
         mine = {(run.order.owner, run.order.id) for run in self._runs}
-        asked = loop.time()
-        found = await self._store.free(SEEN, left=asked < self._quiet_until)
-        if loop.time() - asked > SLOW_S:
-            self._missed_it()
+        started = loop.time()
+        found = await self._store.free(SEEN, left=started < self._released_only_until)
+        if loop.time() - started > SLOW_S:
+            self._note_outage()
             return
-        for owner, response_id in [each for each in found if each not in mine][:MOST_TAKEN]:
+        for owner, response_id in [each for each in found if each not in mine][:MAX_TAKEN]:
             if self._stopping or len(self._runs) >= self._most:
                 return
             await self._take(owner, response_id)
@@ -233,7 +234,7 @@ class BackgroundRunner:
             self._start(run, run.resume())
 
     async def _give_up(self, lease: Lease, owner: str, response_id: str) -> None:
-        """Stores a response as failed that cannot be run. Leaves its record unchanged if the record cannot be read.
+        """Ends a response that cannot be run, with status failed. Its record stays unchanged if it cannot be read.
 
         The caller holds the lease. Raises LeaseLost, StoreAway.
         """
@@ -251,12 +252,17 @@ class BackgroundRunner:
         self._metrics.background_responses.labels(BackgroundStatus.FAILED.value).inc()
 
     def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
-        """Removes a run. After a fault the lease is not released, so that the next attempt waits for its expiry."""
+        """Removes an ended run.
+
+        After an unexpected error, the lease is not released, so that the next attempt waits for its expiry.
+        """
         del self._runs[run]
         run.close()
         of, is_kept = (run.order.owner, run.order.id), run.is_kept
         error = None if task.cancelled() else task.exception()
-        if run.is_in_doubt and len(self._in_doubt) < MOST_IN_DOUBT:  # in a long outage, no response reaches the store anyway
+        if (
+            run.is_in_doubt and len(self._in_doubt) < MAX_IN_DOUBT
+        ):  # more are created only in a long outage, in which no write reaches the store
             self._in_doubt[of] = None
         if task.cancelled() or isinstance(error, StoreAway):
             if is_kept:

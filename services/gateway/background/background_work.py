@@ -1,4 +1,4 @@
-"""Connects the parts of background responses from settings. The HTTP routes are elsewhere."""
+"""Connects the parts of background responses from settings. services/gateway/api/responses has the HTTP routes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rootstock_llm.services.gateway.store.state_store import StoreAway
 from rootstock_llm.services.shared.limits import MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
 
 CANCEL_S = 5.0  # seconds that a cancellation by another caller may take
-LOOK_S = 0.05  # seconds between two reads of the status during a cancellation
+LOOK_S = 0.05  # seconds between two reads of the status while another caller cancels
 
 
 class BackgroundWork:
@@ -73,7 +73,7 @@ class BackgroundWork:
         self._answers = answers
         self._streams = Streams(self._store, settings.sse_comment_s)
         self._most_streams, self._most_own_streams = MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
-        self._nobody = owner_of("")
+        self._nobody = owner_of("")  # owner of all responses if the gateway has no API keys; has no limit of its own
         self._ports = RunPorts(self._store, answers, run, callers, computed_by, self._streams.wrote, metrics, access)
         most = settings.background_responses
         self._metrics = metrics
@@ -112,11 +112,11 @@ class BackgroundWork:
 
         Args:
             record: The record that is stored until the response is complete.
-            admission: Taken over by this method, also if it raises.
+            admission: Owned by this method from now on, even if it raises.
             events: The first events of the response.
         """
         try:
-            self._runner.check_room()
+            self._runner.check_capacity()
         except ApiError:
             if admission is not None:
                 admission.end(0)
@@ -132,13 +132,13 @@ class BackgroundWork:
         except StoreAway:
             raise self._away() from None
         if begun is Begun.TOO_MANY:
-            message = "This API key has too many background responses. Wait until one has ended."
+            message = "This API key has its largest number of background responses. Wait until one has ended."
             raise ApiError(429, message, code="background_full", retry_after_s=self._retry_after_s)
         if begun is Begun.STORE_FULL:
             raise ApiError(429, "The store limit of this API key is reached. Delete stored data.", code="store_full")
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """Returns the status of a background response. None if the store has at most its record."""
+        """Returns the status of a background response, or None if the store has no state of it besides its record."""
         try:
             return await self._store.status(owner, response_id)
         except StoreAway:
@@ -160,7 +160,7 @@ class BackgroundWork:
             message = f"'starting_after' is {after}; the last event so far has the number {page.total - 1}."
             raise ApiError(400, message, param="starting_after", code="invalid_value")
         if owner != self._nobody and self._streams.num_of(owner) >= self._most_own_streams:
-            message = "This API key follows too many responses. Wait until a stream has ended."
+            message = "This API key has its largest number of open streams. Wait until a stream has ended."
             raise ApiError(429, message, code="streams_full", retry_after_s=self._retry_after_s)
         if self._streams.num_open >= self._most_streams:
             raise unavailable(
@@ -221,5 +221,5 @@ class BackgroundWork:
 
 
 def _counted(request: GenerationRequest) -> GenerationRequest:
-    """Returns the request without numbers of truncated tokens, because the gateway has already reported them."""
+    """Returns the request without counts of truncated tokens, because the metrics have already counted them."""
     return replace(request, prompts=tuple(replace(prompt, num_cut=0) for prompt in request.prompts))

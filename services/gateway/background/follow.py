@@ -12,7 +12,7 @@ from rootstock_llm.services.gateway.store.background_record import Page
 from rootstock_llm.services.gateway.store.background_store import BackgroundStore
 from rootstock_llm.services.gateway.store.state_store import StoreAway
 
-POLL_S, LONGEST_POLL_S = 0.15, 1.0  # seconds between two reads of the store: after an event, and in a long silence
+POLL_S, LONGEST_POLL_S = 0.15, 1.0  # seconds between two reads of the store: after an event, and at most
 AWAY_S = 30.0  # seconds that a stream waits for an unreachable store
 
 Write = Callable[[bytes], Awaitable[None]]  # sends events or a comment to a client
@@ -24,8 +24,8 @@ class _Followed:
 
     def __init__(self) -> None:
         self.streams = 0  # open streams of the response
-        self.news = 0  # pieces that this gateway has written of the response since the first stream opened
-        self.asked: dict[tuple[int, int], asyncio.Task[Page | None]] = {}  # running reads by first event and `news`
+        self.news = 0  # pieces of the response that this gateway has written since the first stream opened
+        self.asked: dict[tuple[int, int], asyncio.Task[Page | None]] = {}  # running reads, by (first event, `news` at the start)
         self._waiting: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -94,7 +94,7 @@ class Streams:
         followed.streams += 1
         self._owners[owner] += 1
         try:
-            await self._tell(followed, (owner, response_id), first, write)
+            await self._write_events(followed, (owner, response_id), first, write)
         finally:
             self._owners[owner] -= 1
             if not self._owners[owner]:
@@ -104,9 +104,9 @@ class Streams:
                 followed.wake()
                 del self._followed[response_id]
 
-    async def _tell(self, followed: _Followed, of: tuple[str, str], first: int, write: Write) -> None:
+    async def _write_events(self, followed: _Followed, of: tuple[str, str], first: int, write: Write) -> None:
         loop = asyncio.get_running_loop()
-        said, pause_s = loop.time(), POLL_S
+        sent_at, pause_s = loop.time(), POLL_S
         while True:
             news = followed.news
             page = await self._page(followed, of, first)
@@ -114,13 +114,13 @@ class Streams:
                 return
             if page.events:
                 await write(b"".join(map(_event, page.events)))
-                first, said, pause_s = first + len(page.events), loop.time(), POLL_S
+                first, sent_at, pause_s = first + len(page.events), loop.time(), POLL_S
             if first >= page.total:
                 if page.is_over:
                     return
-                if self._comment_s and loop.time() - said >= self._comment_s:
+                if self._comment_s and loop.time() - sent_at >= self._comment_s:
                     await write(OPENAI.comment)
-                    said = loop.time()
+                    sent_at = loop.time()
                 await followed.wait(news, min(pause_s, self._comment_s or pause_s))
                 pause_s = min(2 * pause_s, LONGEST_POLL_S)
 

@@ -38,8 +38,11 @@ T = TypeVar("T")
 PIECE_S = 0.1  # seconds between two pieces
 LOOK_S = 0.5  # seconds between two checks whether a worker has the response
 HOLD_S = 60.0  # seconds that a call waits for an unreachable store
-PAUSE_S = 0.2  # seconds between two tries of a call
-TURNS, TURN_S = 16, 0.1  # tries to extend a conversation that others extend too, and the longest pause between them in seconds
+PAUSE_S = 0.2  # seconds between two attempts of a call
+TURNS, TURN_S = (
+    16,
+    0.1,
+)  # attempts to extend a conversation while other requests extend it, and the longest pause between two, in seconds
 STORE_AWAY = "store_unavailable"
 
 _REFUSED = {
@@ -52,15 +55,15 @@ _REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """The output of a choice since the last piece, at the moment in which its text is taken."""
+class NewOutput:
+    """The output of a choice since the last piece, at the time when its text is taken."""
 
-    offset: int  # output ids in earlier pieces
+    offset: int  # number of output ids in earlier pieces
     ids: bytes  # output ids, 4 bytes each
-    logprobs: bytes  # LogprobRows of `ids`; empty if the request wants none
-    decoded: int  # these three: see EarlierOutput
-    chars: int
-    shown: int
+    logprobs: bytes  # LogprobRows of `ids`; empty if not requested
+    decoded: int  # see EarlierOutput
+    chars: int  # see EarlierOutput
+    shown: int  # see EarlierOutput
 
 
 class Journal:
@@ -83,35 +86,37 @@ class Journal:
         self._metrics = metrics
         self.is_finishing = False  # the end is being written, or has been
 
-    def said(self, choice: Choice) -> Said:
+    def new_output(self, choice: Choice) -> NewOutput:
         """Returns the output since the last piece. Valid only directly after a take() of the choice's text."""
         offset = self._ids
         rows = choice.logprobs.rows(offset).SerializeToString() if choice.params.wants_logprobs else b""
-        return Said(offset, array("I", choice.output_ids[offset:]).tobytes(), rows, *choice.taken)
+        return NewOutput(offset, array("I", choice.output_ids[offset:]).tobytes(), rows, *choice.taken)
 
-    async def tell(self, events: Sequence[bytes], status: BackgroundStatus) -> None:
+    async def write_events(self, events: Sequence[bytes], status: BackgroundStatus) -> None:
         """Writes a piece with events but without tokens."""
         decoded, chars, shown = self._place
         await self._write(Piece(self._pieces + 1, status, events, self._ids, decoded=decoded, chars=chars, shown=shown))
 
-    async def add(self, said: Said, text: str, events: Sequence[bytes], computed_by: tuple[ModelVersion | None, str]) -> None:
+    async def add(
+        self, output: NewOutput, text: str, events: Sequence[bytes], computed_by: tuple[ModelVersion | None, str]
+    ) -> None:
         weights, numerics = computed_by
-        place = (said.decoded, said.chars, said.shown)
+        place = (output.decoded, output.chars, output.shown)
         await self._write(
             Piece(
                 self._pieces + 1,
                 BackgroundStatus.IN_PROGRESS,
                 events,
-                said.offset,
-                said.ids,
+                output.offset,
+                output.ids,
                 text,
-                said.logprobs,
+                output.logprobs,
                 *place,
                 weights,
                 numerics,
             )
         )
-        self._ids = said.offset + len(said.ids) // array("I").itemsize
+        self._ids = output.offset + len(output.ids) // array("I").itemsize
         self._place = place
 
     async def finish(
@@ -145,9 +150,9 @@ class Journal:
         return await self._store.finish(self._lease, self._order, self._pieces + 1, status, kept, events)
 
     async def _write(self, piece: Piece) -> None:
-        room = await held(lambda: self._store.write(self._lease, self._order, piece))
-        if room is not WriteResult.YES:
-            message, code = _REFUSED[room]
+        result = await held(lambda: self._store.write(self._lease, self._order, piece))
+        if result is not WriteResult.YES:
+            message, code = _REFUSED[result]
             raise ApiError(400, message, code=code)
         self._pieces = piece.number
         self._wrote()
@@ -187,7 +192,7 @@ class JournalSink(Sink):
         self._store = store
         self._has_begun = stored.status is BackgroundStatus.IN_PROGRESS
         self._past = stored.past if stored.pieces else None
-        self._unwritten: list[bytes] = []  # events of a choice that has ended, whose last text is to come
+        self._unwritten: list[bytes] = []  # events of an ended choice, the last text of which has not arrived
         self._silence: Silence | None = None
 
     def open(self, running: RunningRequest) -> None:
@@ -218,7 +223,7 @@ class JournalSink(Sink):
                 return
             (delta,) = deltas
             choice = delta.choice
-            said, computed_by = self._journal.said(choice), self._computed_by(choice)
+            output, computed_by = self._journal.new_output(choice), self._computed_by(choice)
             has_ended = choice.worker_ending is not None
             await self._begin_events()
             events = [*self._unwritten, *await self._story.of(delta)]
@@ -227,10 +232,10 @@ class JournalSink(Sink):
                 record = partial(self._record, response)
                 await self._journal.finish(BackgroundStatus(response["status"]), record, [*events, *last])
                 self.is_over = True
-            elif has_ended:  # no gateway could resume after the last token, so it is written only with the end
+            elif has_ended:  # the last token is written with the end, because no gateway could resume after it
                 self._unwritten = events
             else:
-                await self._journal.add(said, delta.text, events, computed_by)
+                await self._journal.add(output, delta.text, events, computed_by)
                 await asyncio.sleep(PIECE_S)
 
     async def end(self) -> None:
@@ -255,7 +260,7 @@ class JournalSink(Sink):
         assert self.running is not None and self._story is not None
         if not self._has_begun and self.running.phase is not Phase.TOKENIZED:
             self._has_begun = True
-            await self._journal.tell(self._story.begins(), BackgroundStatus.IN_PROGRESS)
+            await self._journal.write_events(self._story.begins(), BackgroundStatus.IN_PROGRESS)
 
     @contextmanager
     def _lease(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Ports through which background responses use their API, which renders events and records."""
+"""Interfaces of the API that renders the events and records of background responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Story(Protocol):
     """Renders the events of one response that follow its stored events."""
 
     def restore(self, events: Sequence[bytes], texts: Sequence[str]) -> None:
-        """Receives a page of stored events, or of the texts that they render. Called for every page before other methods."""
+        """Restores the state from a page of stored events, or of their texts. Called for all pages before other methods."""
 
     def begins(self) -> list[bytes]:
         """Returns the events to send when a worker starts to compute the response."""
@@ -44,7 +44,7 @@ class Answers(Protocol):
         """Returns the record of a complete response. Raises ApiError; 404 if the response was deleted."""
 
     async def given_up(self, owner: str, response_id: str) -> bytes:
-        """Returns the record of a response that no gateway could read or end, as a failed one.
+        """Returns the record, with status failed, of a response that no gateway could read or end.
 
         Raises:
             ApiError: Status 404 if the response was deleted.

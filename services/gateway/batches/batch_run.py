@@ -25,7 +25,7 @@ import orjson
 from rootstock_llm.services.gateway.batches import line_results
 from rootstock_llm.services.gateway.batches.input_lines import BadLine, Line, check, numbered, read_line
 from rootstock_llm.services.gateway.batches.lanes import Lanes
-from rootstock_llm.services.gateway.batches.line_call import LineCalls, Told
+from rootstock_llm.services.gateway.batches.line_call import LineAttempt, LineCalls
 from rootstock_llm.services.gateway.batches.line_results import CANCELLED, EXPIRED, answered, not_executed
 from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
 from rootstock_llm.services.gateway.generation.origin import Caller
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PAUSES_S = (0.5, 30.0)  # seconds between two attempts of a line or of a store call: the first pause, and the longest
-TRIES = 4  # attempts after which a line fails, counting failures that its request may have caused
-RESULTS_AT_ONCE = 100  # results of lines without execution that one call records
+TRIES = 4  # failures that a line's request may have caused, after which the line fails
+RESULTS_AT_ONCE = 100  # errors of lines that are not executed, per write to the store
 PURPOSE = "batch_output"
 
 
@@ -66,7 +66,7 @@ class BatchRun:
         """Creates a run.
 
         Args:
-            caller: Returns the caller of the batch. Raises ApiError if the API key is not accepted any longer.
+            caller: Returns the caller of the batch. Raises ApiError if the API key is no longer valid.
             lines_at_once: Lines of this batch that are computed at once.
             most_lines: Largest number of lines in an input.
         """
@@ -78,7 +78,9 @@ class BatchRun:
         self._free = asyncio.Semaphore(lines_at_once)
         self._most_lines = most_lines
         self._metrics = metrics
-        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # done: the batch is stopped, with the code
+        self._over: asyncio.Future[str] = (
+            asyncio.get_running_loop().create_future()
+        )  # its result is the error code of a stopped batch
         self._recording = 0  # results that are being written to the store
         self._all_recorded = asyncio.Event()
         self._all_recorded.set()
@@ -106,7 +108,7 @@ class BatchRun:
         try:
             await self._run(record)
         except FileGone:
-            await self._fail((BadLine("input_file_gone", "The input file does not exist any more."),))
+            await self._fail((BadLine("input_file_gone", "The input file was deleted or has expired."),))
 
     async def _run(self, record: BatchRecord) -> None:
         if record.status is BatchStatus.VALIDATING:
@@ -186,27 +188,28 @@ class BatchRun:
         Temporary failures, such as a full queue, a lost worker or a limit of the API key, are retried. A line that waits for
         its next attempt has no lane.
         """
-        tries, pauses = 0, _rising()
+        tries, pauses = 0, _backoff()
         while True:
-            told = await self._lanes.answer(lambda: self._tried(line))
-            if isinstance(told, LineResult):
+            attempt = await self._lanes.answer(lambda: self._try(line))
+            if isinstance(attempt, LineResult):
+                result = attempt
                 break
-            tries += _may_be_its_own(told)
-            if not _passes(told) or tries >= TRIES:
-                told = answered(line, told.answer)
+            tries += _may_be_caused_by_request(attempt)
+            if not _may_pass(attempt) or tries >= TRIES:
+                result = answered(line, attempt.answer)
                 break
             self._metrics.batch_retries.inc()
-            await asyncio.sleep(max(next(pauses), told.retry_after_s))
-        self._recording += 1  # no await since the lane was released: drain() sees the line in a lane or as being recorded
+            await asyncio.sleep(max(next(pauses), attempt.retry_after_s))
+        self._recording += 1  # no await since the lane was released, so that drain() always counts the line
         self._all_recorded.clear()
         try:
-            await self._keep([told], {line.number: line})
+            await self._keep([result], {line.number: line})
         finally:
             self._recording -= 1
             if not self._recording:
                 self._all_recorded.set()
 
-    async def _tried(self, line: Line) -> Told | LineResult:
+    async def _try(self, line: Line) -> LineAttempt | LineResult:
         """Makes one attempt. Returns a LineResult if a retry cannot change the outcome."""
         if line.streams:
             refusal = bad_request("stream", "'stream' cannot be used in a batch.", "unsupported_parameter")
@@ -215,7 +218,7 @@ class BatchRun:
             return await self._calls.call(self.order.endpoint, line.body, self._caller(), self._name(line))
         except ApiError as error:  # raised by self._caller(), because the API key is not accepted
             answer = line_results.LineResponse(error.status, error.json(), self._name(line))
-            return Told(answer, error.retry_after_s or 0, error.code or "")
+            return LineAttempt(answer, error.retry_after_s or 0, error.code or "")
 
     def _name(self, line: Line) -> str:
         """Returns the line's request id, which is in the logs of all services."""
@@ -250,7 +253,7 @@ class BatchRun:
         lines: dict[int, Line] = {}
         async for line in self._lines():
             if line.number not in done:
-                lines[line.number] = replace(line, body=b"")  # the result does not need the body, which may have 4 MiB
+                lines[line.number] = replace(line, body=b"")  # frees the body, which may have 4 MiB and is not needed
             if len(lines) == RESULTS_AT_ONCE:
                 await self._keep([not_executed(each, why) for each in lines.values()], lines)
                 lines = {}
@@ -270,9 +273,9 @@ class BatchRun:
         now = int(time.time())
         expires_at = now + self.order.results_live_s
         files = [self._file(record, part, now, expires_at) for part in (OUTPUT, ERRORS)]
-        there = [file for file in files if file.size]
+        created = [file for file in files if file.size]
         finish = self._batches.finish
-        if await patiently(lambda: finish(self.lease, record, status, there, expires_at, errors)):
+        if await patiently(lambda: finish(self.lease, record, status, created, expires_at, errors)):
             self._metrics.batches.labels(status.value).inc()
         logger.info("a batch has ended", extra=fields(batch=self.order.id, status=status.value))
 
@@ -303,20 +306,20 @@ class BatchRun:
             yield await patiently(partial(self._files.chunk, owner, file, number))
 
 
-def _passes(told: Told) -> bool:
+def _may_pass(attempt: LineAttempt) -> bool:
     """Returns whether a retry may succeed.
 
-    A 429 without Retry-After never passes, because the request itself exceeds the limit.
+    A 429 without Retry-After is permanent, because the request alone exceeds the limit.
     """
-    return told.answer.status in (500, 503) or (told.answer.status == 429 and told.retry_after_s > 0)
+    return attempt.answer.status in (500, 503) or (attempt.answer.status == 429 and attempt.retry_after_s > 0)
 
 
-def _may_be_its_own(told: Told) -> bool:
-    """Returns whether the request may have caused the failure. TRIES then keeps it from failing worker after worker."""
-    return told.answer.status == 500 or told.code == "worker_lost"
+def _may_be_caused_by_request(attempt: LineAttempt) -> bool:
+    """Returns whether the request may have caused the failure. TRIES bounds how many workers such a request may disturb."""
+    return attempt.answer.status == 500 or attempt.code == "worker_lost"
 
 
-def _rising() -> Iterator[float]:
+def _backoff() -> Iterator[float]:
     """Yields pauses in seconds: exponential backoff with jitter, without end."""
     seconds, longest = PAUSES_S
     while True:
@@ -329,7 +332,7 @@ async def patiently(call: Callable[[], Awaitable[T]]) -> T:
 
     If the lease is lost during an outage, the runner cancels the batch, or the next write raises LeaseLost.
     """
-    for pause in _rising():
+    for pause in _backoff():
         try:
             return await call()
         except StoreAway as away:

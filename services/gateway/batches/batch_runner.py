@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # seconds between two rounds, which renew leases, notice cancellations and find batches
 AT_ONCE = 4  # batches that one gateway runs at once
-ENDING_AT_ONCE = 4  # additional batches that were cancelled or have expired before they ran
-SEEN = 200  # waiting batches that one round reads
+ENDING_AT_ONCE = 4  # additional batches that this gateway only ends, because they are cancelled or have expired
+SEEN = 200  # largest number of waiting batches that one round reads
 LEAVE_S = 1.0  # seconds in which a stopping gateway releases its leases
 
 
@@ -70,8 +70,10 @@ class BatchRunner:
         self._metrics = metrics
         self._clock = clock
         self._runs: dict[BatchRun, asyncio.Task[None]] = {}  # in the order of their start
-        self._ending: set[BatchRun] = set()  # runs that only end their batch; they do not count as running batches
-        self._unknown: dict[str, BatchOrder] = {}  # a batch of each owner whose API key is not known here yet
+        self._ending: set[BatchRun] = (
+            set()
+        )  # runs of cancelled or expired batches, which execute no lines; they do not count against AT_ONCE
+        self._unknown: dict[str, BatchOrder] = {}  # by owner: a batch, if this gateway does not have the owner's API key yet
         self._stopping = False
         self._is_away = False
         metrics.watch_batches(lambda: len(self._runs), lambda: lanes.used)
@@ -146,8 +148,8 @@ class BatchRunner:
     async def _find(self) -> None:
         """Takes waiting batches.
 
-        Owners with fewer running batches at this gateway come first, then older batches. Batches that only end do not count
-        against AT_ONCE.
+        Owners with fewer running batches at this gateway come first, then older batches. Cancelled and expired batches count
+        against ENDING_AT_ONCE instead of AT_ONCE.
         """
         self._unknown = {owner: order for owner, order in self._unknown.items() if self._may_know_later(order)}
         waiting = await self._stores.batches.waiting(SEEN, AT_ONCE, int(self._clock()))
@@ -163,7 +165,7 @@ class BatchRunner:
             self._make_way()
 
     def _of(self, owner: str) -> list[BatchRun]:
-        """Returns the owner's running batches in the order of their start. Omits batches that only end."""
+        """Returns the owner's running batches in the order of their start, without those in `_ending`."""
         return [run for run in self._runs if run.order.owner == owner and run not in self._ending]
 
     def _make_way(self) -> None:
@@ -173,10 +175,10 @@ class BatchRunner:
         """
         if any(task.cancelling() for run, task in self._runs.items() if run not in self._ending):
             return  # a batch is being cancelled
-        most = max((self._of(run.order.owner) for run in self._runs if run not in self._ending), key=len, default=[])
-        if len(most) > 1:
-            logger.info("a batch makes way for another key's", extra=fields(batch=most[-1].order.id))
-            self._runs[most[-1]].cancel()
+        longest = max((self._of(run.order.owner) for run in self._runs if run not in self._ending), key=len, default=[])
+        if len(longest) > 1:
+            logger.info("paused a batch to run a batch of another API key", extra=fields(batch=longest[-1].order.id))
+            self._runs[longest[-1]].cancel()
 
     async def _take(self, batch: WaitingBatch, into: set[BatchRun] | None) -> None:
         """Takes a batch if its lease is free, and adds its run to `into`.
@@ -202,7 +204,7 @@ class BatchRunner:
             return None
         order = record.order
         is_to_end = record.status is BatchStatus.CANCELLING or self._clock() >= order.expires_at
-        if not is_to_end and self._may_know_later(order):  # a gateway that knows the API key can take the batch now
+        if not is_to_end and self._may_know_later(order):  # another gateway that has the API key can take the batch now
             self._unknown[owner] = order
             await stores.leases.give_back(lease)
             return None
@@ -224,7 +226,7 @@ class BatchRunner:
         return run
 
     def _may_know_later(self, order: BatchOrder) -> bool:
-        """Returns whether the batch's API key is unknown here but may still arrive."""
+        """Returns whether this gateway does not have the batch's API key yet but may still get it."""
         try:
             self._callers(order.key, order.created_at)
         except ApiError as error:

@@ -1,4 +1,4 @@
-"""Connects the parts of batches from settings. The HTTP routes are elsewhere."""
+"""Connects the parts of batches from settings. services/gateway/api/batches has the HTTP routes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rootstock_llm.services.gateway.store.lease import Leases
 from rootstock_llm.services.gateway.store.state_redis import StateRedis
 from rootstock_llm.services.gateway.store.state_store import StoreAway
 
-MEMORY_LOOK_S = 5.0  # seconds between two looks at the store's memory
+MEMORY_LOOK_S = 5.0  # seconds between two reads of the store's memory usage
 
 
 class BatchWork:
@@ -42,14 +42,14 @@ class BatchWork:
         Args:
             run: GenerationService.run.
             operations: Operations of lines by path; filled before run().
-            callers: Returns the caller of a key's name for work that was requested at that Unix time. Raises ApiError.
-            waiting: Returns the number of choices that wait for a worker, here or at a worker.
+            callers: Returns the caller for an API key's name and the Unix time of the client's request. Raises ApiError.
+            waiting: Returns the number of choices that wait in this gateway or in a worker's queue.
             attendance: Counts the requests that clients wait for.
 
         Raises:
             ValueError: The store's URL is not valid.
         """
-        self._memory: tuple[int, int] | None = None  # the store's memory, see StoreSigns
+        self._memory: tuple[int, int] | None = None  # memory usage of the store, see StoreSigns; None if unknown
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
         leases = Leases(self._redis, settings.batch_lease_s)
         most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key

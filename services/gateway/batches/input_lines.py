@@ -13,9 +13,9 @@ from rootstock_llm.services.gateway.api.request_body import load_json
 from rootstock_llm.services.shared import limits
 
 METHOD = "POST"
-SEVERAL = 2  # different models after which no more are collected
-MOST_MODEL_CHARS = 256  # longest model name that is remembered
-LINES_A_TURN = 256  # lines after which the event loop can run other tasks
+SEVERAL = 2  # models in an input after which no more names are collected; the batch then has no single model
+MOST_MODEL_CHARS = 256  # longest name that a batch shows as its model
+LINES_A_TURN = 256  # lines after which the loop yields to other tasks
 
 
 @dataclass(eq=False)
@@ -24,8 +24,8 @@ class BadLine(Exception):
 
     code: str
     message: str
-    param: str | None = None  # member of the line; None if the fault concerns no member
-    line: int | None = None  # number of the line, from 1; None if the fault concerns the whole input
+    param: str | None = None  # member of the line that is invalid, or None
+    line: int | None = None  # number of the line, from 1; None for a fault of the whole input
 
     def as_dict(self) -> dict[str, Any]:
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}

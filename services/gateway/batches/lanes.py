@@ -2,8 +2,8 @@
 
 | situation | lanes |
 | --- | --- |
-| no other request is open | all |
-| other requests are open | few |
+| no other request is open | `most` |
+| other requests are open | `beside` |
 | a choice waits for a worker | no line starts |
 
 If another request arrives, lines that have just started are cancelled and retried.
@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 LOOK_S = 0.05  # seconds between two checks for a lane while a line waits
-YOUNG_S = 2.0  # age in seconds up to which a line may be cancelled; its computation is lost
-HELD_S = 0.5  # seconds that a line waits for a gap between other requests before it starts without one
-MOST_GIVEN_UP = 3  # cancellations of a line, after which it is not cancelled again
+YOUNG_S = 2.0  # age in seconds up to which a line may be cancelled; it is then computed again
+HELD_S = 0.5  # seconds for which a line with a free lane waits until no other request is open; then it starts
+MOST_GIVEN_UP = 3  # largest number of cancellations of one line
 QUIET_S = 5.0  # seconds without other requests before more lanes open; gaps in interactive use are shorter
 RISE_S = 0.5  # seconds between two lanes that open, so that requests after a short gap meet few lines
 
@@ -40,8 +40,8 @@ class Lanes:
 
         Args:
             most: Largest number of lines at once.
-            beside: Lines at once while other requests are open, and for QUIET_S afterwards.
-            waiting: Returns the number of choices that wait for a worker, in this gateway or at a worker.
+            beside: Largest number while other requests are open, and for QUIET_S afterwards.
+            waiting: Returns the number of choices that wait in this gateway or in a worker's queue.
             quiet_s: Returns the seconds since the last other request ended; 0.0 while one is open.
             clock: Returns seconds.
         """
@@ -51,7 +51,7 @@ class Lanes:
         self._turn = asyncio.Lock()
         self._left = asyncio.Event()
         self._clock = clock
-        self._asking: dict[asyncio.Task[Any], float] = {}  # start of each line; -inf protects it from further cancellations
+        self._lines: dict[asyncio.Task[Any], float] = {}  # start of each line; -inf if it may not be cancelled again
         self._displaced: set[asyncio.Task[Any]] = set()  # lines that make_way() has cancelled
         self._closed = False
         self.used = 0  # lanes with a line
@@ -61,18 +61,18 @@ class Lanes:
         given_up = 0
         while True:
             await self._enter()
-            asking = asyncio.create_task(ask())
-            self._asking[asking] = self._clock() if given_up < MOST_GIVEN_UP else float("-inf")
+            task = asyncio.create_task(ask())
+            self._lines[task] = self._clock() if given_up < MOST_GIVEN_UP else float("-inf")
             try:
-                return await asking
+                return await task
             except asyncio.CancelledError:
                 own = asyncio.current_task()
-                if asking not in self._displaced or (own is not None and own.cancelling()):
+                if task not in self._displaced or (own is not None and own.cancelling()):
                     raise
                 given_up += 1
             finally:
-                del self._asking[asking]
-                self._displaced.discard(asking)
+                del self._lines[task]
+                self._displaced.discard(task)
                 self.used -= 1
                 self._left.set()
 
@@ -81,14 +81,14 @@ class Lanes:
 
         Args:
             is_first: Whether no other request was open. All young lines are then cancelled; otherwise only the lines beyond
-                the number that may run beside other requests.
+                `beside`.
         """
         now = self._clock()
         excess = self.used - len(self._displaced) - (0 if is_first else min(self._beside, self._most))
-        young = [asking for asking, begun in self._asking.items() if now - begun < YOUNG_S and asking not in self._displaced]
-        for asking in young[-excess:] if excess > 0 else []:
-            if asking.cancel():
-                self._displaced.add(asking)
+        young = [task for task, begun in self._lines.items() if now - begun < YOUNG_S and task not in self._displaced]
+        for task in young[-excess:] if excess > 0 else []:
+            if task.cancel():
+                self._displaced.add(task)
 
     async def close(self) -> None:
         """Lets no more lines start, and returns when all lanes are free."""
@@ -119,7 +119,7 @@ class Lanes:
 
     @property
     def _more(self) -> float:
-        """Lanes that a quiet period has opened, with a fraction. Infinite before the first other request."""
+        """Number of lanes, as a fraction, that a period without other requests has opened. Infinite before the first request."""
         since_s = self._quiet_s() - QUIET_S
         return 1 + since_s / RISE_S if since_s >= 0 else 0.0
 

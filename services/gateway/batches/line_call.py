@@ -1,4 +1,4 @@
-"""Computes a line of a batch with the operation that serves its path over HTTP. The result's bytes equal the HTTP response's."""
+"""Computes a line of a batch with the operation that serves its path over HTTP. The result has the bytes of the HTTP response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rootstock_llm.services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LineAttempt:
     """The result of one attempt of a line."""
 
     answer: LineResponse
@@ -26,7 +26,7 @@ class Told:
 
 
 class LineCalls:
-    """Runs lines by their path. The caller decides which paths a line may name."""
+    """Computes lines by their path. The caller checks that `operations` has the path."""
 
     def __init__(
         self, run: RunGeneration, operations: Mapping[str, MakeOperation], access: AccessLog, max_body_bytes: int
@@ -43,7 +43,7 @@ class LineCalls:
         self._access = access
         self._max_body_bytes = max_body_bytes
 
-    async def call(self, path: str, body: bytes, caller: Caller, request_id: str) -> Told:
+    async def call(self, path: str, body: bytes, caller: Caller, request_id: str) -> LineAttempt:
         """Computes a line and returns the result. If cancelled, the request is aborted and its resources are released."""
 
         async def read(line: RequestBody) -> None:
@@ -59,5 +59,5 @@ class LineCalls:
                 state, seconds = access_state(sink.running, sink.code, interrupted=not sink.status), time.monotonic() - began
                 self._access.ended("batch", "POST", path, state, sink.status, len(sink.body), seconds)
         retry_after_s = int(dict(sink.headers).get(b"retry-after", b"0"))
-        body_kept = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # a longer body is replaced by an error, so its rest is not needed
-        return Told(LineResponse(sink.status or 500, body_kept, request_id), retry_after_s, sink.code)
+        body = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # answered() replaces a longer body by an error
+        return LineAttempt(LineResponse(sink.status or 500, body, request_id), retry_after_s, sink.code)

@@ -18,7 +18,7 @@ EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 _WHY = {
     EXPIRED: "This request could not be executed before the completion window expired.",
     CANCELLED: "The batch was cancelled before this request was executed.",
-    "result_too_large": f"The answer has more than {MAX_BATCH_RESULT_BYTES} bytes.",
+    "result_too_large": f"The response has more than {MAX_BATCH_RESULT_BYTES} bytes.",
     "store_full": "The store limit of this API key leaves no space for the result. Delete stored data.",
     "server_error": "The request could not be executed.",
 }

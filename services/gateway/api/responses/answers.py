@@ -29,11 +29,13 @@ class ContentPart(ResponseModel):
     text: str = absent("Text of all parts except refusals.")
     refusal: str = absent("Text of a refusal.")
     annotations: list[Any] = absent("Empty list of an output_text.")
-    logprobs: list[OutputLogprob] = absent("Log probabilities of an output_text. Present with include.")
+    logprobs: list[OutputLogprob] = absent(
+        "Log probabilities of an output_text. Present with include message.output_text.logprobs."
+    )
 
 
 class Item(ResponseModel):
-    """A message, reasoning, a call, or a call's result."""
+    """A message, reasoning, a call, or the result of a call."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -41,8 +43,10 @@ class Item(ResponseModel):
     role: Literal["user", "system", "developer", "assistant"] = absent("Role of a message.")
     content: list[ContentPart] = absent("Parts of a message or of new reasoning.")
     summary: list[ContentPart] = absent("Summary of reasoning.")
-    encrypted_content: str = absent("Reasoning in a form that clients return unread. Present with include.")
-    call_id: str = absent("Id of a call; a result has the same.")
+    encrypted_content: str = absent(
+        "Reasoning in an opaque form, which clients may send back. Present with include reasoning.encrypted_content."
+    )
+    call_id: str = absent("Id of a call, or of the call that a result belongs to.")
     name: str = absent("Name of the called function.")
     arguments: str = absent("Arguments of a call as JSON.")
     output: str | list[ContentPart] = absent("Result of a call.")
@@ -110,7 +114,7 @@ class ResponseAnswer(ResponseModel):
     previous_response_id: str | None
     reasoning: ReasoningUsed
     service_tier: Literal["default"]
-    store: bool = Field(description="Whether the response is stored. False until it is.")
+    store: bool = Field(description="Whether the response is stored.")
     temperature: float | None
     text: TextUsed
     tool_choice: str | dict[str, Any]
@@ -136,7 +140,7 @@ class ResponseEvent(ResponseModel):
     text: str = absent("Complete text.")
     name: str = absent("Name of the called function.")
     arguments: str = absent("Complete arguments.")
-    logprobs: list[OutputLogprob] = absent("Log probabilities of a text. Present with include.")
+    logprobs: list[OutputLogprob] = absent("Log probabilities of a text. Present with include message.output_text.logprobs.")
 
 
 class ItemList(ResponseModel):

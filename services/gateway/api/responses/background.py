@@ -1,4 +1,4 @@
-"""Starts a response in the background, and the port to the background's store."""
+"""Starts a background response, and defines the port to the module that runs background responses."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rootstock_llm.services.shared.output_formats import OutputFormats
 
 Json = dict[str, Any]
 
-_MOST_ASKED_BYTES = MAX_RECORD_BYTES - (64 << 10)  # leaves 64 KiB for the end of the record
+_MAX_REQUEST_BYTES = MAX_RECORD_BYTES - (64 << 10)  # reserves 64 KiB of the record for the fields at its end
 
 
 class Background(Protocol):
-    """Responses in the background. Every method raises ApiError."""
+    """The background responses of the gateway. Every method raises ApiError."""
 
-    takes_any: bool  # whether responses may run in the background here
-    timeout_s: int  # seconds within which a response ends
+    takes_any: bool  # whether this gateway accepts background responses
+    timeout_s: int  # seconds after which an unfinished response fails
 
     async def begin(
         self,
@@ -45,11 +45,11 @@ class Background(Protocol):
         """Stores a new response and starts it. Ends the admission if that fails.
 
         Args:
-            record: Stored for readers until the response ends.
+            record: Record that is stored until the response ends.
         """
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """Returns the status of a response in the background, or None if this is not one."""
+        """Returns the status of a background response, or None if there is none with this id."""
 
     async def stream(self, owner: str, response_id: str, after: int) -> Follow:
         """Returns the events after a sequence number, -1 for all. Raises ApiError if too many streams are open."""
@@ -58,14 +58,14 @@ class Background(Protocol):
         """Returns all events, for the client that has just created the response."""
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Cancels a response. Returns when the response has ended, cancelled or not."""
+        """Cancels a response. Returns when the response has ended, for whatever reason."""
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Deletes any stored response, and cancels it. Returns whether it existed."""
+        """Deletes a stored response, and cancels it if it runs in the background. Returns whether it existed."""
 
 
 class DetachedCall(Detached):
-    """Stores a prepared response and answers its client, instead of rendering it."""
+    """Stores a prepared response, starts it in the background, and sends the client its first state or its events."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class DetachedCall(Detached):
         record: Json,
         context_bytes: int,
     ) -> None:
-        """Takes the prepared response.
+        """Prepares to start the response.
 
         Args:
-            streams: The client follows the events of the response.
+            streams: Whether the client gets the events of the response as a stream.
             record: The stored form of the response until it ends.
-            context_bytes: Bytes of the responses before it.
+            context_bytes: Stored bytes of the responses that precede it.
         """
         self._background = background
         self._origin = origin
@@ -95,8 +95,8 @@ class DetachedCall(Detached):
         try:
             events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)
             record, order = orjson.dumps(self._record), self._order(prepared)
-            if max(len(record), len(order.dumped())) > _MOST_ASKED_BYTES:
-                message = f"A response in the background may be asked for with {_MOST_ASKED_BYTES} bytes."
+            if max(len(record), len(order.dumped())) > _MAX_REQUEST_BYTES:
+                message = f"The request of a background response may have at most {_MAX_REQUEST_BYTES} bytes."
                 raise ApiError(413, message, param="background", code="request_too_large")
         except BaseException:
             if admission is not None:

@@ -1,4 +1,4 @@
-"""Renders responses in the background as events, continues them after another gateway, and ends abandoned ones."""
+"""Renders events of background responses, resumes responses of other gateways, and ends responses with their stored output."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-# Replaces the input. The prompt is stored as ids, so it does not depend on earlier responses.
+# Replaces the input of a resumed response, because its prompt is stored as token ids.
 _INPUT: list[Json] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "."}]}]
 
 
 class BackgroundStory:
-    """Events of one response from where its stored events end."""
+    """Renders the events of one response that follow its stored events."""
 
-    def __init__(self, draft: Draft, told: int) -> None:
-        """Starts behind `told` stored events."""
+    def __init__(self, draft: Draft, num_stored: int) -> None:
+        """Continues after `num_stored` stored events."""
         self._draft = draft
-        self._told = told
+        self._num_events = num_stored
 
     def restore(self, events: Sequence[bytes], texts: Sequence[str]) -> None:
         self._draft.restore(map(orjson.loads, events), texts)
@@ -56,7 +56,7 @@ class BackgroundStory:
         return self._numbered([{"type": "response.in_progress", "response": self._draft.response}])
 
     async def of(self, delta: Delta) -> list[bytes]:
-        return self._numbered(await self._draft.told(delta))
+        return self._numbered(await self._draft.events_of(delta))
 
     def ending(self) -> tuple[Json, list[bytes]]:
         response = self._draft.response
@@ -64,19 +64,19 @@ class BackgroundStory:
         return response, self._numbered([{"type": end_of(response), "response": response}])
 
     def _numbered(self, events: list[Json]) -> list[bytes]:
-        first, self._told = self._told, self._told + len(events)
+        first, self._num_events = self._num_events, self._num_events + len(events)
         return numbered(events, first)
 
 
 class BackgroundAnswers:
-    """Makes, continues and ends responses in the background. Every method raises ApiError."""
+    """Prepares, renders and ends background responses. Every method raises ApiError."""
 
     def __init__(self, preparer: ChatPreparer, records: Records) -> None:
         self._preparer = preparer
         self._records = records
 
     def prepare(self, stored: Stored) -> Prepare:
-        """Returns a function that prepares the request as at first, with the stored prompt."""
+        """Returns a function that prepares the request again, with the stored prompt."""
         order = stored.order
         prepared = PreparedChat(
             PromptInput(array("I", stored.prompt), None, rendered_end=order.rendered_end),
@@ -98,7 +98,7 @@ class BackgroundAnswers:
         return prepare
 
     def story(self, stored: Stored, request: RunningRequest, token_texts: TokenTexts) -> BackgroundStory:
-        """Returns the events of a stored response. They continue after restore() has received the stored ones."""
+        """Returns the renderer of a stored response. Its restore() must receive all stored events first."""
         order, asked = stored.order, _asked(stored.order)
         response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}
         draft = Draft(request, token_texts, response, output_items(order.id, asked))
@@ -107,7 +107,7 @@ class BackgroundAnswers:
     async def record(self, order: BackgroundOrder, response: Json) -> FinalRecords:
         """Returns the final record of a response. Raises ApiError 404 if the response was deleted.
 
-        A response without output is stored at any size, because its request was.
+        A response without output is stored at any size, because its request has passed the check of the size.
         """
         kept = await self._records.over(order.owner, response, order.context_bytes)
         if response["output"] and len(kept.record) > MAX_RECORD_BYTES:
@@ -117,20 +117,21 @@ class BackgroundAnswers:
         return kept
 
     async def given_up(self, owner: str, response_id: str) -> bytes:
-        """Returns the record of a response, as a failed one, that no gateway could read or end.
+        """Returns the record, with status failed, of a response that no gateway could read or end.
 
         Raises:
-            ValueError, TypeError, LookupError: The record cannot be read either.
+            ValueError, TypeError, LookupError: The record cannot be read.
         """
         error = internal("No gateway could continue or end this response.")
         return await self._records.ended(owner, response_id, failure(error))
 
     async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
-        """Returns a response that ends with its stored output, and its last events. Output that is too large to store is left
-        out.
+        """Returns a response that ends with its stored output, and its last events.
+
+        Output that is too large to store is left out.
 
         Args:
-            error: Of a failed response.
+            error: Error of a failed response; else None.
         """
         order, events = stored.order, list[Json]()
         try:

@@ -1,4 +1,4 @@
-"""Prepares a request of the Responses API after the items before it, and stores its response."""
+"""Prepares a request of the Responses API with the stored items that precede it, and stores its response."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-_FIXED = frozenset(("system", "developer"))  # roles of what truncation leaves
+_FIXED = frozenset(("system", "developer"))  # roles of messages that truncation keeps
 
 
 class ResponsesCall:
     """State of one request: prepare() is called once, then renderer()."""
 
-    _asked: ResponsesRequest
-    _before: Context
-    _items: list[Json]
-    _owner: str
+    _asked: ResponsesRequest  # the parsed body
+    _before: Context  # stored items that precede the request's own
+    _items: list[Json]  # items of the request
+    _owner: str  # see owner_of()
     _origin: Origin
-    _streams: bool  # one in the background
+    _streams: bool  # whether the client follows a background response's events; unset for other responses
 
     def __init__(self, preparer: ChatPreparer, records: Records, background: Background | None) -> None:
         self._preparer = preparer
@@ -56,7 +56,7 @@ class ResponsesCall:
         if self._asked.background:
             self._check_background()
         before = self._before.items
-        self._before = replace(self._before, items=[])  # items may have 16 MiB, and are stored already
+        self._before = replace(self._before, items=[])  # frees up to 16 MiB; the store has the items
         request = await self._fitted([*before, *self._items], origin)
         self._asked = as_served(self._asked)
         return request
@@ -77,7 +77,7 @@ class ResponsesCall:
                 record = record_of(response, self._items, self._before.chain, self._before.num_bytes)
             except (orjson.JSONEncodeError, RecursionError):
                 raise bad_request(
-                    "background", "A background response cannot be stored if its request is nested this deeply."
+                    "background", "The request is nested too deeply to be stored. Send it without 'background'."
                 ) from None
             return DetachedCall(self._background, self._origin, self._asked, self._streams, record, self._before.num_bytes)
         return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep, self._records.keeps)
@@ -94,12 +94,12 @@ class ResponsesCall:
         items = checked_items([] if asked.input is None else asked.input, "input", omits)
         self._before = await self._context(asked, body.grow_by)
         self._items = await self._records.resolved(self._owner, items, self._before)
-        self._asked = asked.model_copy(update={"input": None})  # the input may have 64 MiB, and `_items` is a copy
+        self._asked = asked.model_copy(update={"input": None})  # frees up to 64 MiB; `_items` has a copy
 
     def _check_background(self) -> None:
-        """Checks whether the response may run in the background, and fixes its seed.
+        """Checks whether the response may run in the background, and sets a seed if the client sent none.
 
-        Another gateway's worker can then continue it with the same draws.
+        With the seed, a worker that resumes the response samples the same tokens.
         """
         asked = self._asked
         if asked.store is False:
@@ -108,9 +108,11 @@ class ResponsesCall:
         if self._origin.caller.background:
             raise bad_request("background", "'background' cannot be used in a batch.", "unsupported_parameter")
         if self._background is None:
-            raise ApiError(400, "This server keeps nothing: it has no store.", param="background", code="no_store")
+            raise ApiError(
+                400, "This server has no store, so it runs no background responses.", param="background", code="no_store"
+            )
         if not self._background.takes_any:
-            raise bad_request("background", "This server takes no responses in the background.", "unsupported_parameter")
+            raise bad_request("background", "This server runs no background responses.", "unsupported_parameter")
         self._streams = bool(asked.stream)  # the client follows the stored events; the request itself has no stream
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         self._asked = asked.model_copy(update={"seed": seed, "stream": None})
@@ -138,7 +140,7 @@ class ResponsesCall:
         return given if isinstance(given, str | None) else given.id
 
     async def _fitted(self, items: Sequence[Json], origin: Origin) -> GenerationRequest:
-        """Returns the prepared request. With truncation `auto`, it drops the oldest quarter of the items until the rest fits."""
+        """Returns the prepared request. With truncation `auto`, drops oldest items, a quarter at a time, until the rest fits."""
         streams = bool(self._asked.stream or self._asked.background)
         while True:
             try:
@@ -150,34 +152,38 @@ class ResponsesCall:
                 items = fewer
 
     async def _keep(self, response: Json) -> bool:
-        """Stores the new items of a conversation, and the response if the client wants that. Returns whether all was stored."""
-        kept = True
+        """Adds the new items to the conversation, if any, and stores the response if requested.
+
+        Returns:
+            Whether the response is stored and the conversation is extended.
+        """
+        is_extended = True
         conversation = self._conversation(self._asked)
         if conversation is not None:
             try:
                 await self._records.extend(self._owner, conversation, [*self._items, *response["output"]])
             except ApiError as error:
                 logger.warning("did not extend a conversation: %s", error.message)
-                kept = False
+                is_extended = False
         if not response["store"]:
             return False
         before = self._before if self._asked.previous_response_id is not None else Context()
-        return await self._records.keep_response(self._owner, response, self._items, before) and kept
+        return await self._records.keep_response(self._owner, response, self._items, before) and is_extended
 
 
 def _without_oldest(items: Sequence[Json]) -> list[Json]:
-    """Returns the items without the oldest quarter of those that may go.
+    """Returns the items without the oldest quarter of the removable items.
 
-    System and developer messages stay. The last item stays; if it is a tool result, its call stays, too. A tool result
-    goes together with its call.
+    System and developer messages and the last item stay. If the last item is a tool result, its call stays, too. Any other tool
+    result is removed together with its call.
     """
     if not items:
         return []
     *before, last = items
     call_id = last.get("call_id")
-    kept = [item.get("role") in _FIXED or (item["type"] == "function_call" and item["call_id"] == call_id) for item in before]
-    loose = [index for index, stays in enumerate(kept) if not stays]
-    gone = set(loose[: max(1, len(loose) // 4)])
-    rest = [item for index, item in enumerate(before) if index not in gone]
+    fixed = [item.get("role") in _FIXED or (item["type"] == "function_call" and item["call_id"] == call_id) for item in before]
+    removable = [index for index, is_fixed in enumerate(fixed) if not is_fixed]
+    removed = set(removable[: max(1, len(removable) // 4)])
+    rest = [item for index, item in enumerate(before) if index not in removed]
     calls = {item["call_id"] for item in rest if item["type"] == "function_call"}
     return [*(item for item in rest if item["type"] != "function_call_output" or item["call_id"] in calls), last]

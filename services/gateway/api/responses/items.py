@@ -1,6 +1,6 @@
-"""Checks items of the Responses API, gives them ids, and turns them into messages of a chat.
+"""Checks items of the Responses API, assigns ids, and translates items into messages of a chat.
 
-Pure; raises ApiError that names the exact element.
+Pure. An ApiError names the invalid element.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from rootstock_llm.services.shared import limits
 Json = dict[str, Any]
 
 REFERENCE = "item_reference"
-_SEAL_MARK = "rr1."
-_SEAL_CHECK_BYTES = 8
+_SEAL_MARK = "rr1."  # prefix of sealed reasoning, with the version of its format
+_SEAL_CHECK_BYTES = 8  # size of its checksum
 _ROLES = frozenset(("user", "system", "developer", "assistant"))
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-# Calls that the server of another vendor has run.
+_TEXTS = {  # member that has the text, by type of part
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "refusal": "refusal",
+}
+# Types of calls that another vendor's server has run.
 _HOSTED_CALLS = frozenset(
     (
         *("code_interpreter_call", "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response"),
         *("mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call"),
     )
 )
-# Calls that the client has run, whose results the model needs, and a history that only another vendor can read.
+# Types of items that cannot be left out: calls that the client has run, and compacted history that only its vendor can read.
 _UNSERVED = _HOSTED_CALLS | frozenset(
     (
         *("apply_patch_call", "apply_patch_call_output", "compaction", "computer_call", "computer_call_output"),
@@ -45,7 +50,7 @@ def checked_items(given: Any, where: str, omits_hosted: bool = False) -> list[Js
     """Returns a client's input in the stored form: items with types and ids, and texts as lists of parts.
 
     Args:
-        omits_hosted: Calls of hosted tools are left out instead of refused.
+        omits_hosted: Whether calls of hosted tools are left out instead of refused.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -66,21 +71,22 @@ def new_id(kind: str, owner: str = "", index: int = 0) -> str:
     """Returns a new id for an item of a type.
 
     Args:
-        owner: Part after the prefix of the id of the response that has made the item; "" for a client's item.
+        owner: Id, without its prefix, of the response that the item is an output of; "" for a client's item.
         index: Index of the item in that response.
     """
     return f"{_PREFIXES[kind]}_{owner}{index:04x}" if owner else f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
 
 
 def response_of(item_id: str) -> str | None:
-    """Returns the id of the response that has made an item with this id, or None for another item."""
+    """Returns the id of the response that an item is an output of, from the item's id. None for a client's item."""
     prefix, _, rest = item_id.partition("_")
     return f"resp_{rest[:-4]}" if prefix in _PREFIXES.values() and len(rest) == 36 else None
 
 
 def messages_of(items: Iterable[Json]) -> list[Json]:
-    """Returns the messages that the chat template reads. Consecutive items of the model are one message: reasoning, text and
-    calls.
+    """Returns the messages that the chat template reads.
+
+    Consecutive items of the model (reasoning, text, calls) become one message.
     """
     messages: list[Json] = []
     open_turn: Json | None = None
@@ -119,7 +125,7 @@ def _add(item: Json, turn: Json) -> None:
 
 
 def _reasoning(item: Json) -> str:
-    """Returns the reasoning of an item: the content, else the sealed content, else the summary."""
+    """Returns the reasoning of an item: its content if any, else its unsealed content, else its summary."""
     content = _text(item.get("content") or [])
     if not content and item.get("encrypted_content"):
         content = opened(item["encrypted_content"]) or ""
@@ -177,7 +183,7 @@ def _parts(content: Any, where: str, kind: str) -> list[Json]:
     """Returns the checked text parts.
 
     Args:
-        kind: Type of a part that is given as a string.
+        kind: Type of the part if the content is a string.
     """
     if isinstance(content, str):
         return [_part(kind, content)]
@@ -259,28 +265,28 @@ def check_tool_types(tools: Sequence[Json] | None, omits_hosted: bool) -> None:
         kind = hosted_type(tool)
         if tool.get("type") != "function" and not (kind and omits_hosted):
             named = f" '{kind}'" if kind else ""
-            message = f"'tools[{index}].type'{named}: hosted and custom tools are not supported by this server, only functions."
+            message = f"'tools[{index}].type'{named}: this server supports functions only, no hosted or custom tools."
             raise bad_request(f"tools[{index}].type", message, "unsupported_parameter")
 
 
 def sealed(text: str) -> str:
-    """Returns reasoning in the form that clients carry from one response to the next without reading it.
+    """Returns reasoning in the opaque form of `encrypted_content`, which clients send back with a later request.
 
-    It is no secret: the same client may have the reasoning itself.
+    It is encoded and not encrypted, because the client may read the reasoning anyway.
     """
     content = text.encode()
     return _SEAL_MARK + base64.urlsafe_b64encode(_seal_check(content) + content).decode()
 
 
 def opened(given: str) -> str | None:
-    """Returns the reasoning, or None for a text that sealed() has not made."""
+    """Returns the reasoning in a text that sealed() has returned, or None for any other text."""
     if not given.startswith(_SEAL_MARK):
         return None
     try:
         found = base64.urlsafe_b64decode(given.removeprefix(_SEAL_MARK))
         content = found[_SEAL_CHECK_BYTES:]
         return content.decode() if found[:_SEAL_CHECK_BYTES] == _seal_check(content) else None
-    except ValueError:  # no base64, no ASCII even, or no UTF-8 within
+    except ValueError:  # not ASCII, not base64, or not UTF-8 inside
         return None
 
 

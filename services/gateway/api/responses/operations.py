@@ -1,4 +1,4 @@
-"""The Responses API as the OpenAPI document has it."""
+"""Operations of the Responses API for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ ITEMS = f"{CONVERSATION}/items"
 ITEM = f"{ITEMS}/{{item_id}}"
 
 _TAG = "Responses"
-_RESPONSE = {"response_id": "Of a response that is kept."}
-_CONVERSATION = {"conversation_id": "Of a conversation."}
-_ITEM = {**_CONVERSATION, "item_id": "Of one of its items."}
-_KEPT = (404, 503)
+_RESPONSE = {"response_id": "Id of a stored response."}
+_CONVERSATION = {"conversation_id": "Id of a conversation."}
+_ITEM = {**_CONVERSATION, "item_id": "Id of an item of the conversation."}
+_STORED = (404, 503)
 OPERATIONS = (
     ApiOperation(
         "post",
         RESPONSES,
         _TAG,
-        "Response",
+        "Create a response",
         {JSON: ResponseAnswer, EVENTS: ResponseEvent},
         ResponsesRequest,
         generates=True,
@@ -52,7 +52,7 @@ OPERATIONS = (
         "post",
         INPUT_TOKENS,
         _TAG,
-        "Tokens of its input",
+        "Count the input tokens of a response",
         {JSON: InputTokenCount},
         ResponsesRequest,
         statuses=(404, 504),
@@ -63,54 +63,68 @@ OPERATIONS = (
         "get",
         RESPONSE,
         _TAG,
-        "A response that is kept",
+        "Get a stored response",
         {JSON: ResponseAnswer, EVENTS: ResponseEvent},
-        statuses=_KEPT,
+        statuses=_STORED,
         parameters=_RESPONSE,
         named=True,
     ),
-    ApiOperation("delete", RESPONSE, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_RESPONSE),
+    ApiOperation("delete", RESPONSE, _TAG, "Delete a response", {JSON: Deleted}, statuses=_STORED, parameters=_RESPONSE),
     ApiOperation(
-        "post", CANCEL, _TAG, "Cancel one in the background", {JSON: ResponseAnswer}, statuses=_KEPT, parameters=_RESPONSE
+        "post", CANCEL, _TAG, "Cancel a background response", {JSON: ResponseAnswer}, statuses=_STORED, parameters=_RESPONSE
     ),
-    ApiOperation("get", INPUT_ITEMS, _TAG, "Its input", {JSON: ItemList}, statuses=_KEPT, parameters=_RESPONSE),
+    ApiOperation(
+        "get", INPUT_ITEMS, _TAG, "List the input items of a response", {JSON: ItemList}, statuses=_STORED, parameters=_RESPONSE
+    ),
     ApiOperation(
         "post",
         CONVERSATIONS,
         _TAG,
-        "Begin a conversation",
+        "Create a conversation",
         {JSON: ConversationAnswer},
         ConversationRequest,
         statuses=(429,),
         example={"items": [{"role": "user", "content": "Count from 3 to 9."}], "metadata": {"topic": "numbers"}},
     ),
     ApiOperation(
-        "get", CONVERSATION, _TAG, "A conversation", {JSON: ConversationAnswer}, statuses=_KEPT, parameters=_CONVERSATION
+        "get", CONVERSATION, _TAG, "Get a conversation", {JSON: ConversationAnswer}, statuses=_STORED, parameters=_CONVERSATION
     ),
     ApiOperation(
         "post",
         CONVERSATION,
         _TAG,
-        "Change its metadata",
+        "Replace the metadata of a conversation",
         {JSON: ConversationAnswer},
         ConversationUpdate,
         statuses=(404, 409, 429),
         parameters=_CONVERSATION,
         example={"metadata": {"topic": "counting"}},
     ),
-    ApiOperation("delete", CONVERSATION, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_CONVERSATION),
-    ApiOperation("get", ITEMS, _TAG, "Its items", {JSON: ItemList}, statuses=_KEPT, parameters=_CONVERSATION),
+    ApiOperation(
+        "delete", CONVERSATION, _TAG, "Delete a conversation", {JSON: Deleted}, statuses=_STORED, parameters=_CONVERSATION
+    ),
+    ApiOperation(
+        "get", ITEMS, _TAG, "List the items of a conversation", {JSON: ItemList}, statuses=_STORED, parameters=_CONVERSATION
+    ),
     ApiOperation(
         "post",
         ITEMS,
         _TAG,
-        "Add items",
+        "Add items to a conversation",
         {JSON: ItemList},
         ItemsRequest,
         statuses=(404, 409, 429),
         parameters=_CONVERSATION,
         example={"items": [{"role": "user", "content": "And on to 12?"}]},
     ),
-    ApiOperation("get", ITEM, _TAG, "One item", {JSON: Item}, statuses=_KEPT, parameters=_ITEM),
-    ApiOperation("delete", ITEM, _TAG, "Remove it", {JSON: ConversationAnswer}, statuses=(404, 409, 503), parameters=_ITEM),
+    ApiOperation("get", ITEM, _TAG, "Get an item of a conversation", {JSON: Item}, statuses=_STORED, parameters=_ITEM),
+    ApiOperation(
+        "delete",
+        ITEM,
+        _TAG,
+        "Remove an item from a conversation",
+        {JSON: ConversationAnswer},
+        statuses=(404, 409, 503),
+        parameters=_ITEM,
+    ),
 )

@@ -1,4 +1,4 @@
-"""Makes output items, and the events that announce them, from a model's output. Pure."""
+"""Builds the output items of a response, and the events about them, from a model's parsed output. Pure."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def numbered(events: Iterable[Json], first: int) -> list[bytes]:
 
 
 class OutputItems:
-    """The output items of one response so far. Its events have no sequence numbers yet."""
+    """The output items of one response so far. The methods return events without sequence numbers; see numbered()."""
 
     def __init__(self, owner: str, seals: bool) -> None:
         """Starts without items.
 
         Args:
-            owner: Part after the prefix of the response's id. The ids of items contain it.
-            seals: Whether reasoning comes in the sealed form, too.
+            owner: The response's id without its prefix. The ids of items contain it.
+            seals: Whether reasoning items also have encrypted_content.
         """
         self._owner = owner
         self._seals = seals
-        self._texts: list[str] = []  # pieces of the open item
+        self._texts: list[str] = []  # pieces of the open item's text or arguments
         self._is_open = False
         self._logprobs: list[Json] = []  # log probabilities of the open item
         self._pending: list[Json] = []  # log probabilities of tokens whose text has not arrived
         self.items: list[Json] = []
 
     def restore(self, events: Iterable[Json]) -> None:
-        """Restores the state after these stored events. Called in the order of the events."""
+        """Restores the state after stored events. Called for each page of events, in order."""
         for event in events:
             if event["type"] == "response.output_item.added":
                 self.items.append(event["item"])
@@ -53,7 +53,7 @@ class OutputItems:
                 self._logprobs += event.get("logprobs", ())
 
     def logprobs(self, entries: list[Json]) -> None:
-        """Adds the log probabilities of the tokens behind the next events."""
+        """Adds the log probabilities of the tokens that the next events render."""
         self._pending += entries
 
     def add(self, event: Event) -> Iterator[Json]:
@@ -61,18 +61,18 @@ class OutputItems:
             yield from self._begin("message")
             entries, self._pending = self._pending, []
             self._logprobs += entries
-            yield self._said("response.output_text.delta", event.text, logprobs=entries)
+            yield self._text_delta("response.output_text.delta", event.text, logprobs=entries)
         elif isinstance(event, Reasoning):
             yield from self._begin("reasoning")
-            yield self._said("response.reasoning_text.delta", event.text)
+            yield self._text_delta("response.reasoning_text.delta", event.text)
         elif isinstance(event, CallStart):
             yield from self._close("completed")
             yield from self._begin("function_call", event.name)
         elif isinstance(event, CallArguments):
             self._texts.append(event.fragment)
-            yield self._placed("response.function_call_arguments.delta", delta=event.fragment)
+            yield self._item_event("response.function_call_arguments.delta", delta=event.fragment)
         elif isinstance(event, CallEnd):
-            yield from self._close("completed", is_whole=True)
+            yield from self._close("completed", is_complete=True)
 
     def finish(self, status: str) -> Iterator[Json]:
         """Closes the open item with this status, and returns the last events. Remaining log probabilities belong to its text."""
@@ -94,30 +94,30 @@ class OutputItems:
         self._texts, self._logprobs, self._is_open = [], [], True
         yield self._event("response.output_item.added", item=dict(item))
         if kind in _PART:
-            yield self._placed("response.content_part.added", content_index=0, part=self._part(""))
+            yield self._item_event("response.content_part.added", content_index=0, part=self._part(""))
 
-    def _close(self, status: str, is_whole: bool = False) -> Iterator[Json]:
+    def _close(self, status: str, is_complete: bool = False) -> Iterator[Json]:
         """Closes the open item.
 
         Args:
-            is_whole: The call has ended. A call that broke off is never completed.
+            is_complete: Whether a call's arguments are complete. A call that was cut off gets the status incomplete.
         """
         if not self._is_open:
             return
         self._is_open = False
         item, text = self.items[-1], "".join(self._texts)
         kind = item["type"]
-        breaks_off = kind == "function_call" and not is_whole and status == "completed"
-        item["status"] = "incomplete" if breaks_off else status
+        is_cut_off = kind == "function_call" and not is_complete and status == "completed"
+        item["status"] = "incomplete" if is_cut_off else status
         if kind == "function_call":
             item["arguments"] = text
-            yield self._placed("response.function_call_arguments.done", name=item["name"], arguments=text)
+            yield self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
             part = self._part(text)
             item["content"] = [part]
             more: Json = {"logprobs": self._logprobs} if kind == "message" else {}
-            yield self._placed(f"response.{_PART[kind]}.done", content_index=0, text=text, **more)
-            yield self._placed("response.content_part.done", content_index=0, part=part)
+            yield self._item_event(f"response.{_PART[kind]}.done", content_index=0, text=text, **more)
+            yield self._item_event("response.content_part.done", content_index=0, part=part)
         if kind == "reasoning" and self._seals:
             item["encrypted_content"] = sealed(text)
         yield self._event("response.output_item.done", item=dict(item))
@@ -127,11 +127,11 @@ class OutputItems:
         more: Json = {"annotations": [], "logprobs": list(self._logprobs)} if kind == "message" else {}
         return {"type": _PART[kind], "text": text, **more}
 
-    def _said(self, kind: str, text: str, **more: Any) -> Json:
+    def _text_delta(self, kind: str, text: str, **more: Any) -> Json:
         self._texts.append(text)
-        return self._placed(kind, content_index=0, delta=text, **more)
+        return self._item_event(kind, content_index=0, delta=text, **more)
 
-    def _placed(self, kind: str, **more: Any) -> Json:
+    def _item_event(self, kind: str, **more: Any) -> Json:
         return self._event(kind, item_id=self.items[-1]["id"], **more)
 
     def _event(self, kind: str, **more: Any) -> Json:

@@ -1,4 +1,4 @@
-"""Stored responses and conversations. Every method raises ApiError."""
+"""Reads and writes stored responses and conversations for the HTTP API. Every method raises ApiError."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from rootstock_llm.services.shared import limits
 logger = logging.getLogger(__name__)
 
 NOT_FINISHED = "previous_response_not_finished"
-TURNS = 16  # attempts to change a conversation that other requests change, too
-PAUSE_S = 0.01
-RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"  # how their ids begin
+TURNS = 16  # attempts to change a conversation while other requests change it
+PAUSE_S = 0.01  # shortest pause between two attempts, in seconds; the longest is TURNS times as long
+RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"  # prefixes of their ids
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The items before a request."""
+    """The stored items that precede a request."""
 
     items: list[Json] = field(default_factory=list)  # in order
     chain: tuple[str, ...] = ()  # ids of the responses that the items belong to, oldest first
-    num_bytes: int = 0  # bytes of these responses
+    num_bytes: int = 0  # stored bytes of these responses
 
 
 class Records:
     """Reads and writes responses and conversations in the store."""
 
     def __init__(self, store: StateStore | None, retry_after_s: int) -> None:
-        """Takes the store, or None if this gateway has no store."""
+        """Prepares the access. `store` is None if this gateway has no store."""
         self._store = store
         self.keeps = store is not None  # whether this gateway has a store
         self._retry_after_s = retry_after_s
 
     async def after(self, owner: str, response_id: str, hold: Hold) -> Context:
-        """Returns the context of a response that follows this one.
+        """Returns the context of a new response that follows a stored response.
 
         Args:
             hold: Reserves the bytes of the context in the body budget.
@@ -78,13 +78,13 @@ class Records:
         return Context(items, names, last["bytes"])
 
     async def of_conversation(self, owner: str, conversation_id: str, hold: Hold) -> Context:
-        """Returns the context of a response in a conversation. `hold` as in after()."""
+        """Returns the context of a new response in a conversation. For `hold`, see after()."""
         found = await self._conversation_record(owner, conversation_id, "conversation")
         await hold(len(found.content))
         return Context(orjson.loads(found.content)["items"])
 
     async def resolved(self, owner: str, items: Sequence[Json], before: Context) -> list[Json]:
-        """Returns the items with references resolved. A reference to an item that the context has is left out."""
+        """Replaces references by the items that they name. A reference to an item of the context is left out."""
         known = {item["id"] for item in before.items}
         found = []
         for index, item in enumerate(items):
@@ -99,10 +99,10 @@ class Records:
         return await self._try_put(owner, response["id"], record_of(response, items, before.chain, before.num_bytes))
 
     async def over(self, owner: str, response: Json, context_bytes: int) -> FinalRecords:
-        """Returns the final record of a response in the background, with its conversation if that continues with the response.
+        """Returns the final record of a background response, and the new record of its conversation if the response extends it.
 
         Args:
-            context_bytes: Bytes of the responses before it.
+            context_bytes: Stored bytes of the responses that precede it.
         """
         last = await self._response(owner, response["id"], "response_id")
         talk = None
@@ -111,7 +111,7 @@ class Records:
         return FinalRecords(orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes)), talk)
 
     async def ended(self, owner: str, response_id: str, change: Json) -> bytes:
-        """Returns the record of a response that ends as it is stored, with a change.
+        """Returns the final record of a response: the stored record with the fields of `change`.
 
         Raises:
             ValueError, TypeError, LookupError: The record is not a response.
@@ -131,7 +131,7 @@ class Records:
         _extend(conversation, items)
         content = orjson.dumps(conversation)
         if len(content) > limits.MAX_RECORD_BYTES:
-            logger.warning("did not extend a conversation, because it has its largest size")
+            logger.warning("did not extend a conversation, because it would exceed the largest size of a record")
             return None
         return Talk(conversation_id, version, content)
 
@@ -153,8 +153,8 @@ class Records:
         if not name.startswith(kind):
             raise gone(param)
         async with self._reached() as store:
-            there = await store.delete(owner, name)
-        if not there:
+            existed = await store.delete(owner, name)
+        if not existed:
             raise gone(param)
 
     async def begin_conversation(self, owner: str, items: Sequence[Json], metadata: Json) -> Json:
@@ -178,7 +178,7 @@ class Records:
         return await self._change(owner, conversation_id, lambda conversation: conversation.update(metadata=metadata))
 
     async def extend(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Json:
-        """Adds items to a conversation. Known items keep their positions."""
+        """Adds items to a conversation. Items that it already has keep their positions."""
         return await self._change(owner, conversation_id, lambda conversation: _extend(conversation, items))
 
     async def remove_item(self, owner: str, conversation_id: str, item_id: str) -> Json:
@@ -200,7 +200,9 @@ class Records:
             if not kept:
                 raise _full()
             return conversation
-        raise ApiError(409, "Others write to this conversation all the time.", param="conversation", code="conversation_locked")
+        raise ApiError(
+            409, "Other requests are changing this conversation. Retry later.", param="conversation", code="conversation_locked"
+        )
 
     async def _conversation(self, owner: str, conversation_id: str, param: str) -> tuple[Json, int]:
         found = await self._conversation_record(owner, conversation_id, param)
@@ -209,7 +211,7 @@ class Records:
     async def _conversation_record(self, owner: str, conversation_id: str, param: str) -> StoredRecord:
         (found,) = await self._get(owner, [conversation_id]) if conversation_id.startswith(CONVERSATION_PREFIX) else [None]
         if found is None:
-            raise _not_found(param, "There is no such conversation.", "conversation_not_found")
+            raise _not_found(param, "No conversation has this id, or the conversation has expired.", "conversation_not_found")
         return found
 
     async def _response(self, owner: str, response_id: str, param: str) -> Json:
@@ -241,13 +243,13 @@ class Records:
         try:
             return await self._store.put(owner, name, orjson.dumps(record))
         except StoreAway as away:
-            logger.warning("a response is not kept: %s", away)
+            logger.warning("could not store a response: %s", away)
             return False
 
     @asynccontextmanager
     async def _reached(self) -> AsyncIterator[StateStore]:
         if self._store is None:
-            raise ApiError(400, "This server keeps nothing: it has no store.", code="no_store")
+            raise ApiError(400, "This server has no store, so it stores no responses or conversations.", code="no_store")
         try:
             yield self._store
         except StoreAway:
@@ -264,8 +266,8 @@ def record_of(response: Json, items: Sequence[Json], chain: Sequence[str], conte
 
     Args:
         items: The response's input.
-        chain: Ids of the responses before it, oldest first.
-        context_bytes: Bytes of these.
+        chain: Ids of the responses that precede it, oldest first.
+        context_bytes: Stored bytes of these responses.
     """
     record: Json = {"response": response, "input": list(items), "chain": list(chain), "bytes": 0}
     record["bytes"] = context_bytes + len(orjson.dumps(record))

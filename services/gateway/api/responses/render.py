@@ -1,6 +1,6 @@
 """Renders a response as a document, or as the events of a stream.
 
-The response is stored before the client learns whether it is stored.
+The response is stored before its end is sent, because the end reports whether it is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 from rootstock_llm.services.gateway.service.sink import HeaderRenderer
 
 Json = dict[str, Any]
-Keep = Callable[[Json], Awaitable[bool]]  # whether the response is kept
+Keep = Callable[[Json], Awaitable[bool]]  # stores a response if requested; returns whether all was stored
 
 _STATUS = {"length": "incomplete", "abort": "cancelled"}
 _ERROR_CODES = {429: "rate_limit_exceeded"}
@@ -35,25 +35,25 @@ class Draft:
         self._output = output
         self._logprobs = ChatLogprobWriter(request.params, token_texts.of_model(request.model))
         self._reader = ChoiceReader(request.params.parsing)
-        # Log probabilities need to know the tokens of the text. Without a parser, all tokens are text.
+        # Log probabilities are sent only without a parser, because all tokens are then tokens of the text.
         self._has_logprobs = request.params.wants_logprobs and request.params.parsing is None
         self.response = response
 
     def restore(self, events: Iterable[Json], texts: Iterable[str]) -> None:
-        """Restores the state after stored events. `texts` are the pieces of output behind the events."""
+        """Restores the state after stored events. `texts` are the pieces of output that the events render."""
         self._output.restore(events)
         self._reader.replay(texts)
 
-    async def told(self, delta: Delta) -> list[Json]:
+    async def events_of(self, delta: Delta) -> list[Json]:
         """Returns the events of a delta. Raises ApiError."""
         if self._has_logprobs:
             self._output.logprobs(orjson.loads(await self._logprobs.of(delta))["content"])
-        told = [each for event in self._reader.read(delta) for each in self._output.add(event)]
+        events = [each for event in self._reader.read(delta) for each in self._output.add(event)]
         if delta.ending is not None:
             status = _STATUS.get(delta.ending.finish_reason, "completed")
-            told += self._output.finish("completed" if status == "completed" else "incomplete")
+            events += self._output.finish("completed" if status == "completed" else "incomplete")
             self.response["status"] = status
-        return told
+        return events
 
     def finish(self, completed_at: int) -> None:
         """Completes the response after the last delta. `completed_at` is in Unix seconds."""
@@ -70,11 +70,11 @@ class Draft:
         return {**self.response, **failure(error), "output": self._output.items}
 
 
-STORED = b"x-rootstock-stored"  # header of a response that was to be stored and is not
+STORED = b"x-rootstock-stored"  # header of a response that is not stored although the client requested it
 
 
 class ResponseRenderer(HeaderRenderer):
-    """Renders one response, and has it stored."""
+    """Renders one response, and stores it by `keep`."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class ResponseRenderer(HeaderRenderer):
         """Makes the renderer.
 
         Args:
-            asked: The body.
-            keep: Stores the response if the client wants that.
+            asked: The parsed body.
+            keep: Stores the response if requested.
             keeps: Whether this server has a store.
         """
         self._request = request
@@ -109,10 +109,10 @@ class ResponseRenderer(HeaderRenderer):
 
     async def chunk(self, delta: Delta) -> bytes:
         opening = b""
-        if delta.first:  # written before the draft reads the delta: if this is also the last one, it completes the response
+        if delta.first:  # rendered before the draft reads the delta, which may complete the response
             kinds = ("created", "in_progress")
             opening = self._written({"type": f"response.{kind}", "response": self._response} for kind in kinds)
-        return opening + self._written(await self._draft.told(delta))
+        return opening + self._written(await self._draft.events_of(delta))
 
     async def ending(self) -> bytes:
         await self._finish()
@@ -123,7 +123,7 @@ class ResponseRenderer(HeaderRenderer):
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         for delta in deltas:
-            await self._draft.told(delta)
+            await self._draft.events_of(delta)
         await self._finish()
         return orjson.dumps(self._response)
 

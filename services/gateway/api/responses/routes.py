@@ -1,4 +1,4 @@
-"""Routes of the Responses API: responses, which generate, and the stored responses and conversations."""
+"""Routes of the Responses API: creation of responses, stored responses, and conversations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from rootstock_llm.services.shared import limits
 Json = dict[str, Any]
 B = TypeVar("B", bound=Body)
 
-_PAGE, _MOST = 20, 100  # default and highest 'limit' of a list
+_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100  # of the parameter 'limit' of lists
 _NUMBER_CHARS = 12  # longest sequence number of an event, in digits
 
 
@@ -101,7 +101,7 @@ class ResponsesApi:
         if query.get("stream") not in ("true", "1"):
             return json_response(found)
         if not found["background"] or self._background is None:
-            message = "'stream': only a response in the background is streamed again."
+            message = "'stream' is supported only for background responses."
             raise bad_request("stream", message, "unsupported_parameter")
         return FollowedStream(await self._background.stream(owner, response_id, after))
 
@@ -117,7 +117,7 @@ class ResponsesApi:
         owner, response_id = _owner(request), request.path_params["response_id"]
         found = await self._records.response(owner, response_id)
         if not found["background"] or self._background is None:
-            message = "Only responses in the background can be cancelled."
+            message = "Only background responses can be cancelled."
             raise bad_request("response_id", message, "unsupported_operation")
         await self._background.cancel(owner, response_id)
         return json_response(await self._current(owner, response_id))
@@ -127,7 +127,7 @@ class ResponsesApi:
         return json_response(_page(items, request.query_params))
 
     async def _current(self, owner: str, response_id: str) -> Json:
-        """Returns the response with its present status: the stored one keeps its first status until the response ends."""
+        """Returns the response with its current status. The stored record has the first status until the response ends."""
         found = await self._records.response(owner, response_id)
         if found["status"] not in OPEN or self._background is None:
             return found
@@ -141,7 +141,7 @@ class ResponsesApi:
 
     async def _begin_conversation(self, request: Request) -> Response:
         given = await self._read(request, ConversationRequest)
-        items = _few([] if given.items is None else given.items, self._preparer.omits_hosted_tools)
+        items = _checked_items([] if given.items is None else given.items, self._preparer.omits_hosted_tools)
         return json_response(
             _card(await self._records.begin_conversation(_owner(request), items, check_metadata(given.metadata)))
         )
@@ -164,17 +164,17 @@ class ResponsesApi:
         return json_response(_page((await self._conversation(request))["items"], request.query_params))
 
     async def _add_items(self, request: Request) -> Response:
-        new = _few((await self._read(request, ItemsRequest)).items, self._preparer.omits_hosted_tools)
+        new = _checked_items((await self._read(request, ItemsRequest)).items, self._preparer.omits_hosted_tools)
         await self._records.extend(_owner(request), request.path_params["conversation_id"], new)
         return json_response(_list(new, False))
 
     async def _get_item(self, request: Request) -> Response:
         found = await self._conversation(request)
-        return json_response(_one(found["items"], request.path_params["item_id"]))
+        return json_response(_item_of(found["items"], request.path_params["item_id"]))
 
     async def _remove_item(self, request: Request) -> Response:
         owner, conversation_id, item_id = _owner(request), request.path_params["conversation_id"], request.path_params["item_id"]
-        _one((await self._conversation(request))["items"], item_id)
+        _item_of((await self._conversation(request))["items"], item_id)
         return json_response(_card(await self._records.remove_item(owner, conversation_id, item_id)))
 
     async def _conversation(self, request: Request) -> Json:
@@ -191,7 +191,7 @@ class ResponsesApi:
 
 
 def _response_id(request: Request) -> str:
-    """Returns the response id in the path. Raises HTTPException if the path is that of another route."""
+    """Returns the response id in the path. Raises HTTPException (405) for the path of INPUT_TOKENS."""
     response_id: str = request.path_params["response_id"]
     if f"{RESPONSES}/{response_id}" == INPUT_TOKENS:
         raise HTTPException(405)
@@ -199,7 +199,7 @@ def _response_id(request: Request) -> str:
 
 
 def _starting_after(query: Mapping[str, str]) -> int:
-    """Returns the sequence number after which the stream begins; -1 for the first event."""
+    """Returns the sequence number after which the stream begins; -1 if it begins with the first event."""
     given = query.get("starting_after")
     if given is None:
         return -1
@@ -214,35 +214,35 @@ def _owner(request: Request) -> str:
     return owner_of(request.scope["state"]["key"])
 
 
-def _few(given: Any, omits_hosted: bool) -> list[Json]:
+def _checked_items(given: Any, omits_hosted: bool) -> list[Json]:
     items = checked_items(given, "items", omits_hosted)
     if len(items) > limits.MAX_CONVERSATION_ITEMS:
         raise bad_request("items", f"'items' may have at most {limits.MAX_CONVERSATION_ITEMS} items.")
     return items
 
 
-def _one(items: Sequence[Json], item_id: str) -> Json:
+def _item_of(items: Sequence[Json], item_id: str) -> Json:
     found = [item for item in items if item["id"] == item_id]
     if not found:
-        raise ApiError(404, "There is no such item.", param="item_id", code="item_not_found")
+        raise ApiError(404, "The conversation or response has no item with this id.", param="item_id", code="item_not_found")
     return found[0]
 
 
 def _card(conversation: Json) -> Json:
-    kept = {name: conversation[name] for name in ("id", "created_at", "metadata")}
-    return {**kept, "object": "conversation"}
+    fields = {name: conversation[name] for name in ("id", "created_at", "metadata")}
+    return {**fields, "object": "conversation"}
 
 
 def _page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
-    """Returns at most `limit` items behind the item `after`: the newest first, unless `order` is asc."""
-    order, after, given = query.get("order", "desc"), query.get("after"), query.get("limit", str(_PAGE))
+    """Returns at most `limit` items that follow the item `after`, newest first unless `order` is asc."""
+    order, after, given = query.get("order", "desc"), query.get("after"), query.get("limit", str(_DEFAULT_LIMIT))
     if order not in ("asc", "desc"):
         raise bad_request("order", "'order' must be asc or desc.")
-    if not given.isdecimal() or len(given) > len(str(_MOST)) or not 1 <= int(given) <= _MOST:
-        raise bad_request("limit", f"'limit' must be a number from 1 to {_MOST}.")
+    if not given.isdecimal() or len(given) > len(str(_MAX_LIMIT)) or not 1 <= int(given) <= _MAX_LIMIT:
+        raise bad_request("limit", f"'limit' must be a number from 1 to {_MAX_LIMIT}.")
     ordered = list(items) if order == "asc" else list(items)[::-1]
     if after is not None:
-        ordered = ordered[ordered.index(_one(ordered, after)) + 1 :]
+        ordered = ordered[ordered.index(_item_of(ordered, after)) + 1 :]
     return _list(ordered[: int(given)], len(ordered) > int(given))
 
 

@@ -1,4 +1,4 @@
-"""The stream of a background response: stored events, then new events of any gateway."""
+"""Streams a background response: its stored events, then new events of the gateway that computes it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rootstock_llm.services.gateway.http.answer import SSE_HEADERS
 from rootstock_llm.services.gateway.http.body import attended, cut
 from rootstock_llm.services.gateway.store.state_store import StoreAway
 
-UNREAD_S = 60.0  # for which a client may leave events unread; it can resume its stream
+UNREAD_S = 60.0  # seconds that a client may leave events unread before the connection is closed; it can resume the stream
 
 
 class FollowedStream(Response):
     """Sends the events to one client. The response continues if the client leaves."""
 
     def __init__(self, follow: Follow) -> None:
-        # Not Response.__init__: there is no content.
+        # Response.__init__ would render a body.
         self._follow = follow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

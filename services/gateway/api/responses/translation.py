@@ -1,6 +1,6 @@
-"""A body of the Responses API, with the items before its output → ChatRequest.
+"""Translates a body of the Responses API and the items before its output into a ChatRequest.
 
-Pure; raises ApiError that names the exact element.
+Pure. An ApiError names the invalid element.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
     """Returns the body after all checks that do not need stored items. Raises ApiError.
 
     Args:
-        omits_hosted: Hosted tools are allowed, because they will be left out.
+        omits_hosted: Whether hosted tools are accepted, because later steps leave them out.
     """
     refuse_unserved(body, KNOWN)
     try:
@@ -83,11 +83,11 @@ def as_served(request: ResponsesRequest) -> ResponsesRequest:
 
 
 def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool) -> ChatRequest:
-    """Returns the chat that a response is made of.
+    """Translates a request for a response into a ChatRequest. Raises ApiError.
 
     Args:
-        items: All items before the output; the request's own are the last ones.
-        streams: Text is wanted as it is generated.
+        items: All items before the output, ending with those of the request.
+        streams: Whether text is delivered while it is generated.
     """
     return replace(
         prompt_request(request, items),
@@ -105,7 +105,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool
 
 
 def prompt_request(request: ResponsesRequest, items: Sequence[Json]) -> ChatRequest:
-    """Returns the fields of the chat that its prompt depends on."""
+    """Returns a ChatRequest with the fields that the prompt depends on. Raises ApiError."""
     messages = messages_of(items)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})

@@ -1,4 +1,4 @@
-"""The bodies of the Responses API. They validate and document; items are checked by hand in items.py.
+"""Request bodies of the Responses API, for validation and documentation. items.py checks items.
 
 Source: OpenAI's API reference, POST /v1/responses and /v1/conversations.
 """
@@ -18,7 +18,7 @@ _ITEMS_SCHEMA = {"type": "array", "items": {"type": "object"}}
 _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, _ITEMS_SCHEMA], "title": "Input"}
 _METADATA_SCHEMA = {"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}
 
-# Checked by hand: the answer names the exact element.
+# Checked by functions, so that an error names the exact element.
 Input = Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
 Items = Annotated[Any, WithJsonSchema(_ITEMS_SCHEMA)]
 Metadata = Annotated[Any, WithJsonSchema(_METADATA_SCHEMA)]
@@ -36,15 +36,15 @@ Include = Literal[
 
 class TextConfig(Body):
     format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with name and schema.")
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted and not used.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted without effect.")
 
 
 class ReasoningConfig(Body):
-    effort: Effort | None = Field(None, description="Given to the chat template.")
+    effort: Effort | None = Field(None, description="Passed to the chat template.")
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Accepted and not used: a reasoning item has the reasoning itself."
+        None, description="Accepted without effect, because a reasoning item has the whole reasoning."
     )
-    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="As summary.")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Same as summary.")
 
 
 class ConversationReference(Body):
@@ -69,7 +69,7 @@ class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
         le=UINT32_MAX,
         description="Maximum number of output tokens, including reasoning. Default: as many as the context allows.",
     )
-    max_tool_calls: int | None = Field(None, ge=1, description="Limit of calls of hosted tools. Accepted and not used.")
+    max_tool_calls: int | None = Field(None, ge=1, description="Limit of calls of hosted tools. Accepted without effect.")
     tools: list[dict[str, Any]] | None = Field(
         None, max_length=limits.MAX_TOOLS, description="Functions that the model may call."
     )
@@ -81,8 +81,8 @@ class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
     reasoning: ReasoningConfig | None = Field(None, description="Settings of the model's reasoning.")
     include: list[Include] | None = Field(
         None,
-        description="reasoning.encrypted_content; message.output_text.logprobs, where all is text: neither may tools be"
-        " called, nor does the model reason. The others add nothing.",
+        description="reasoning.encrypted_content, or message.output_text.logprobs if the request has no tools and the model does"
+        " not reason. Other values have no effect.",
     )
     top_logprobs: int | None = Field(
         None,
@@ -91,27 +91,29 @@ class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
         description=("Number of most likely tokens to return per output token, with message.output_text.logprobs. Default 0."),
     )
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: the oldest items are left out until the rest fits. Default disabled."
+        None, description="auto: the oldest items are left out until the rest fits into the context. Default disabled."
     )
-    store: bool | None = Field(None, description="Keep the response, so that a later one can follow it. Default true.")
+    store: bool | None = Field(
+        None, description="Whether the response is stored, so that a later one can follow it. Default true."
+    )
     background: bool | None = Field(
         None,
         description=(
             "Whether to return at once and generate the response in the background. GET returns the response or its stream."
         ),
     )
-    stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
-    metadata: Metadata = Field(None, description="Up to 16 names and texts, which come back with the response.")
+    stream: bool | None = Field(None, description="Whether the output is sent as server-sent events while it is generated.")
+    metadata: Metadata = Field(None, description="Up to 16 names with string values, which the response repeats.")
     seed: int | None = parameter("seed")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables of the chat template.")
 
 
 class ConversationRequest(Body):
-    items: Items = Field(None, description="Up to 20 items to begin with.")
-    metadata: Metadata = Field(None, description="Up to 16 names and texts.")
+    items: Items = Field(None, description="Up to 20 first items.")
+    metadata: Metadata = Field(None, description="Up to 16 names with string values.")
 
 
 class ConversationUpdate(Body):

@@ -16,7 +16,7 @@ from openai.types import Batch
 
 from rootstock_llm.protos import common_pb2 as pb
 from rootstock_llm.services.gateway.batches import batch_run, batch_runner, lanes
-from rootstock_llm.services.gateway.batches.line_call import LineCalls, Told
+from rootstock_llm.services.gateway.batches.line_call import LineAttempt, LineCalls
 from rootstock_llm.services.gateway.generation.origin import Caller
 from rootstock_llm.services.gateway.keys import key_ring, key_table
 from rootstock_llm.services.gateway.store.batch_record import BatchStatus
@@ -356,7 +356,7 @@ def test_line_is_repeated_when_the_call_is_cancelled(monkeypatch: pytest.MonkeyP
     """The client did not cancel the batch, and a batch ends only when all lines have a result."""
     call, attempts = LineCalls.call, list[str]()
 
-    async def cut(calls: LineCalls, path: str, body: bytes, caller: Caller, request_id: str) -> Told:
+    async def cut(calls: LineCalls, path: str, body: bytes, caller: Caller, request_id: str) -> LineAttempt:
         attempts.append(request_id.rpartition(".")[2])
         if attempts.count("2") == 1 and attempts[-1] == "2":
             raise asyncio.CancelledError
