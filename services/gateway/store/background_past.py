@@ -1,8 +1,8 @@
 """Reads the stored output of a background response in pages: its events, output ids, texts and logprobs.
 
 The output of one response may have 32 MiB, and a gateway that resumes the response needs each page once. Only the holder of the
-lease appends. The end of a response deletes everything except its events. So if items are missing that were there at the lookup,
-another gateway has ended the response or it was deleted, and the reader raises LeaseLost.
+lease appends. The end of a response deletes everything except its events. So if items that
+existed at the lookup are missing, another gateway has ended the response, or it was deleted. The reader then raises LeaseLost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BackgroundPast:
     """The stored output of one response, up to the lengths of one lookup.
 
     Each method returns the page that begins with item `first`. A page has at most PAGE_ITEMS items and PAGE_BYTES bytes; a larger
-    item is a page of its own. A page of ids is limited by its bytes only. The page behind the last item is empty.
+    item is a page of its own. A page of ids is limited by its bytes only. A page that begins after the last item is empty.
 
     Raises:
         StoreAway: From every method, if the store cannot be reached.

@@ -1,4 +1,4 @@
-"""Immutable records of a background response, apart from the response that clients see."""
+"""Immutable records of the state of a background response. The response itself is a record of RedisStore."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BackgroundOrder:
     model: str  # served name
     asked: Mapping[str, Any]  # request body without its input
     rendered_end: str  # last characters of the rendered chat, see Prompt
-    context_bytes: int  # size of the earlier responses that this one builds on
+    context_bytes: int  # stored bytes of the responses that precede it
     tokenizer: str = ""  # tokenizer that made the ids of the prompt
     formats: Sequence[str] | None = None  # names of the tool and reasoning formats, see Parsing
     reasoning_marks: Sequence[int] = ()  # ids of the opening and the closing mark, see Parsing
@@ -110,7 +110,7 @@ class Stored:
     status: BackgroundStatus
     prompt: bytes  # ids of the prompt, 4 bytes each, little-endian
     cancelled: bool  # the client has cancelled the response
-    takes: int  # gateways that have taken the response; restarts at 1 after a gateway has had it for SURVIVED_S
+    takes: int  # gateways in a row that took the response and lost it within SURVIVED_S
     pieces: int  # number of pieces written
     past: BackgroundPast  # content of these pieces, which is read separately
     decoded: int = 0

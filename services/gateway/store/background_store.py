@@ -17,8 +17,8 @@ Fields of state:background:OWNER:ID:
     order, prompt       the request; deleted at the end of the response
     status, cancel      status of the response; whether its client has cancelled it
     takes, taken        number of gateways in a row that took the response; Unix second of the last take
-    alive               Unix second of the last sign of life of the gateway that took it last
-    holder              lease token of that gateway; "" after it has given the response back (leave())
+    alive               Unix second of the last write or renewal by the gateway that took it last
+    holder              lease token of that gateway; "" after it has released the response (leave())
     pieces              number of pieces written
     decoded, chars, shown, weights, numerics    those of the last piece, see EarlierOutput
     bytes, told         bytes of all data except the record; bytes of the events
@@ -32,7 +32,7 @@ with the same effect. Writes are numbered: a retry after a lost reply has no eff
 |---|---|
 | a gateway dies | its leases expire, and other gateways continue after the last piece |
 | a gateway is suspended and wakes up | its writes find another lease or an end, and write nothing |
-| the store dies | its append-only file has the acknowledged writes; gateways hold new output back (journal.py) |
+| the store dies | its append-only file has the acknowledged writes; gateways buffer new output (journal.py) |
 | no gateway takes the response before its data expires | the record says queued; reads report it as failed |
 | no gateway can read or end the response | after GIVEN_UP takes, only the record remains, with status failed (give_up()) |
 """
@@ -67,12 +67,12 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-GIVEN_UP = 8  # takes in a row after which the next gateway gives the response up
-SURVIVED_S = 60  # if a gateway has had a response for this long, the count of takes begins again at the next take
-FINISHING_S = 600  # the data of a response is stored for this long after its deadline
+GIVEN_UP = 8  # takes in a row after which the next gateway ends the response with status failed
+SURVIVED_S = 60  # seconds of work by one gateway after which the next take restarts the count of takes at 1
+FINISHING_S = 600  # seconds after its deadline for which the data of a response is stored
 
 _OPEN = "state:background:open"
-_WITHOUT_TALK = 2  # result of scripts.FINISH
+_WITHOUT_TALK = 2  # result of scripts.FINISH: the conversation was not extended, because the quota is full
 
 
 class Begun(Enum):
@@ -101,9 +101,9 @@ class BackgroundLimits:
 
     ttl_s: int  # lifetime of a record in seconds
     replay_s: int  # lifetime of the events after the end of their response, in seconds
-    records: int  # records per owner, those of other responses included
-    record_bytes: int  # bytes per owner, likewise
-    most_open: int  # open responses per owner
+    records: int  # largest number of records per owner, including those of other responses
+    record_bytes: int  # largest number of bytes of these records
+    most_open: int  # largest number of open responses per owner
 
 
 class BackgroundStore:
@@ -123,7 +123,7 @@ class BackgroundStore:
         self._limits = limits
 
     async def begin(self, lease: Lease, order: BackgroundOrder, content: bytes, prompt: bytes, events: Sequence[bytes]) -> Begun:
-        """Stores a new response and takes its lease. A response with this id that is stored already counts as begun.
+        """Stores a new response and takes its lease. If a response with this id is already stored, the result is YES.
 
         Args:
             content: Content of the record.
@@ -132,9 +132,9 @@ class BackgroundStore:
         """
         limits = self._limits
         asked = (order.id, order.member, content, order.dumped(), prompt)
-        room = (limits.ttl_s, limits.records, limits.record_bytes, limits.most_open, self._lives(order))
+        quota = (limits.ttl_s, limits.records, limits.record_bytes, limits.most_open, self._lives(order))
         keys = _keys(order.owner, order.id)
-        found = await self._redis.call(scripts.BEGIN, keys, lease.token, self._lease_ms, *asked, *room, *events)
+        found = await self._redis.call(scripts.BEGIN, keys, lease.token, self._lease_ms, *asked, *quota, *events)
         return _BEGUN[found]
 
     async def write(self, lease: Lease, order: BackgroundOrder, piece: Piece) -> WriteResult:
@@ -142,10 +142,10 @@ class BackgroundStore:
         weights = b"" if piece.weights is None else orjson.dumps(list(piece.weights))
         said = (piece.decoded, piece.chars, piece.shown, weights, piece.numerics)
         new = (piece.offset * ID_BYTES, piece.ids, piece.text, piece.logprobs)
-        room = (order.id, MAX_BACKGROUND_BYTES, self._limits.record_bytes, self._lives(order))
+        quota = (order.id, MAX_BACKGROUND_BYTES, self._limits.record_bytes, self._lives(order))
         keys = _keys(order.owner, order.id)[1:]
         found = await self._leases.write(
-            lease, scripts.WRITE, keys, piece.number, piece.status.value, *said, *new, *room, *piece.events
+            lease, scripts.WRITE, keys, piece.number, piece.status.value, *said, *new, *quota, *piece.events
         )
         return _ROOM[found]
 
@@ -198,7 +198,7 @@ class BackgroundStore:
         """Returns the order of a response whose lease the caller has taken.
 
         Returns:
-            None if more than GIVEN_UP takes could neither read nor end the response. The caller gives it up.
+            None if more than GIVEN_UP takes could neither read nor end the response. The caller then calls give_up().
 
         Raises:
             LeaseLost: The caller has lost the lease.
@@ -238,9 +238,9 @@ class BackgroundStore:
         return lease if found else None
 
     async def leave(self, lease: Lease, owner: str, response_id: str) -> None:
-        """Gives a lease back, so that another gateway can take the response at once. Takes back its count in `takes`.
+        """Releases a lease, so that another gateway can take the response at once. This take no longer counts in `takes`.
 
-        Has no effect if another gateway has taken the response since, or if it is called again.
+        Idempotent. Has no effect if another gateway has taken the response since.
         """
         await self._redis.call(READS + scripts.LEAVE, _keys(owner, response_id)[:2], lease.token)
 
@@ -280,7 +280,7 @@ class BackgroundStore:
         return None if found is None else BackgroundStatus(found.decode())
 
     async def follow(self, owner: str, response_id: str, first: int) -> Page | None:
-        """Returns a page of events from the sequence number `first` on. None if no events are stored, or none any longer.
+        """Returns a page of events from the sequence number `first` on. None if no events are stored, or if they have expired.
 
         The page has the limits of BackgroundPast.
         """
@@ -297,7 +297,7 @@ class BackgroundStore:
         """Returns owner and id of up to `most` open responses without a lease holder, the oldest first.
 
         Args:
-            left: Returns only responses that leave() has given back.
+            left: Whether to return only responses that leave() has released.
         """
         members = await self._redis.call(READS + scripts.FREE, [_OPEN], most, int(left))
         found = [str(each, "ascii").partition(":") for each in members]

@@ -23,8 +23,8 @@ from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT, Ow
 from rootstock_llm.services.shared.limits import MAX_BATCH_WINDOW_S
 
 _OPEN = "state:batches:open"
-SAMPLES = 10  # a call of waiting() looks at one in SAMPLES of the batches beyond the limit per owner
-_RECORDED, _THERE, _FULL = 1, 0, -1
+SAMPLES = 10  # a call of waiting() checks every SAMPLES-th batch beyond the limit per owner
+_RECORDED, _THERE, _FULL = 1, 0, -1  # results of a line in _RECORD: stored, had a result already, quota full
 
 _BEGIN = """
 local id, member, order, lives, oldest, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -74,7 +74,7 @@ if status == 'validating' or status == 'in_progress' then
 end
 return status
 """
-# The next three scripts run behind the fence of Leases.write(). KEYS[1] is the lease's key, and ARGV[1] its token.
+# The next three scripts run after the fence of Leases.write(). KEYS[1] is the lease's key, and ARGV[1] its token.
 _ADVANCE = """
 local is = redis.call('HGET', KEYS[2], 'status')
 if is == ARGV[3] then return 1 end
@@ -145,7 +145,7 @@ class WaitingBatch:
 
     owner: str
     id: str
-    ends: bool  # the batch is cancelled, past its deadline, or without a record, and only has to be ended
+    ends: bool  # whether the batch only has to be ended, because it is cancelled, expired or without a record
 
 
 def batch_lease(owner: str, batch_id: str) -> str:
@@ -166,8 +166,8 @@ class BatchStore:
 
         Args:
             lives_s: Lifetime of a batch's record after its end, in seconds.
-            most: Batches per owner.
-            most_bytes: Bytes of files per owner, results of batches included.
+            most: Largest number of batches per owner.
+            most_bytes: Largest number of bytes of files per owner, including the results of batches.
         """
         self._redis = redis
         self._leases = leases
@@ -217,8 +217,8 @@ class BatchStore:
     async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
         """Finds open batches without a lease holder, the oldest first.
 
-        At most `each` batches per owner are returned for running; batches of which only the end is left do not count. Of an owner
-        with more than `each` batches, each further batch is looked at once in SAMPLES seconds.
+        At most `each` batches per owner are returned for running; batches with `ends` do not count. Of the batches beyond `each`,
+        a call checks every SAMPLES-th one, so that each is checked once in SAMPLES seconds.
 
         Args:
             most: Largest number of batches to return.
@@ -247,7 +247,7 @@ class BatchStore:
         """Changes the status of a batch.
 
         Args:
-            before: Expected present status.
+            before: Expected current status.
             fields: Fields of the batch's hash to set together with the status.
 
         Returns:
@@ -258,7 +258,7 @@ class BatchStore:
         return bool(await self._leases.write(lease, _ADVANCE, place, before.value, after.value, *flat))
 
     async def record(self, lease: Lease, order: BatchOrder, results: Sequence[LineResult]) -> list[LineResult]:
-        """Stores results of lines. A line that has a result keeps it.
+        """Stores results of lines. An existing result of a line is not replaced.
 
         Returns:
             The results that were not stored, because the owner's quota is full.
@@ -292,7 +292,7 @@ class BatchStore:
             errors: Faults of the input as JSON; b"" for none.
 
         Returns:
-            False if the batch had ended before.
+            False if the batch had already ended.
         """
         order, keys = record.order, OwnerKeys(record.order.owner)
         ids = {OUTPUT: order.output_id, ERRORS: order.error_id}

@@ -1,6 +1,6 @@
 """Files in the store, as chunks. A file exists from seal() until it expires or is deleted.
 
-A chunk counts against its owner's quota from its write on. The chunks of an upload that is never sealed expire after UPLOAD_S.
+A chunk counts against its owner's quota as soon as it is written. Chunks of an upload that is never sealed expire after UPLOAD_S.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ while number <= last and bytes < most do
 end
 return {number, unpack(found)}
 """
-# A page begins behind the last id of the previous page.
+# A page begins after the last id of the previous page.
 _PAGE = """
 local after, begin, stop, rising = ARGV[1], 0, tonumber(ARGV[2]), ARGV[3] == '1'
 if after ~= '' then
@@ -118,8 +118,8 @@ class FileStore:
         """Makes the store.
 
         Args:
-            most: Files per owner.
-            most_bytes: Bytes of files per owner, results of batches included.
+            most: Largest number of files per owner.
+            most_bytes: Largest number of bytes of files per owner, including the results of batches.
         """
         self._redis = redis
         self._most, self.most_bytes = most, most_bytes
@@ -156,7 +156,7 @@ class FileStore:
         return await self._redis.deletes(READS + _DELETE, place, file.id)
 
     async def prolong(self, owner: str, file: StoredFile, until: int) -> bool:
-        """Lets a file live at least until a time in Unix seconds. Returns False if the file is gone."""
+        """Extends the lifetime of a file to at least `until`, in Unix seconds. Returns False if the file no longer exists."""
         if file.expires_at >= until:
             return True
         keys, later = OwnerKeys(owner), replace(file, expires_at=until)

@@ -2,7 +2,7 @@
 
 It is not the Redis of the prefix index, which may lose its data at any time.
 
-    state:of:OWNER:NAME   hash   fields c (content) and v (version); every use sets its TTL to ttl_s, unless it is longer
+    state:of:OWNER:NAME   hash   fields c (content) and v (version); every use extends its TTL to at least ttl_s
     state:use:OWNER       zset   names of records, by the Unix second at which they expire
     state:size:OWNER      hash   bytes by name of record; field "!" has the total
 
@@ -94,8 +94,8 @@ class RedisStore:
 
         Args:
             ttl_s: Lifetime of a record after its last use, in seconds.
-            records: Records per owner.
-            record_bytes: Bytes per owner.
+            records: Largest number of records per owner.
+            record_bytes: Largest number of bytes per owner.
             patience_s: Time limit of a call with its retries, as in StateRedis.
 
         Raises:

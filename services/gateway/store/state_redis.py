@@ -39,7 +39,7 @@ class StateRedis:
         await self._client.aclose()
 
     async def memory(self) -> tuple[int, int]:
-        """Returns the bytes that the store uses and their limit, 0 without one.
+        """Returns the bytes that the store uses, and their limit or 0.
 
         Raises:
             StoreAway: The store does not respond, or refuses the command to this user.
@@ -53,8 +53,8 @@ class StateRedis:
     async def call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         """Runs a script, retrying until it returns or `patience_s` has passed. Raises StoreAway.
 
-        An attempt whose reply was lost may have taken effect, and the script runs again. So a second run of a script must not
-        change its effect.
+        An attempt whose reply was lost may have taken effect, and the script runs again. So running a script twice must have
+        the same effect as running it once.
         """
         return (await self._tried(script, keys, arguments))[0]
 
