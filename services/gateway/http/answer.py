@@ -1,7 +1,8 @@
-"""Serves a generation request over HTTP: one ASGI response that is sent whole, as server-sent events, or not at all.
+"""Serves a generation request over HTTP: the ASGI response is one document or a stream of server-sent events. It is absent if the
+client has left.
 
-The client's connection is watched from the moment its body is read. When the client leaves, the request's task is cancelled, and
-the service releases the request.
+The client's connection is watched after the body is read. When the client closes it, the request's task is cancelled, and the
+service releases the request.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 READ_AHEAD_BYTES = 1 << 16  # response bytes that the server buffers for a slow client
-ERROR_SEND_S = 0.5  # for sending an error to a client that may have stopped reading
+ERROR_SEND_S = 0.5  # seconds for sending an error to a client that may have stopped reading
 ROUTING_KEY_HEADER = b"x-smg-routing-key"
 REPORT_HEADER = b"x-rootstock-report"
 SSE_HEADERS = [
@@ -66,7 +67,7 @@ class HttpPort:
     run: RunGeneration  # runs a generation request and sends its output to a sink
     settings: GatewaySettings
     bodies: BodyReader  # reads bodies of requests that do not generate
-    logs_access: bool  # the access log is on
+    logs_access: bool  # whether the access log is on
 
 
 class GenerationEndpoint:
@@ -121,9 +122,9 @@ class HttpSink(Sink):
 
         Args:
             comment_s: Seconds of silence after which a stream gets a comment; 0 sends none.
-            logs_access: The access log is on, and needs the request's tokens and times.
+            logs_access: Whether the access log is on, which needs the request's tokens and times.
         """
-        self.detached: Respond | None = None  # to be sent by the caller, if the request is computed in the background
+        self.detached: Respond | None = None  # response of a request that is computed in the background; the caller sends it
         self._scope = scope
         self._send_message = send
         self._make_renderer = make_renderer
@@ -135,7 +136,7 @@ class HttpSink(Sink):
         self._renderer: StreamRenderer | None = None  # set if the response is a stream
         self._silence: Silence | None = None  # set if the response is a stream
         self._last = b""  # last output of a stream, to be sent with its end
-        self._started = self._streams = False  # the status has been sent; as a stream's
+        self._started = self._streams = False  # whether the status has been sent; whether it was the status of a stream
 
     def open(self, running: RunningRequest) -> None:
         self._running = running
@@ -257,8 +258,10 @@ class HttpSink(Sink):
         await self._send_message({"type": "http.response.start", "status": status, "headers": [*headers]})
 
     async def _send(self, piece: bytes, last: bool) -> None:
-        """Sends a part of the body. After a large last part, the end waits until the client has read it, so that the request's
-        deadline covers that too."""
+        """Sends a part of the body.
+
+        After a last part above READ_AHEAD_BYTES, the end is sent when the client has read it, so that the deadline covers this.
+        """
         if last and len(piece) > READ_AHEAD_BYTES:
             await self._send_message({"type": "http.response.body", "body": piece, "more_body": True})
             piece = b""

@@ -1,6 +1,6 @@
 """Reads the bodies of HTTP requests, and watches whether their clients are connected.
 
-The limits on size and time hold while a body is read. They do not rely on its Content-Length.
+The limits on size and time are enforced while a body is read, whatever its Content-Length says.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CUT = "rootstock.cut"  # aborts the connection, and discards the output that is 
 def gone_of(scope: Scope) -> Gone:
     """Returns a function that waits until the client has closed its connection.
 
-    Under a server without this extension, that function never returns.
+    If the server does not have the extension GONE, the function never returns.
     """
     found: Gone = scope.get("extensions", {}).get(GONE, asyncio.Event().wait)
     return found
@@ -123,7 +123,7 @@ async def held_body(
 class BodyReader:
     """Reads the bodies of requests that do not generate.
 
-    At most `max_concurrent_requests` of them are open at once. Generation requests have the same limit, and are counted apart.
+    At most `max_concurrent_requests` of them are open at once. Generation requests have the same limit but a separate count.
     """
 
     def __init__(self, settings: GatewaySettings, bodies: BodyBudget) -> None:
@@ -133,7 +133,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, scope: Scope, receive: Receive, max_bytes: int = limits.MAX_BODY_BYTES) -> AsyncIterator[RequestBody]:
-        """Yields the body. Its bytes are held in the budget while the block runs, which is cancelled if the client leaves.
+        """Yields the body. Its bytes stay reserved while the block runs, which is cancelled if the client closes its connection.
 
         Raises:
             ApiError: Too many requests are open, the body is too large or too slow, or the client has left (499).

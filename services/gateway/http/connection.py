@@ -1,7 +1,7 @@
-"""An HTTP connection: uvicorn's protocol, with limits on the bytes before, between and behind request bodies.
+"""An HTTP connection: uvicorn's protocol, with limits on request heads and pipelined requests.
 
 - A request head has at most MAX_HEAD_BYTES, and arrives within MAX_HEAD_SECONDS.
-- Bytes behind a request are pipelined requests. They are buffered until its response has been sent, and parsed then. The buffer
+- Bytes that follow a request are pipelined requests. They are buffered, and parsed after the response has been sent. The buffer
   has at most MAX_HEAD_BYTES and the bytes of one read.
 - Bytes that are not HTTP are refused with an error in the form of OpenAI's API.
 - A refusal is the last response of its connection. The connection then discards input for LINGER_S before it closes, because
@@ -32,7 +32,7 @@ from rootstock_llm.services.gateway.http.body import CUT, GONE, WATCH
 from rootstock_llm.services.gateway.http.connection_table import ConnectionTable
 from rootstock_llm.services.shared.limits import MAX_HEAD_BYTES
 
-CHUNKED_BYTES = 4096  # parsed at once of a chunked body, because pipelined requests may follow its end
+CHUNKED_BYTES = 4096  # bytes of a chunked body that are parsed at once; few, because pipelined requests may follow
 MOST_PIPELINED = (
     64  # requests parsed ahead of their turn, within one piece of a chunked body or behind a head whose end arrived late
 )
@@ -116,7 +116,7 @@ class Connection(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # the newest cycle whose application has been started
         self._next_is_last = False  # the next response closes the connection
         self._timer: asyncio.TimerHandle | None = None  # deadline of a head, or of a connection that is about to close
-        self._refused = False  # all further input is discarded
+        self._refused = False  # whether further input is discarded
         self._admitted = True  # the table is not full; otherwise only HEALTH_PATHS are served
         self._watchers: dict[object, Callable[[], None]] = {}
         self._extensions: dict[str, Any] = {GONE: self._gone, WATCH: self._watch, CUT: self._cut}
@@ -156,7 +156,7 @@ class Connection(HttpToolsProtocol):
         """Parses the data from index `at` on.
 
         Returns:
-            The index behind the parsed bytes. It is less than the length if a request must be answered first.
+            The index of the first unparsed byte. It is less than the length if a request must be answered first.
         """
         while at < len(data) and not self._over and not (self._in_head and self._answers()):
             if self._in_head and self._timer is None:
@@ -270,8 +270,8 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Closes the connection after its current response.
 
-        If the head of that response is sent already, it does not announce the end. The next buffered request is then answered
-        too, and its response announces the end.
+        If the head of that response has been sent, it does not announce the end. The next buffered request is then answered, too,
+        and its response announces the end.
         """
         if self._held_bytes and self._answers() and self.cycle.response_started:
             self._next_is_last = True
@@ -312,7 +312,7 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def _drain(self) -> None:
-        """Discards the rest of a body whose request has been answered already, and closes the connection if it takes too long."""
+        """Discards the rest of the body of an answered request. Closes the connection if that takes longer than LINGER_S."""
         self._unset_keepalive_if_required()
         self._timer = self.loop.call_later(LINGER_S, self.close_idle)
 
@@ -325,7 +325,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     async def _overloaded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves as the application of a connection above the limit: answers 503 and ends the connection."""
+        """The application of connections above the limit: responds with 503 and ends the connection."""
         error = unavailable(
             "The server has reached its limit of connections. Retry later.", self._limits.retry_after_s, "too_many_connections"
         )
@@ -381,7 +381,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _drains(self) -> bool:
-        """Returns whether the rest of a body is arriving whose request has been answered."""
+        """Returns whether the rest of the body of an answered request is arriving."""
         return not self._in_head and self.cycle is not None and self.cycle.response_complete
 
     def _refuse(self, error: ApiError) -> None:

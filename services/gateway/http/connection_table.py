@@ -9,8 +9,8 @@ from __future__ import annotations
 import resource
 from typing import Protocol
 
-WANTED_DESCRIPTORS = 1 << 16  # open files that a gateway asks for
-OTHER_DESCRIPTORS = 128  # open files of a gateway that are no client's connection: remote services, Redis, logs, the event loop
+WANTED_DESCRIPTORS = 1 << 16  # soft limit of open files that a gateway sets, if the hard limit allows it
+OTHER_DESCRIPTORS = 128  # open files besides connections of clients: remote services, Redis, logs, the event loop
 RESERVE = 32  # connections above the limit, for health checks only
 
 
@@ -45,12 +45,12 @@ def want_open_files() -> None:
 class ConnectionTable:
     """The connections of one server, with a limit. Used by its event loop only.
 
-    If no connection is idle, a connection above the limit is not admitted: it gets health checks answered, and 503 for all else.
+    If no connection is idle, a connection above the limit is not admitted: only its health checks are served; others get 503.
     """
 
     def __init__(self, allowed: int) -> None:
         self._allowed = allowed  # connections at once
-        self.last_answers = False  # each connection ends with its next response
+        self.last_answers = False  # whether each connection ends with its next response
         self._open: set[Closable] = set()
         self._idle: dict[Closable, None] = {}  # in the order in which they became idle
 
@@ -63,7 +63,7 @@ class ConnectionTable:
         return len(self._open) > self._allowed
 
     def close_after_answers(self) -> None:
-        """Ends each connection, also each later one, with its next response."""
+        """Makes each connection, current or later, end with its next response."""
         self.last_answers = True
         for connection in self._open:
             connection.close_after_answer()

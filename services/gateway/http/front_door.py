@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 _CHOICE_SUFFIX_CHARS = 8  # longest suffix that the index of a choice adds to the request id in a message to a worker
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOICE_SUFFIX_CHARS))
-_OPEN_PATHS = frozenset(("/health", "/health_generate", "/ping", "/readiness", "/ready", "/metrics", "/docs", "/openapi.json"))
-MOST_NAMED_TOOLS = 24  # so that a header stays below the 4 KiB that proxies take
+_OPEN_PATHS = frozenset(  # paths without an API key
+    ("/health", "/health_generate", "/ping", "/readiness", "/ready", "/metrics", "/docs", "/openapi.json")
+)
+MOST_NAMED_TOOLS = 24  # tools that a header names; keeps it below the 4 KiB that proxies accept
 _OVERLOADED = frozenset((503, 529))  # statuses whose Retry-After follows the length of the queue
 _MODEL_PATH = "/v1/models/"
 
@@ -35,7 +37,7 @@ _MODEL_PATH = "/v1/models/"
 class FrontDoor:
     """The ASGI application around all routes. Each process has one.
 
-    It exchanges facts with the routes by scope["state"]:
+    It exchanges data with the routes by scope["state"]:
 
     | entry | direction | meaning |
     | --- | --- | --- |
@@ -44,7 +46,7 @@ class FrontDoor:
     | `form` | to the routes | the form of errors of the path's API |
     | `model` | from the routes | the model's id, for metrics |
     | `code` | from the routes | replaces the HTTP status in metrics |
-    | `OMITTED_TOOLS` | from the routes | names of the hosted tools that the request is served without |
+    | `OMITTED_TOOLS` | from the routes | names of hosted tools that were left out of the request |
     | `ERROR_CODE`, `CUT`, `GENERATION`, `ABORTED` | from the routes | facts for the access log |
     """
 
@@ -63,8 +65,8 @@ class FrontDoor:
 
         Args:
             routes: Paths of the OpenAPI document, by which responses are counted.
-            retry_after_s: Returns the least Retry-After of a 503 in seconds, by the length of the queue.
-            forms: Form of errors by path, where it differs from OpenAI's.
+            retry_after_s: Returns the smallest Retry-After of a 503 in seconds, given the length of the queue.
+            forms: Form of errors by path, if it differs from OpenAI's.
             pages: Paths of HTML pages. They need no API key, because a browser sends none.
         """
         self._app = app
@@ -151,7 +153,7 @@ def _request_id(given: bytes) -> str:
 
 
 def _omitted(tools: Sequence[str]) -> Headers:
-    """Returns the header that names the hosted tools without which the request is served. A long list is truncated."""
+    """Returns the header that names the hosted tools that were left out. A long list is truncated."""
     if not tools:
         return []
     more = [f"and {len(tools) - MOST_NAMED_TOOLS} more"] if len(tools) > MOST_NAMED_TOOLS else []

@@ -21,10 +21,10 @@ from rootstock_llm.services.gateway.http.connection_table import ConnectionTable
 from rootstock_llm.services.shared.limits import MAX_HEAD_SECONDS
 
 BACKLOG = 2048
-TURNS = 2  # turns of the event loop before a listener closes; each turn accepts all waiting connections
-TICK_S = 1.0  # greatest age of the Date header in seconds
-POLL_S = 0.01  # seconds between two checks for open connections at the end
-CLOSE_S = 0.4  # seconds in which the connections of a second server may close, and then again after they are cut
+TURNS = 2  # iterations of the event loop before a listener closes; each accepts all waiting connections
+TICK_S = 1.0  # largest age of the Date header in seconds
+POLL_S = 0.01  # seconds between two checks for open connections while the server stops
+CLOSE_S = 0.4  # seconds in which a further application may end its connections; then the same time after cancelling them
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class HttpOptions:
 
     first_request_s: float = 0.5  # seconds that a new connection has for its first request while the server stops
     head_s: float = MAX_HEAD_SECONDS  # seconds for each request head, and for a TLS handshake
-    keep_alive_s: int = 75  # seconds to the next request; longer than the pools of most clients keep a connection
+    keep_alive_s: int = 75  # seconds for which an idle connection stays open; longer than in the pools of most clients
     retry_after_s: int = 1  # seconds in the Retry-After header of a 503
     connections: int = 0  # connections at once; 0 for as many as the limit of open files allows
     on_refused: Callable[[ApiError], None] = lambda error: None  # receives each error sent without the application

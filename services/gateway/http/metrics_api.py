@@ -1,4 +1,4 @@
-"""Serves GET /metrics on a port of its own.
+"""Serves GET /metrics on the metrics port.
 
 The metrics are rendered on the gateway's event loop, whose thread also writes them.
 """

@@ -6,8 +6,9 @@
 | balancer | Does the gateway accept requests? | `refused_for` |
 | operator | Would a request wait for a service? | `missing` |
 
-A gateway without workers still accepts requests, which then wait. If it left its Service, it would refuse the very requests that
-make an autoscaler start workers. Only without any known model does it refuse, because no request could name one.
+A gateway without workers still accepts requests, which then wait. If it were unready, its
+Service would send it no requests, and no waiting requests would make an autoscaler start workers. It refuses requests only if it
+knows no model, because no request could name one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Readiness:
         self._changed.set()
 
     def stop(self) -> None:
-        """Marks the gateway as stopping, for good."""
+        """Marks the gateway as stopping. Irreversible."""
         self._stopping = True
         self._changed.set()
 

@@ -1,6 +1,6 @@
 """Tests whether a worker can compute a token.
 
-The steps of a busy worker are proof. An idle worker gets a request for one token. So the probe never waits for other requests.
+A busy worker proves it by its steps. An idle worker gets a request for one token. So the probe never waits for other requests.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rootstock_llm.services.gateway.remote.token_texts import TokenTexts
 from rootstock_llm.services.gateway.service.sink import GenerationCall, RunGeneration, Sink
 from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 
-RECENT_S = 2.0  # seconds for which the last step proves that a worker computes
+RECENT_S = 2.0  # age in seconds up to which the last step proves that a worker computes
 TRY_S = 10.0  # seconds for the trial request
-_PROMPT_ID = 0  # a token of every vocabulary
+_PROMPT_ID = 0  # token id that every vocabulary has
 
 
 class _ProbeSink(Sink):
-    """Waits for one token, and notes the error if none came."""
+    """Records the error of a trial request."""
 
     def __init__(self) -> None:
         self.failure = ""
 
     def open(self, running: RunningRequest) -> None:
-        """The probe needs nothing of it."""
+        """Does nothing."""
 
     async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
         return True
@@ -52,17 +52,17 @@ class _ProbeSink(Sink):
         """Ignores the token."""
 
     async def end(self) -> None:
-        """The worker has made a token."""
+        """Does nothing, because `failure` stays empty."""
 
     async def fail(self, error: ApiError) -> None:
         self.failure = error.message
 
     def released(self, running: RunningRequest) -> None:
-        """The result is `failure`."""
+        """Does nothing."""
 
 
 class GenerationProbe:
-    """Owns the trial request of the process; concurrent callers share it."""
+    """Runs trial requests, at most one at a time; concurrent callers share it. Each process has one probe."""
 
     def __init__(self, dispatcher: Dispatcher, run: RunGeneration) -> None:
         """Makes the probe. `run` is GenerationService.run."""
@@ -72,7 +72,7 @@ class GenerationProbe:
         self._trial: asyncio.Task[str] | None = None
 
     async def failure(self) -> str:
-        """Returns the reason why no worker can make a token; "" if one can."""
+        """Returns "" if a worker can compute a token, else the reason."""
         fleet = self._dispatcher.fleet
         connected = [link for link in fleet.links.values() if fleet.pool_of(link) is not None]
         if not connected:
@@ -84,13 +84,13 @@ class GenerationProbe:
         if any(link.load is not None and link.load.num_open for link in fit):
             return ""
         if not fit:
-            return "No worker makes a token: " + ", ".join(_trouble(link) for link in connected) + "."
+            return "No worker can compute a token: " + ", ".join(_trouble(link) for link in connected) + "."
         if self._trial is None or self._trial.done():
             self._trial = asyncio.create_task(self._try(fit))
         return await asyncio.shield(self._trial)
 
     async def _try(self, idle: Sequence[Link]) -> str:
-        pool, sink = self._asked(idle), _ProbeSink()
+        pool, sink = self._pool_of(idle), _ProbeSink()
         request = GenerationRequest.of(pool.model, [PromptInput([_PROMPT_ID], None)], _one_token(pool.model))
 
         async def prepared(_body: RequestBody, _origin: Origin) -> GenerationRequest:
@@ -103,10 +103,10 @@ class GenerationProbe:
             async with asyncio.timeout(TRY_S):
                 await self._run(call, sink)
         except TimeoutError:
-            return f"No token has come within {TRY_S:g} s."
+            return f"No token arrived within {TRY_S:g} s."
         return sink.failure
 
-    def _asked(self, idle: Sequence[Link]) -> Pool:
+    def _pool_of(self, idle: Sequence[Link]) -> Pool:
         """Returns the default model's pool if it has an idle worker, else the pool of the first idle worker."""
         pools = [pool for link in idle if (pool := self._dispatcher.fleet.pool_of(link)) is not None]
         default = self._dispatcher.catalog.default
@@ -119,7 +119,7 @@ def _trouble(link: Link) -> str:
         return f"{name} is paused"
     if link.hangs and link.load is not None:
         age_s, limit_s = link.load.step_age_ms / 1e3, link.load.step_limit_ms / 1e3
-        return f"{name} hangs, in a step of {age_s:.1f} s where none may take more than {limit_s:.1f}"
+        return f"{name} hangs: its step has taken {age_s:.1f} s; the limit is {limit_s:.1f} s"
     return f"{name} takes no requests"
 
 

@@ -50,7 +50,7 @@ class Dispatch(Releaser, Protocol):
 
 
 class Attendance:
-    """The open requests of clients that wait for a response, without background work. `clock` returns seconds."""
+    """Counts the open requests of waiting clients. Batch lines and background responses do not count. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -70,7 +70,7 @@ class Attendance:
                 arrived(self._open == 1)
 
     def end(self, attended: bool) -> None:
-        """Notes the end of a request that begin() has noted."""
+        """Counts the end of a request that begin() has counted."""
         self._open -= attended
         if attended:
             self._last = self._clock()
@@ -121,7 +121,7 @@ class GenerationService:
                 await call.read_body(running.body)
             except ApiError as error:
                 running.fail(error)
-                await self._tell(running, sink, error)
+                await self._send_failure(running, sink, error)
             else:
                 await self._serve(running, call, sink)
         except (ClientGone, asyncio.CancelledError):
@@ -132,8 +132,11 @@ class GenerationService:
             sink.released(running)
 
     def abort(self, scope: AbortScope, error: ApiError) -> int:
-        """Ends the choices that the scope names with the output so far, or the requests with `error` if they have no output to
-        return. Returns the number of ended choices and requests."""
+        """Ends the selected choices, which keep their output so far. Requests that have no output to return end with `error`.
+
+        Returns:
+            The number of ended choices and requests.
+        """
         return sum(self._abort(running, scope, error) for running in list(self._open))
 
     def end_all(self, error: ApiError) -> None:
@@ -190,7 +193,7 @@ class GenerationService:
             logger.exception("request failed", extra=fields(**running.origin.log_fields))
             error = internal()
         running.fail(error)
-        await self._tell(running, sink, error)
+        await self._send_failure(running, sink, error)
 
     async def _generate(self, running: RunningRequest, call: GenerationCall, sink: Sink) -> None:
         prepared = await self._prepared(running, call, sink)
@@ -203,9 +206,11 @@ class GenerationService:
         while more:
             choices = await running.news()
             if not running.params.stream and running.complete:
-                choices = running.choices  # a whole response has them by index
+                choices = running.choices  # a response that is not a stream lists its choices by index
             deltas = [delta for choice in choices if (delta := choice.take()) is not None]
-            more = not running.complete  # before the sink is awaited: output that comes from here on has not been taken
+            more = (
+                not running.complete
+            )  # read before the sink is awaited, because output that arrives meanwhile is not in `deltas`
             await sink.take(deltas, more)
         self._count(running)
         await sink.end()
@@ -226,12 +231,12 @@ class GenerationService:
             if running.trace is not None:
                 running.trace.begin(prepared.model.name, len(running.choices))
         except (ValueError, OverflowError):
-            # Every field has its check; this is for a value that passed and does not fit its protobuf message.
+            # A fallback for a value that passed its field's check but does not fit its protobuf message.
             logger.warning("a value does not fit its message", extra=fields(**running.origin.log_fields), exc_info=True)
             raise bad_request(None, "A value of the request is out of its range.") from None
         return prepared
 
-    async def _tell(self, running: RunningRequest, sink: Sink, error: ApiError) -> None:
+    async def _send_failure(self, running: RunningRequest, sink: Sink, error: ApiError) -> None:
         if running.trace is not None:
             running.trace.failed(error)
         await sink.fail(error)
@@ -268,15 +273,15 @@ class GenerationService:
             running.interrupt(error)
             return 1
         named = (each for each in running.choices if scope.names(*whole, each.prompt.request_id, each.request_id))
-        meant = [each for each in named if scope.on(self._dispatcher.worker_ids(each))]
-        if meant and running.params.ends_with_prompt:
+        selected = [each for each in named if scope.on(self._dispatcher.worker_ids(each))]
+        if selected and running.params.ends_with_prompt:
             running.fail(error)
             return int(running.error is not None)
-        return sum(self._dispatcher.abort(choice) for choice in meant)
+        return sum(self._dispatcher.abort(choice) for choice in selected)
 
 
 class _Uncounted:
-    """Series of requests that no client has sent."""
+    """Metrics of requests that no client has sent. Nothing is counted."""
 
     def series(self, model: str, key: str) -> Series:
         return self

@@ -1,5 +1,5 @@
-"""The port between a generation request and the receiver of its output: an HTTP response, a batch line, a background response
-or a health probe.
+"""The interface between a generation request and the receiver of its output: an HTTP response, a batch line, a background
+response or a health probe.
 
     open ─► while_preparing ─► begin ─► queued ─► take … take ─► end
       │            │             │         │          │           │
@@ -50,9 +50,9 @@ class GenerationCall:
     prepare: Prepare  # parses the body, tokenizes the prompts and checks them against the model
     read_body: ReadBody = no_body
     gone: Gone = never  # returns when the client has closed its connection
-    admission: KeyAdmission | None = None  # the key's admission if the call has one already; if None, the service asks for one
-    wants_report: bool = False  # the client asks for a report on the request's path through the fleet
-    avoid: Collection[str] = ()  # addresses of workers that must not get it
+    admission: KeyAdmission | None = None  # admission by the API key's limits; None: the service admits the call
+    wants_report: bool = False  # whether the client requests a report; see report_of()
+    avoid: Collection[str] = ()  # addresses of workers that must not get the request
 
 
 class Sink(ABC):
@@ -71,7 +71,7 @@ class Sink(ABC):
 
     @abstractmethod
     async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
-        """Receives the prepared request; its choices exist, and none is queued.
+        """Receives the prepared request. Its choices exist and are not queued yet.
 
         Returns:
             False if the sink has taken the request over with RunningRequest.hand_over(). The service then ends.
@@ -111,8 +111,10 @@ class Renderer(Protocol):
 
 
 class HeaderRenderer(ABC):
-    """A renderer whose response has headers of its own. An abstract class, because an instance check against a runtime protocol
-    takes 8.5 microseconds of each response."""
+    """A renderer that adds headers to its response.
+
+    It is an abstract class, because an instance check against a runtime protocol takes 8.5 µs per response.
+    """
 
     @property
     @abstractmethod
@@ -135,11 +137,11 @@ class StreamRenderer(Renderer, Protocol):
 
 
 class Detached(ABC):
-    """Takes the place of a renderer if the request is computed in the background, whether its client stays or leaves."""
+    """Replaces the renderer of a request that is computed in the background, independently of its client's connection."""
 
     @abstractmethod
     async def detach(self, prepared: GenerationRequest, admission: KeyAdmission | None) -> Respond:
-        """Returns the response to the client. The background now owns the admission, also if this fails. Raises ApiError."""
+        """Returns the response to the client. Owns the admission from now on, even if it raises ApiError."""
 
 
 # running, created (Unix seconds), model, texts
@@ -167,7 +169,7 @@ class CollectedAnswer(Sink):
     async def begin(self, prepared: GenerationRequest, texts: TokenTexts) -> bool:
         assert self.running is not None
         renderer = self._make_renderer(self.running, int(time.time()), prepared.model.name, texts)
-        assert not isinstance(renderer, Detached), "nothing that is collected is computed in the background"
+        assert not isinstance(renderer, Detached), "a collected response is not computed in the background"
         self._renderer = renderer
         return True
 
@@ -194,7 +196,7 @@ class CollectedAnswer(Sink):
         self.status, self.headers, self.body = self._form.answer(error, self.running.request_id)
 
     def released(self, running: RunningRequest) -> None:
-        """The response stays."""
+        """Does nothing, because the response stays readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +223,13 @@ def headers_of(renderer: Renderer | None) -> Sequence[tuple[bytes, bytes]]:
 
 
 class Silence:
-    """The time for which a stream has sent nothing. The stream's task sends; the timer only wakes it."""
+    """Measures the time since a stream last sent something. After a limit, it wakes the stream's task."""
 
     def __init__(self, of_s: float, wake: Callable[[], None]) -> None:
         """Starts the timer. One timer serves many events, because said() does not set it again.
 
         Args:
-            of_s: Seconds of silence; 0 for no timer.
+            of_s: Seconds of silence after which the task is woken; 0 for never.
             wake: Called on the event loop after the silence, once until the next said().
         """
         self._of_s = of_s
@@ -238,7 +240,7 @@ class Silence:
         self.is_long = False
 
     def said(self) -> None:
-        """Notes that the stream has sent something."""
+        """Restarts the measurement, because the stream has sent something."""
         if self._timer is None:
             return
         self._since = self._loop.time()
@@ -260,7 +262,7 @@ class Silence:
 
 
 async def commented(work: Awaitable[T], silence_s: float, comment: Callable[[], Awaitable[None]]) -> T:
-    """Returns the work's result, or raises its exception. Calls `comment` after each silence_s seconds; 0 for no comments."""
+    """Returns the work's result, or raises its exception. Meanwhile, calls `comment` every `silence_s` seconds; 0 for never."""
     if not silence_s:
         return await work
     task = asyncio.ensure_future(work)
