@@ -1,7 +1,7 @@
 """Aborts requests by the client's name for them, at all gateways.
 
-Only the gateway of a request's client has the request. So an abort runs here and is sent to all other gateways at once. The
-report names gateways that do not respond in time.
+A request is known only to the gateway that its client has called. So an abort runs at this gateway and is sent to all others
+concurrently. The report names gateways that do not respond in time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rootstock_llm.services.gateway.generation.errors import ApiError
 class AbortScope:
     """Selects requests."""
 
-    rid: str | None  # the client's name or the id, or None for all requests
-    key: str | None  # name of their API key, "" without keys, or None for all keys
-    worker: str = ""  # id of a worker that computes them; "": every request
+    rid: str | None  # the client's name of the request, or its request id; None: all requests
+    key: str | None  # name of the API key, "" if the gateway has no keys; None: all keys
+    worker: str = ""  # id of the worker that computes the requests; "": any
 
     def owns(self, key: str) -> bool:
         return self.key is None or self.key == key
@@ -49,7 +49,7 @@ class OpenRequests(Protocol):
 
 class Peers(Protocol):
     async def abort(self, scope: AbortScope) -> Sequence[PeerAnswer]:
-        """Asks every other gateway, for a bounded time. Raises nothing."""
+        """Aborts requests at every other gateway, within a time limit. Raises nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class AbortReport:
         return [peer for peer in self.peers if not peer.gateway]
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON body. `gateways` counts the reached gateways and this one, each once, also with several addresses."""
+        """Returns the JSON body. `gateways` counts this gateway and each reached one once, even if it has several addresses."""
         others = {peer.gateway for peer in self.peers} - {b""}
         return {"aborted": self.aborted, "gateways": 1 + len(others), "unreached": len(self.unreached)}
 
@@ -77,7 +77,7 @@ class Aborter:
         self._peers = peers
 
     def abort_here(self, scope: AbortScope) -> int:
-        """Ends the selected requests of this gateway. Their responses have the output so far."""
+        """Ends the selected requests of this gateway. Their responses have the output so far. Returns how many ended."""
         return self._requests.abort(scope, aborted())
 
     async def abort(self, scope: AbortScope) -> AbortReport:

@@ -1,7 +1,7 @@
-"""Bodies of requests, and the memory budget that bounds them from before the first byte is read until the request is dispatched.
+"""Request bodies and their memory budget. A body reserves memory before its first byte is read, until its request is dispatched.
 
-Small bodies have a pool of their own, so that a chat never waits behind a large body. A body waits in line, unread, until there
-is memory for it: TCP flow control holds its client back. After `wait_s`, or if too many bodies wait, the request gets a 503.
+Small bodies have a separate pool, so that a chat never waits behind a large body. A body waits unread in a queue until memory is
+free; TCP flow control then stops its client. After `wait_s`, or if too many bodies wait, the request gets a 503.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rootstock_llm.services.shared.limits import (
 )
 from rootstock_llm.services.shared.memory import trim_heap
 
-TRIM_BYTES = 1 << 20  # the allocator reuses the memory of a smaller body for the next one
+TRIM_BYTES = 1 << 20  # size of a body from which on its memory is trimmed; smaller memory is reused for the next body
 TRIM_S = 1.0  # seconds from the end of a large body to the trim, which then serves several bodies
-QUIET_S = 15.0  # seconds without a large body
+QUIET_S = 15.0  # seconds without a large body, after which all objects are collected
 YOUNG, OLDEST = 1, 2  # generations of the garbage collector
 
 Gone = Callable[[], Awaitable[object]]  # returns when the client has closed its connection
@@ -36,7 +36,7 @@ class Stuck(Exception):
 
 
 class BodyReservation:
-    """A position in the line of a pool."""
+    """A position in the queue of a pool."""
 
     __slots__ = ("holds", "room", "size")
 
@@ -47,15 +47,15 @@ class BodyReservation:
 
 
 class BodyPool:
-    """Bytes that bodies take and give back, in the order of their arrival.
+    """A number of bytes that bodies reserve and release. Waiting bodies are served in the order of their arrival.
 
-    A body that holds bytes and needs more goes before a body that holds none, because only a complete body gives bytes back.
+    A body that has bytes and needs more precedes bodies without bytes, because only a complete body releases its bytes.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity  # bytes
-        self.held = 0  # bytes that bodies have taken
-        self._begun: deque[BodyReservation] = deque()  # bodies that hold bytes
+        self.held = 0  # bytes that bodies have reserved
+        self._begun: deque[BodyReservation] = deque()  # waiting bodies that have bytes
         self._new: deque[BodyReservation] = deque()
 
     @property
@@ -63,7 +63,7 @@ class BodyPool:
         return len(self._begun) + len(self._new)
 
     def take(self, size: int, holds: int = 0) -> bool:
-        """Takes the bytes if they are free and no body is before this one. Returns whether it has."""
+        """Reserves the bytes if they are free and no body precedes this one. Returns whether they are reserved."""
         before = len(self._begun) if holds else self.num_waiting
         if before or self.held + size > self.capacity:
             return False
@@ -71,7 +71,7 @@ class BodyPool:
         return True
 
     def join(self, size: int, holds: int = 0) -> BodyReservation:
-        """Joins the end of the line. `holds` are bytes that the body keeps while it waits. Raises Stuck."""
+        """Joins the end of the queue. `holds` is the number of bytes that the body already has. Raises Stuck."""
         if holds and self.held == holds + sum(place.holds for place in self._begun):
             raise Stuck
         place = BodyReservation(size, holds)
@@ -79,7 +79,7 @@ class BodyPool:
         return place
 
     def leave(self, place: BodyReservation) -> None:
-        """Leaves the line, and gives back the bytes if they were taken."""
+        """Leaves the queue, and releases the bytes if they were reserved."""
         if place.room.done():
             self.give(place.size)
             return
@@ -106,7 +106,7 @@ class ClientGone(Exception):
 
 
 class BodyBudget:
-    """The pools of small and of large bodies. One per process."""
+    """The pools of small and large bodies. Each process has one budget."""
 
     def __init__(self, capacity: int, wait_s: float, retry_after_s: int, metrics: GatewayMetrics) -> None:
         """Makes empty pools.
@@ -127,14 +127,14 @@ class BodyBudget:
         metrics.watch_bodies("large", lambda: self._large.held, lambda: self._large.num_waiting)
 
     def open(self, gone: Gone) -> RequestBody:
-        """Returns a body that holds nothing yet."""
+        """Returns a body without reserved bytes."""
         return RequestBody(self, gone)
 
     def pool_of(self, size: int) -> BodyPool:
         return self._small if size <= SMALL_BODY_BYTES else self._large
 
     async def take(self, pool: BodyPool, size: int, holds: int, gone: Gone) -> None:
-        """Returns with `size` more bytes of the pool. Raises ApiError 503, or ClientGone."""
+        """Reserves `size` more bytes of the pool, waiting if necessary. Raises ApiError (503) or ClientGone."""
         if pool.take(size, holds):
             return
         if pool.num_waiting >= MAX_WAITING_BODIES:
@@ -157,7 +157,7 @@ class BodyBudget:
             left.cancel()
 
     def give(self, pool: BodyPool, size: int, peak: int) -> None:
-        """Gives bytes back to a pool. `peak` is the size of their body."""
+        """Releases bytes of a pool. `peak` is the largest size that their body had."""
         pool.give(size)
         if peak >= TRIM_BYTES:
             self._trimmer.soon()
@@ -169,7 +169,7 @@ class BodyBudget:
 
 
 class RequestBody:
-    """The body of one request: the bytes of the budget that it holds, and its content until that is parsed.
+    """The body of one request: its reserved bytes of the budget, and its content until the content is parsed.
 
     The request closes it; a second close has no effect.
     """
@@ -181,15 +181,15 @@ class RequestBody:
         self._content: bytes | bytearray | None = None
         self._gone = gone
         self._pool = budget.pool_of(0)
-        self.size = 0  # bytes of the budget that the body holds
+        self.size = 0  # reserved bytes of the budget
 
     @property
     def most(self) -> int:
-        """Largest number of bytes that the body may hold."""
+        """Largest number of bytes that the body may reserve."""
         return self._budget.capacity
 
     async def grow_to(self, size: int) -> None:
-        """Grows to at least this size, in the large pool if the small one does not suffice. Raises ApiError, ClientGone."""
+        """Grows the reservation to at least `size` bytes, if necessary in the large pool. Raises ApiError, ClientGone."""
         if size <= self.size:
             return
         budget, pool = self._budget, self._budget.pool_of(size)
@@ -209,14 +209,14 @@ class RequestBody:
             raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
 
     async def hold(self, content: bytes, max_bytes: int) -> None:
-        """Takes a content that is in memory already, and holds its bytes. Raises ApiError 413 or 503, or ClientGone."""
+        """Reserves the bytes of a content that is already in memory, and receives it. Raises ApiError, ClientGone."""
         if len(content) > max_bytes:
             raise body_too_large(max_bytes)
         await self.grow_to(len(content))
         await self.receive(content)
 
     async def receive(self, content: bytes | bytearray) -> None:
-        """Takes the content, whose bytes the body holds. Holds the memory that the parsed values of a large body may take.
+        """Receives the content, the bytes of which are reserved. For a large body, also reserves memory for its parsed values.
 
         Raises:
             ApiError: The content has too many values (413), or the budget has no space for them (503).
@@ -231,13 +231,13 @@ class RequestBody:
         self._content = content
 
     def take(self) -> bytes | bytearray:
-        """Gives the content away, so that up to 64 MiB are freed once they are parsed. Called once."""
+        """Returns the content and drops the reference to it, so that up to 64 MiB are freed after parsing. Called once."""
         content, self._content = self._content, None
-        assert content is not None, "a body is read once"
+        assert content is not None, "take() is called once, after the content was received"
         return content
 
     def close(self) -> None:
-        """Drops the content and gives the bytes back to the budget."""
+        """Drops the content and releases the bytes."""
         self._content = None
         size, self.size = self.size, 0
         if size:
@@ -251,8 +251,8 @@ def body_too_large(max_bytes: int) -> ApiError:
 class MemoryTrimmer:
     """Returns freed memory to the system, because glibc keeps the pages of large bodies.
 
-    A refused request is in a reference cycle with its traceback, and so is its body. The trimmer collects young objects while
-    bodies come, and all objects QUIET_S after the last body.
+    A refused request and its body are in a reference cycle with the traceback. So the trimmer runs the garbage collector: for
+    young objects TRIM_S after a large body, and for all objects after QUIET_S without one.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Fields of request bodies: the base class of the bodies' types, and the names by which errors call a field.
+"""The base class of request bodies, and the names of fields in errors.
 
 Workers name a refused field by its path in their messages, such as `max_new_tokens`. The gateway names a field of a chat by its
 path in ChatRequest, such as `messages`. The table of an API maps these paths to the API's own names.
@@ -46,10 +46,10 @@ def _integers(body: type[BaseModel]) -> frozenset[str]:
 
 
 class AnswerBody(Body):
-    """Optional fields of the response. No worker receives them; a renderer reads them as the client has sent them."""
+    """Optional fields of the response. Only renderers read them; workers do not receive them."""
 
     return_token_ids: bool | None = Field(
-        default=None, description="Choices carry `token_ids`, and `prompt_token_ids` come once."
+        default=None, description="Whether choices have `token_ids`, and the response `prompt_token_ids`."
     )
 
     def shown(self) -> AnswerBody:
@@ -67,10 +67,10 @@ class FieldNames:
     """One API's names of the fields that errors name."""
 
     names: Mapping[str, str] = field(default_factory=dict)  # client's name by path, or by the first part of the path
-    prefix: str = ""  # client's path of the sampling parameters; "" for the body itself. Goes before names that are not listed
+    prefix: str = ""  # client's path of the sampling parameters, the prefix of names not in `names`; "" for the body itself
 
     def of(self, path: str) -> str:
-        """Returns the client's name of a path. A path without an entry in the table is its own name."""
+        """Returns the client's name of a path. A path without an entry in `names` keeps its name, with the prefix."""
         for known in (path, path.partition(".")[0], path.partition("[")[0]):
             if known in self.names:
                 return self.names[known]

@@ -1,4 +1,4 @@
-"""Choices: the worker's output for one prompt, its text, and the part of it that the client has not received.
+"""A choice: one output of the worker for a prompt, its text, and the part that the client has not received.
 
 A choice may move from worker to worker with the same parameters. It has everything that another worker needs to continue it.
 The dispatcher passes the worker's output to it, and a Decoding passes the detokenizer's text. New output waits in the choice,
@@ -41,7 +41,7 @@ class Series(Protocol):
 
 
 class ChoiceOwner(Protocol):
-    """The request of a choice, which is a RunningRequest. A Protocol, because the file of RunningRequest imports this one."""
+    """The RunningRequest of a choice. It is a Protocol, because the module of RunningRequest imports this module."""
 
     request_id: str
     caller: Caller
@@ -54,10 +54,10 @@ class ChoiceOwner(Protocol):
     error: ApiError | None
 
     def streaming(self) -> None:
-        """Notes that a choice has output."""
+        """Records that a choice has output."""
 
     def has_news(self, choice: Choice) -> None:
-        """Notes that take() of this choice returns a delta."""
+        """Records that take() of this choice returns a delta."""
 
     def choice_ended(self, choice: Choice) -> None:
         """Frees the choice. Called once, after `ending` of the choice is set."""
@@ -77,10 +77,10 @@ class Ending:
     cached_tokens: int
     completion_tokens: int
     queue_ms: int
-    retractions: int  # times that the worker took the choice's KV for other requests
-    verified_rows: int = 0  # this and the next two: worker.proto
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    retractions: int  # times that the choice lost its KV to other requests
+    verified_rows: int = 0  # see Finish in worker.proto
+    drafted_tokens: int = 0  # see Finish in worker.proto
+    accepted_tokens: int = 0  # see Finish in worker.proto
     accepted_prediction_tokens: int = 0  # at all workers of the choice, up to the tokens that this gateway has
     rejected_prediction_tokens: int = 0
     # cached_tokens by tier, or None without cached tokens, or if the worker has one tier
@@ -89,13 +89,13 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class EarlierOutput:
-    """Output of a choice that another gateway or an earlier try has stored, and that is continued here."""
+    """Stored output of a choice from another gateway or an earlier attempt, which this gateway continues."""
 
     ids: Sequence[int] = ()  # output ids so far
     decoded: int = 0  # ids whose text a detokenizer has returned
     chars: int = 0  # characters of that text
-    shown: int = 0  # ids whose text the client has
-    logprobs: Sequence[worker_pb2.LogprobRows] = ()  # log probabilities of all ids, if the client wants them
+    shown: int = 0  # ids whose text the client has received
+    logprobs: Sequence[worker_pb2.LogprobRows] = ()  # log probabilities of all ids, if requested
     version: ModelVersion | None = None  # model version of the workers, or None if it is unknown
     numerics: str = ""  # WorkerInfo.numerics of the workers; "" if it is unknown
 
@@ -105,10 +105,10 @@ class Delta:
     """New output of one choice, for its client."""
 
     choice: Choice
-    first: bool  # the choice has had no delta before
+    first: bool  # whether it is the first delta of the choice
     text: str
-    # If the client wants them: ids whose text this is, and their log probabilities. An id without text so far (held back for a
-    # stop string, part of a character) waits for the next delta.
+    # If requested: ids of `text`, and their log probabilities. An id whose text is not known yet (a possible stop string, a part
+    # of a character) is in a later delta.
     token_ids: Sequence[int]
     logprobs: LogprobSpan
     ending: Ending | None  # set in the last delta
@@ -158,25 +158,27 @@ class Choice:
         self.number = number  # among the choices of its prompt
         self.prompt = prompt
         self.params = params
-        self.seed = seed  # for draws on every worker, or None without draws
+        self.seed = seed  # seed of sampling on every worker, or None if no token is drawn
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
-        self.resumed: EarlierOutput | None = None  # without its log probabilities, which `logprobs` has
+        self.resumed: EarlierOutput | None = None  # its log probabilities are moved to `logprobs`
         # Output of the worker.
         self.output_ids: list[int] = []  # `decoding` reads the same list
-        self.logprobs = LogprobTable() if params.wants_logprobs else EMPTY_TABLE  # rows of output_ids, if the client wants them
+        self.logprobs = LogprobTable() if params.wants_logprobs else EMPTY_TABLE  # rows of output_ids, if requested
         self.prompt_logprobs = EMPTY_TABLE  # from position max(1, prompt_from) on
         self.worker_ending: Ending | None = None  # set when the worker has ended the choice
         self._embedding: Sequence[float] | None = None
         self._label_logprobs: Sequence[float] | None = None
-        self._predicted = 0, 0  # accepted and rejected prediction tokens at its worker
-        self._predicted_before = 0, 0  # the same at the workers that it has left
-        self._prefilled: worker_pb2.Finish | None = None  # last message of the worker that computed the prompt for another one
+        self._predicted = 0, 0  # accepted and rejected prediction tokens at the current worker
+        self._predicted_before = 0, 0  # the same at earlier workers
+        self._prefilled: worker_pb2.Finish | None = (
+            None  # last message of the prefill worker, if the choice has moved to a decode worker
+        )
         # Text of the detokenizer.
         self.ending: Ending | None = None  # set with the last text
         self._pieces = [prompt.prefix] if prompt.prefix else []  # text that the client has not received
         self._shown_ids = 0  # ids whose text was received
         self._taken_ids = 0  # ids whose text has been taken
-        self._delivered = False  # a delta has been taken
+        self._delivered = False  # whether a delta has been taken
         self._last_at = 0.0  # loop time of the last token; 0.0 before the first
         self.decoding = Decoding(
             self,
@@ -214,7 +216,7 @@ class Choice:
 
     @property
     def cache_salt(self) -> str:
-        """Cache salt on the worker, which may have the API key's own part."""
+        """Cache salt on the worker; see Caller.cache_salt_of()."""
         return self.request.caller.cache_salt_of(self.params.cache_salt)
 
     @property
@@ -230,7 +232,7 @@ class Choice:
 
     @property
     def can_move(self) -> bool:
-        """Whether another worker can continue it from its prompt and output. A session's turn needs the KV of its own worker."""
+        """Whether another worker can continue the choice from prompt and output. A turn needs the KV of its session's worker."""
         return self.worker_ending is None and self.params.session is None and self.request.error is None
 
     @property
@@ -240,7 +242,7 @@ class Choice:
 
     @property
     def lacks_logprobs(self) -> bool:
-        """Whether log probabilities of output ids are missing that the client wants."""
+        """Whether requested log probabilities of output ids are missing."""
         return self.params.wants_logprobs and len(self.logprobs) != len(self.output_ids)
 
     @property
@@ -251,18 +253,18 @@ class Choice:
 
     def vector(self) -> NDArray[np.float32]:
         """Returns float32[dimensions], little-endian, of a complete embedding."""
-        assert self._embedding is not None, "the worker ends a request for a vector with one"
+        assert self._embedding is not None, "the worker's last message of an embedding request has the vector"
         return np.array(self._embedding, dtype="<f4")
 
     def label_logprobs(self) -> NDArray[np.float64]:
         """Returns float64[labels] of a complete score."""
-        assert self._label_logprobs is not None, "the worker ends a request for a score with one"
+        assert self._label_logprobs is not None, "the worker's last message of a score request has the log probabilities"
         return np.array(self._label_logprobs, dtype=np.float64)
 
     # Output of the worker
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Adds output ids. Unless the response is a stream, they are timed now, else when their text comes."""
+        """Adds output ids. In a stream, metrics time them when their text arrives; otherwise now."""
         self.output_ids += ids
         if ids and self.decoding.patient:
             self._time(len(ids))
@@ -285,13 +287,13 @@ class Choice:
         self._predicted = accepted, rejected
 
     def leave_worker(self) -> None:
-        """Prepares for another worker. Prompt log probabilities of an unfinished prompt are dropped."""
+        """Prepares the move to another worker. Drops prompt log probabilities if the prompt is not complete."""
         self._predicted_before, self._predicted = self._predictions, (0, 0)
         if not self.output_ids:
             self.prompt_logprobs = EMPTY_TABLE
 
     def handed_over(self, finish: worker_pb2.Finish) -> None:
-        """Notes the counts of the worker that has computed the prompt for another one. The first such worker's counts stay."""
+        """Records the counts of the prefill worker. Only the first prefill worker's counts are stored."""
         if self._prefilled is None:
             self._prefilled = finish
 
@@ -304,7 +306,7 @@ class Choice:
         """Receives the worker's terminal output of a complete choice. Its last text follows, unless it is a vector or a score."""
         prefilled = finish if self._prefilled is None else self._prefilled
         self.worker_ending = _ending_of(finish, prefilled, self.params, self._predictions)
-        # The text that a stop pattern has matched stays; a stop string is cut off.
+        # The text of a matched stop pattern stays in the output; a matched stop string is cut off.
         self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
         if finish.reason == pb.FINISH_REASON_EMBEDDED:
             self._embedding = finish.embedding
@@ -333,7 +335,7 @@ class Choice:
         self.request.fail(error)
 
     def take(self) -> Delta | None:
-        """Returns the output since the last take; None without new output. Never None after the ending."""
+        """Returns the output since the last take(), or None if there is none. After the ending, it always returns a delta."""
         if not self._pieces and self.ending is None:
             return None
         text = "".join(self._pieces)
@@ -349,7 +351,7 @@ class Choice:
 
     @property
     def taken(self) -> tuple[int, int, int]:
-        """Decoded ids, characters of their text, and shown ids behind the last take(): the counts of an EarlierOutput."""
+        """Counts for an EarlierOutput after the last take(): decoded ids, characters of their text, and shown ids."""
         return self.decoding.decoded, self.decoding.emitted_chars, self._taken_ids
 
     def _end(self) -> None:
@@ -377,10 +379,10 @@ class ChoiceReader:
         """Makes the parser. If `parsing` is None, all output is text."""
         self._parsing = parsing
         self._parser: OutputParser = PlainText() if parsing is None else parsing.parser()
-        self.called = False  # the output has a call
+        self.called = False  # whether the output has a call
 
     def read(self, delta: Delta) -> list[Event]:
-        """Returns the events of the next delta, perhaps none."""
+        """Returns the events of the next delta, possibly none."""
         events = list(self._parser.feed(delta.text))
         if delta.ending is not None:
             events += self._parser.finish(cut=delta.ending.finish_reason == "length")
@@ -393,7 +395,7 @@ class ChoiceReader:
         return events
 
     def replay(self, texts: Iterable[str]) -> None:
-        """Parses texts whose events the client has already and which have been counted."""
+        """Parses texts again after a takeover. The client already has their events, so none are returned or counted."""
         for text in texts:
             for _ in self._parser.feed(text):
                 continue
@@ -415,7 +417,7 @@ def _ending_of(
         matched = finish.matched_token
     reason = _FINISH_REASONS.get(finish.reason, "stop")
     num_tokens = finish.completion_tokens
-    if params.hidden:  # the client wants no token, so none counts
+    if params.hidden:  # the client requested no output tokens, so none are counted
         matched, num_tokens, reason = None, 0, "abort" if reason == "abort" else "length"
     is_end_of_sequence = isinstance(matched, int) and matched not in params.stop_token_ids
     return Ending(

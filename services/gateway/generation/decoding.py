@@ -1,7 +1,7 @@
 """The decoding of one sequence of token ids to text, with the state to continue it on another detokenizer.
 
-Three objects write it: its owner (ids, resume, finish), the DetokPool (link_timer), and the DecodeWindow on which it is open (the
-rest).
+Three objects change it: its owner (ids, resume, finish), the DetokPool (link_timer), and the DecodeWindow on which it is open
+(all other fields).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from rootstock_llm.protos import detokenizer_pb2
 from rootstock_llm.services.gateway.generation.errors import ApiError
 
-PATIENT_IDS = 64  # ids per message of a response that is no stream, because a message costs more than its ids
+PATIENT_IDS = 64  # ids per message of a response that is not a stream; a message costs more than its ids
 PROMPT_TAIL = 5  # last ids of the prompt, which the first decoded text depends on
 
 
@@ -82,7 +82,7 @@ class Decoding:
             ids: Shared with the owner, which appends to it.
             model: Model id of the detokenizer; "" for any detokenizer.
             traceparent: "" if the request is not traced.
-            patient: The text is not used before its end, so ids may wait for more ids.
+            patient: Whether the text is used only when it is complete, so that ids may wait for more ids.
             kept_tokens: Texts of special tokens that stay in the text.
         """
         self.sink = sink
@@ -107,7 +107,7 @@ class Decoding:
 
     @property
     def may_wait(self) -> bool:
-        """Whether the ids that were not sent may wait for more ids."""
+        """Whether unsent ids may wait for more ids."""
         return self.patient and not self.finished and len(self.ids) - self.sent < PATIENT_IDS
 
     def resume(self, decoded: int, emitted_chars: int) -> None:

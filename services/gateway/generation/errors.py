@@ -1,5 +1,7 @@
-"""Every failure a client can see is an ApiError: an HTTP status and OpenAI's error body, or what another API's form makes of it.
-Messages hold no prompt text."""
+"""Errors that clients see. An ApiError has an HTTP status and OpenAI's error body; an AnswerForm renders it for another API.
+
+Messages never contain text of a prompt.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import orjson
 
 MAX_DETAIL_CHARS = 500  # characters kept of another service's message
 DONE = b"data: [DONE]\n\n"
-KEY_NOT_HERE = "api_key_not_here"  # yet: the code of an error that passes
+KEY_NOT_HERE = "api_key_not_here"  # code of a temporary error: the gateway does not have the key yet
 CLIENT_CLOSED = 499  # status in metrics and logs if the client has left
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
@@ -35,7 +37,7 @@ _LATER = "Send the request again."
 CODES: Mapping[str, ErrorCode] = MappingProxyType(
     {
         "aborted": ErrorCode(
-            (400,), "An abort ended the request before it had any output.", "Send it again if the abort was not yours."
+            (400,), "An abort ended the request before it had any output.", "Send it again, unless you sent the abort."
         ),
         "api_key_expired": ErrorCode((401,), "The API key has expired.", "Ask the operator for a new key."),
         "api_key_not_here": ErrorCode((503,), "This gateway does not know the API key yet.", _WAIT),
@@ -178,7 +180,10 @@ BATCH_CODES: Mapping[str, ErrorCode] = MappingProxyType(
 
 
 class ApiError(Exception):
-    """A request's one failure. `param` is the request's field that is wrong, if one is. `retry_after_s` becomes a header."""
+    """The failure of a request.
+
+    `param` is the invalid field of the request, or None. `retry_after_s` becomes the header Retry-After.
+    """
 
     def __init__(
         self,
@@ -190,7 +195,7 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        assert code is None or status in CODES[code].statuses, "the table of codes has each code with its statuses"
+        assert code is None or status in CODES[code].statuses, "CODES has every code with its statuses"
         self.status = status
         self.message = message
         self.param = param

@@ -1,6 +1,6 @@
 """Log probabilities of a choice as packed arrays, with one row per token.
 
-A long prompt has millions of values. As Python objects they would take fifty times the memory.
+A long prompt has millions of values, and Python objects would take 50 times the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LogprobRow(NamedTuple):
     """The log probabilities at one token, as natural logarithms."""
 
     value: float  # log probability of the token itself
-    top_ids: Sequence[int]  # likeliest tokens, in falling order
+    top_ids: Sequence[int]  # most likely tokens, in descending order
     top_values: Sequence[float]
     chosen_values: Sequence[float]  # values of the ids in SamplingParams.logprobs.token_ids, in that order
 
@@ -27,7 +27,7 @@ def values_per_token(top: int, chosen: int) -> int:
 
 
 class LogprobTable:
-    """Rows of log probabilities, four bytes a number. All rows have as many top and chosen values as the first."""
+    """Rows of log probabilities, with 4 bytes per value. All rows have the same numbers of top and chosen values."""
 
     __slots__ = ("_chosen", "_k", "_per_row", "_top_ids", "_top_values", "_values")
 
@@ -57,7 +57,7 @@ class LogprobTable:
         self._chosen.extend(rows.chosen_values)
 
     def span(self, begin: int, end: int) -> LogprobSpan:
-        """Returns the present rows from begin to end. Rows that are added later are not in it."""
+        """Returns the current rows from `begin` to `end`, exclusive. Rows that are added later are not included."""
         return LogprobSpan(self, min(begin, len(self)), min(end, len(self)))
 
     def rows(self, begin: int) -> worker_pb2.LogprobRows:

@@ -1,4 +1,4 @@
-"""The origin of a request: its call, its caller, and the facts of its body that other code reads during the preparation."""
+"""The origin of a request: its call, its caller, and values of its body that other code reads during the preparation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from rootstock_llm.services.shared.observe.spans import Tracing
 
 _DIGEST_BYTES = 16
-_PURPOSE = b"rootstock-salt"  # 16 bytes at most
-_TENANT = b"rootstock-share"
+_PURPOSE = b"rootstock-salt"  # BLAKE2's personalization of salts, at most 16 bytes
+_TENANT = b"rootstock-share"  # the same of tenants
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The rights and the share of the API key that a request came with."""
+    """The rights and the weight of the API key of a request."""
 
     key: str = ""  # name of the API key; "" without keys
     priority: int | None = None  # default and most urgent priority, or None for any priority
-    low_first: bool = False  # lower priorities are more urgent
-    salts_cache: bool = False  # no other key shares its cached prefixes
-    weight: float = 1.0  # share of the key while requests wait, relative to other keys
-    background: bool = False  # requests wait until no client's request waits
+    low_first: bool = False  # whether lower priority values are more urgent
+    salts_cache: bool = False  # whether its cached prefixes are separate from those of other keys
+    weight: float = 1.0  # share of the fleet that the key gets while requests wait, relative to other keys
+    background: bool = False  # whether its requests run only while no client's request waits
     models: frozenset[str] | None = None  # names of the models that the key may use, or None for every model
 
     @property
@@ -66,8 +66,8 @@ OMITTED_TOOLS = "omitted_tools"  # the entry of an ASGI scope's state that has O
 class Origin:
     """The call of an operation by an HTTP request, a batch line, a background response or a health probe.
 
-    The preparation of the request adds facts of the body. Other code may read these facts during the preparation: an abort reads
-    the names, and an HTTP response the wish for a stream.
+    The preparation of the request adds values of the body, which other code may read before its end: an abort reads the names,
+    and an HTTP response `wants_stream`.
     """
 
     __slots__ = (
@@ -100,7 +100,7 @@ class Origin:
 
         Args:
             route: Path of the operation, as in metrics and spans.
-            routing_key: From a header; it goes before the body's own.
+            routing_key: Routing key in the request's header; the body's routing key takes precedence.
             trace_headers: W3C traceparent and tracestate of the client; None if the client sends none.
             is_counted: False for a health probe, which has no limit and no trace, and is not in the metrics of clients.
             omitted_tools: The list that omit() extends; a new one if it is None.
@@ -116,7 +116,7 @@ class Origin:
         self.names: list[str] = []  # the client's names for the whole request, besides its id
         self.part_names: list[str] = []  # the client's names for prompts of the request
         self.wants_stream = False  # the client asks for a stream
-        # Hosted tools that the request is served without. Complete before wants_stream is set, because the head of a response
+        # Hosted tools that were left out of the request. Complete before wants_stream is set, because the head of the response
         # names them.
         self.omitted_tools: list[str] = [] if omitted_tools is None else omitted_tools
 
@@ -125,18 +125,18 @@ class Origin:
         self.trace = begin_trace(tracing, self.request_id, self.route, self.method, self.trace_headers)
 
     def name(self, name: str | None, part_names: Iterable[str] = ()) -> None:
-        """Adds the client's names, if it has given any. From here on the client can abort the request by them."""
+        """Adds the client's names. From now on, the client can abort the request by them."""
         if name is not None:
             self.names.append(name)
         self.part_names.extend(part_names)
 
     def stream(self) -> None:
-        """Notes that the client asks for a stream. A comment may be sent from here on."""
+        """Records that the client requests a stream. From now on, comments may be sent."""
         self.wants_stream = True
 
     def omit(self, tools: Sequence[str]) -> None:
-        """Adds hosted tools that the request is served without, each once."""
-        noted = frozenset(self.omitted_tools)  # a body may have a hundred thousand tools before their number is checked
+        """Adds hosted tools that are left out of the request, each once."""
+        noted = frozenset(self.omitted_tools)  # a set, because a body may have 100,000 tools before their number is checked
         self.omitted_tools.extend(name for name in dict.fromkeys(tools) if name not in noted)
 
     @property

@@ -1,6 +1,6 @@
-"""Prepared generation requests: the model, the prompts as token ids and the parameters. Frozen data; the APIs check and make it.
+"""Prepared generation requests: the model, the prompts as token ids, and the parameters. The data is immutable.
 
-The functions at the end check the memory that all choices of a request may need. They raise ApiError that names the field.
+The functions at the end check the memory that all choices of a request may need. An ApiError names the field.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rootstock_llm.services.shared.sampling_parameters import API_DEFAULTS, Samp
 
 _UINT64_MASK = (1 << 64) - 1
 
-UNLIMITED_ANSWER_TOKENS = 16384  # output tokens for budgets of a request without max_tokens
+UNLIMITED_ANSWER_TOKENS = 16384  # output tokens per choice that budgets assume for a request without max_tokens
 
 
 class ModelVersion(NamedTuple):
     """A version of a model. Workers of equal versions can continue each other's output and read each other's KV."""
 
-    model: str  # this and the next two as in WorkerInfo
-    revision: str
-    tokenizer: str
+    model: str  # WorkerInfo.model
+    revision: str  # WorkerInfo.revision
+    tokenizer: str  # WorkerInfo.tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class ModelInfo:
     name: str  # for clients
     context_len: int  # tokens; 0 if no worker has connected
     vocab_size: int
-    generates: bool = True  # False: it only makes embeddings
-    embedding_size: int = 0  # numbers in an embedding; 0 if the model makes none
+    generates: bool = True  # False if the model only makes embeddings
+    embedding_size: int = 0  # elements of an embedding; 0 if the model makes none
     source: str = ""  # model id at workers, tokenizers and detokenizers
-    revision: str = ""  # part of the block hashes, as `tokenizer` is
-    tokenizer: str = ""
-    auto_truncates: bool = False  # a prompt that exceeds the context is cut
+    revision: str = ""  # revision of the weights; part of the block hashes
+    tokenizer: str = ""  # tokenizer of the model; part of the block hashes
+    auto_truncates: bool = False  # whether a prompt that exceeds the context is cut
     defaults: SamplingDefaults = API_DEFAULTS  # for parameters that a request does not set
-    deterministic: bool = False  # a request has the same result on every worker
+    deterministic: bool = False  # whether a request has the same result on every worker
 
     def hash_root(self, cache_salt: str) -> bytes:
         """Returns the hash that the first block of a prompt is chained to in the prefix index."""
@@ -68,10 +68,10 @@ class Models(Protocol):
         """Whether a worker of the model drafts tokens from predicted outputs."""
 
     async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
-        """Returns the model of this name, for None the default one. Waits for its first worker.
+        """Returns the model of this name, or the default model for None. Waits for its first worker.
 
         Raises:
-            ApiError: There is no such model, the caller may not use it, or no worker of it came in time.
+            ApiError: No model has this name, the caller may not use it, or none of its workers connected in time.
         """
 
 
@@ -80,14 +80,14 @@ class PromptInput:
     """A prompt of a request as token ids."""
 
     ids: Sequence[int]  # the packed array of the tokenizer's message
-    text: str | None  # for `echo`, or None if only decoding the ids would give it
+    text: str | None  # text for `echo`, or None if the ids must be decoded for it
     block_hashes: bytes = b""  # joined hashes of the full blocks; empty until they are computed
-    num_cut: int = 0  # tokens behind `ids` that exceeded the context
+    num_cut: int = 0  # tokens that were cut off, because they exceeded the context
     # If the tokenizer stopped early, a lower bound of the prompt's tokens, of which `ids` has the first; else 0.
     at_least: int = 0
     rendered_end: str = ""  # last characters of a rendered chat template
     prefix: str = ""  # text with which the output begins (`echo`)
-    request_id: str = ""  # the client's name for this prompt, as workers receive it; "" for one made of the request's id
+    request_id: str = ""  # the client's name of this prompt, which workers receive; "": a name is made from the request id
     prediction: Sequence[int] | None = None  # token ids of the predicted output, or None if the client has sent none
 
 
@@ -98,7 +98,7 @@ class GenerationParams:
     `sampling` and `grammar` are wire messages that no code writes after construction; a test checks that.
     """
 
-    stream: bool  # output is sent to the client as it comes
+    stream: bool  # whether output is sent to the client while it is generated
     include_usage: bool  # the last event of a stream has the usage
     n: int  # choices
     seed: int | None  # seed of the first choice, or None if it is drawn
@@ -117,12 +117,12 @@ class GenerationParams:
     grammar_field: str | None = None  # the client's field that `grammar` was made of
     grammar_fields: Sequence[str] = ()  # the client's fields that the grammar's parts were made of, by index
     vector_as_base64: bool = False  # an embedding is returned as its little-endian float32
-    hidden: bool = False  # the client wants no token; an older worker makes one, which is not shown
+    hidden: bool = False  # whether the output is left out (max_tokens 0); an older worker generates one token anyway
     answer: AnswerBody = TEXT_ALONE  # optional fields of the response
     stream_repeats: bool = False  # each event of a stream repeats the output before it
     parsing: Parsing | None = None  # finds calls and reasoning in the text, or None if all of it is text
-    best: int = 0  # choices of the n that are shown, those with the likeliest tokens; 0: all
-    shows_logprobs: bool = True  # False: log probabilities only rank the choices
+    best: int = 0  # number of the n choices that are returned, by mean log probability; 0: all
+    shows_logprobs: bool = True  # False if log probabilities are only used to rank the choices
 
     @property
     def wants_logprobs(self) -> bool:
@@ -139,9 +139,9 @@ class GenerationParams:
         return bool(self.sampling.HasField("embedding") or self.sampling.HasField("score"))
 
     def most_tokens(self, prompt_tokens: int, context_len: int) -> int:
-        """Returns the output limit of one choice. In a session only the worker knows the free context, so all of it counts."""
-        room = context_len if self.session is not None else context_len - prompt_tokens
-        return room if self.max_tokens is None else min(self.max_tokens, room)
+        """Returns the output limit of a choice; in a session, the whole context, because only its worker knows the free part."""
+        free = context_len if self.session is not None else context_len - prompt_tokens
+        return free if self.max_tokens is None else min(self.max_tokens, free)
 
     def likely_tokens(self, prompt_tokens: int, context_len: int) -> int:
         """Returns the output tokens of one choice for budgets, at most UNLIMITED_ANSWER_TOKENS without max_tokens."""
@@ -152,7 +152,7 @@ class GenerationParams:
         """Returns the seed of one choice for all workers. None if the choice draws no tokens.
 
         Args:
-            number: Counts the choices of a prompt from 0.
+            number: Index of the choice among those of its prompt.
         """
         if self.ends_with_prompt:
             return None
@@ -194,7 +194,7 @@ class GenerationRequest:
 
     model: ModelInfo
     prompts: tuple[PromptInput, ...]
-    params: tuple[GenerationParams, ...]  # one for each prompt; the same object if the client has sent one set
+    params: tuple[GenerationParams, ...]  # one per prompt; may be the same object
 
     @classmethod
     def of(cls, model: ModelInfo, prompts: Sequence[PromptInput], params: GenerationParams) -> GenerationRequest:
@@ -221,8 +221,8 @@ def check_logprobs(request: GenerationRequest) -> None:
         if total > limit:
             name = params.fields.of("logprobs")
             message = (
-                f"'{name}' may have at most {limit} values: tokens of prompts and answers, times choices, "
-                "times 1 + top ones + chosen ids. Ask for fewer, or for fewer tokens."
+                f"'{name}' may have at most {limit} values: tokens of prompts and outputs, times choices, "
+                "times (1 + top tokens + chosen ids). Ask for fewer values or fewer tokens."
             )
             raise bad_request(name, message)
 
@@ -247,7 +247,7 @@ def most_tokens(request: GenerationRequest) -> int:
 
 
 def check_chars(chars: int, param: str) -> None:
-    """Checks the characters of all texts of a request. Tokenizers accept no more."""
+    """Raises ApiError if the texts of a request have more characters than tokenizers accept."""
     if chars > limits.MAX_RENDERED_CHARS:
         message = f"The texts of '{param}' may have at most {limits.MAX_RENDERED_CHARS} characters."
         raise ApiError(413, message, param=param, code="request_too_large")

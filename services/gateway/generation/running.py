@@ -46,7 +46,7 @@ class KeyAdmission(Protocol):
     """A request's slot within the limits of its API key. end() is called once, by its owner."""
 
     def reserve(self, tokens: int) -> None:
-        """Reserves the largest number of prompt and output tokens that the request may use. Called once; raises ApiError 429."""
+        """Reserves the tokens that the request may use at most, prompt and output. Called once. Raises ApiError (429)."""
 
     def end(self, used_tokens: int) -> None:
         """Frees the slot and settles the reservation with the tokens that the request has used."""
@@ -72,8 +72,8 @@ class RunningRequest:
 
         Args:
             body: The request closes it.
-            closed: Takes the request out of the open ones. Idempotent.
-            wants_report: The client asks for a report (report_of).
+            closed: Removes the request from the open requests. Idempotent.
+            wants_report: Whether the client requests a report (report_of).
         """
         self.origin = origin
         self.request_id = origin.request_id
@@ -131,13 +131,13 @@ class RunningRequest:
 
     @property
     def tokens_used(self) -> int:
-        """Tokens of all prompts, if a worker has received one of them, and of the output that came to this gateway."""
+        """Output tokens that this gateway has received, plus the tokens of all prompts if a worker has received one of them."""
         prompts = sum(len(prompt.ids) for prompt in self.prompts) if self.reached_worker else 0
         earlier = sum(len(choice.resumed.ids) for choice in self.choices if choice.resumed is not None)
         return prompts + sum(len(choice.output_ids) for choice in self.choices) - earlier
 
     def placed(self, worker_id: str) -> None:
-        """Notes that a choice has been submitted to this worker."""
+        """Records that a choice has been submitted to this worker."""
         if worker_id not in self.workers:
             self.workers.append(worker_id)
 
@@ -162,7 +162,7 @@ class RunningRequest:
 
     @property
     def longest_wait_s(self) -> float:
-        """Seconds that the choice which waited longest spent waiting for a worker."""
+        """Longest time in seconds that a choice waited for a worker."""
         return max(self._waits.values(), default=0.0)
 
     def has_news(self, choice: Choice) -> None:
@@ -172,7 +172,7 @@ class RunningRequest:
             self._wake()
 
     def nudge(self) -> None:
-        """Ends the current news(), which may then return no choice."""
+        """Makes the current news() return, possibly without a choice."""
         self._nudged = True
         self._wake()
 
@@ -193,8 +193,9 @@ class RunningRequest:
             self.task.cancel()
 
     def release(self) -> None:
-        """Frees everything that the request holds: its choices on workers, in queues and on detokenizers, its body bytes, its
-        admission and its trace. Ends every path of a request; a second call has no effect."""
+        """Frees all resources of the request: its choices on workers, in queues and on detokenizers, its body bytes, its
+        admission and its trace. Called at the end of every request. Idempotent.
+        """
         if self.phase is Phase.ENDED:
             return
         self.phase = Phase.ENDED
@@ -206,7 +207,7 @@ class RunningRequest:
             self.trace.end()
 
     def hand_over(self) -> KeyAdmission | None:
-        """Gives up the request's place among the open requests, and its admission, which the caller of this method now owns."""
+        """Removes the request from the open requests and returns its admission, which the caller now owns."""
         self._closed(self)
         admission, self.admission = self.admission, None
         return admission
@@ -216,8 +217,10 @@ class RunningRequest:
             self._releaser.release(choice)
 
     async def news(self) -> list[Choice]:
-        """Waits for output, and returns the choices that have some in the order of its arrival; none after nudge(). Raises the
-        request's ApiError."""
+        """Waits for output, and returns the choices with new output in the order of its arrival.
+
+        The list may be empty after nudge(). Raises the request's ApiError.
+        """
         while self.error is None and not self._ready() and not self._nudged:
             self._waker = asyncio.get_running_loop().create_future()
             await self._waker

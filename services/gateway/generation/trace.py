@@ -1,7 +1,7 @@
-"""The gateway's spans of one traced request: the server's own, and those of tokenizing, waiting and each try on a worker.
+"""The gateway's spans of one traced request: the server span, and spans of tokenizing, waiting and each attempt on a worker.
 
-A request that is not traced has none of these objects. Everything runs on the event loop. A span that is still open when its
-request closes ends with it.
+A request that is not traced has none of these objects. Everything runs on the event loop. The end of a request ends its open
+spans.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RequestTrace:
             span.end()
 
     def begin(self, model: str, choices: int) -> None:
-        """Notes the model and the number of choices of a prepared request."""
+        """Records the model and the number of choices of a prepared request."""
         self._span.set({"gen_ai.request.model": model, "gen_ai.request.choice.count": choices})
 
     def choice(self, request_id: str) -> ChoiceTrace:
@@ -75,7 +75,7 @@ class RequestTrace:
         )
 
     def failed(self, error: ApiError) -> None:
-        """Notes the error of a request. Only a status of 500 or more makes the server span an error."""
+        """Records the error of a request. Only a status of 500 or more marks the server span as failed."""
         name = error.code or str(error.status)
         if error.status >= 500:
             self._span.fail(name, error.message)

@@ -28,7 +28,7 @@ def usage_of(request: RunningRequest) -> dict[str, Any]:
 
 
 def report_of(request: RunningRequest) -> dict[str, Any]:
-    """Returns the request's path through the fleet as JSON, for a client that asks for it.
+    """Returns the request's waiting times, workers and counts, for a client that requests a report.
 
     Times are the longest of all choices, and counts are sums over all choices.
     """
@@ -48,8 +48,8 @@ def access_state(running: RunningRequest, code: str, *, interrupted: bool) -> di
     """Returns the state that AccessLog.ended reads, for a batch line or a background response.
 
     Args:
-        code: Code of the request's error; "" without one.
-        interrupted: The request has neither a response nor an error, because its task was cancelled.
+        code: Code of the request's error, or "".
+        interrupted: Whether the request has neither a response nor an error, because its task was cancelled.
     """
     return {
         "request_id": running.request_id,
