@@ -22,8 +22,8 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger("rootstock_llm.services.gateway")
 
-MAPPED_BLOCK_BYTES = 1 << 20  # malloc maps blocks of this size on their own; smaller ones are reused by the heap
-YOUNG_OBJECTS = 10_000  # between two looks for cycles; a request in flight has hundreds
+MAPPED_BLOCK_BYTES = 1 << 20  # malloc maps larger blocks separately and unmaps them when freed; the heap reuses smaller ones
+YOUNG_OBJECTS = 10_000  # new objects between two garbage collections; a request in flight has hundreds
 
 
 async def _serve(config: GatewaySettings) -> None:

@@ -44,9 +44,9 @@ _EXPOSED = ("x-request-id", "retry-after", "x-rootstock-omitted-tools", "x-roots
 
 
 class ApiRoutes(Protocol):
-    """An HTTP API. The application adds OpenAI's chat, completions and embeddings itself."""
+    """An HTTP API. build() adds OpenAI's chat, completions and embeddings itself."""
 
-    forms: Mapping[str, AnswerForm]  # form of its errors by path, where it differs from OpenAI's
+    forms: Mapping[str, AnswerForm]  # form of errors by path, if it differs from OpenAI's
 
     @property
     def operations(self) -> Sequence[ApiOperation]:
@@ -85,10 +85,10 @@ def build(
     """Returns the gateway's ASGI application.
 
     Args:
-        served: Returns the served models, and those whose workers are still to connect.
+        served: Returns the listed models, including those without a connected worker.
         generating: The generating operations of all APIs, by path.
         apis: All APIs except OpenAI's chat, completions and embeddings.
-        retry_after_s: Returns the seconds after which a client of a 503 retries, by the length of the queue.
+        retry_after_s: Returns the Retry-After of a 503 in seconds, given the length of the queue.
     """
     settings = port.settings
     on_http = metrics if settings.metrics_on_http else None
@@ -115,7 +115,7 @@ def build(
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Adds CORS outside of the check of API keys, because a browser sends its preflight request without a key."""
+    """Adds CORS around the check of API keys, because a browser sends preflight requests without a key."""
     if not origins:
         return app
     return CORSMiddleware(

@@ -77,7 +77,7 @@ from rootstock_llm.services.shared.tls.roles import Role
 logger = logging.getLogger(__name__)
 
 SERVICE = "gateway"
-CLOSE_S = 0.4  # seconds after the grace period in which clients receive their last errors, and then again to close
+CLOSE_S = 0.4  # seconds after the grace period for sending the last errors, and then the same time for closing connections
 
 
 class Gateway:
@@ -164,14 +164,14 @@ class Gateway:
         self._http = http_server.build(self.app, _http_options(settings, metrics, self.access, self._tls))
 
     def _batch_work(self, operations: Mapping[str, MakeOperation], metrics: GatewayMetrics) -> BatchWork | None:
-        """Returns the work on batches, or None without a store, whose URL _store() has checked."""
+        """Returns the work on batches, or None if the gateway has no store. _store() has checked the store's URL."""
         if self._store is None:
             return None
         waiting, attendance = self.dispatcher.num_waiting_anywhere, self.service.attendance
         return BatchWork(self._settings, self.service.run, operations, self.keys.named, waiting, attendance, metrics, self.access)
 
     def _background_work(self, answers: BackgroundAnswers, metrics: GatewayMetrics) -> BackgroundWork | None:
-        """Returns the work on background responses, or None without a store."""
+        """Returns the work on background responses, or None if the gateway has no store."""
         if self._store is None:
             return None
         computed_by = self.dispatcher.computed_by
@@ -206,10 +206,10 @@ class Gateway:
         Raises:
             CannotListen: A port is taken, or its address is not local.
         """
-        async with AsyncExitStack() as beside:
+        async with AsyncExitStack() as stack:
             if self._settings.metrics_port:
                 metrics = MetricsApi(self._registry)
-                await beside.enter_async_context(
+                await stack.enter_async_context(
                     http_server.serve_app(metrics, self._settings.metrics_host, self._settings.metrics_port)
                 )
             await self._run(listener, stop)
@@ -248,7 +248,7 @@ class Gateway:
     async def _start_peer(self) -> list[grpc.aio.Server]:
         """Starts the port for other gateways, unless it is 0.
 
-        The port takes operators' aborts only on loopback or with a token.
+        The port accepts operators' aborts only on loopback or with a token.
         """
         host, port = self._settings.peer_host, self._settings.peer_port
         if not port:
@@ -286,7 +286,7 @@ class Gateway:
                     raise RuntimeError("a task of the gateway has ended before the stop")
 
     async def _take_leave(self, serving: asyncio.Task[None]) -> None:
-        """Serves for stop_delay_s more, in which balancers learn from /ready that the gateway stops.
+        """Serves for stop_delay_s more, so that load balancers see by /ready that the gateway stops.
 
         Each response ends its connection, so that no balancer sends another request on it.
         """
@@ -364,7 +364,7 @@ def _keys(settings: GatewaySettings, token: str, peers: PeerGateways, metrics: G
 
 
 def _store(settings: GatewaySettings) -> RedisStore | None:
-    """Returns the store of clients' records, or None without its URL. Raises CannotListen if the URL is invalid."""
+    """Returns the store of clients' records, or None if no URL is set. Raises CannotListen if the URL is invalid."""
     if not settings.state_redis_url:
         return None
     try:

@@ -18,7 +18,7 @@ _SENDS_NOTHING = {"x-content-type-options": "nosniff", "referrer-policy": "no-re
 
 
 def static_page(name: str) -> Response:
-    """Returns the response with the page, which can be sent any number of times.
+    """Returns the response with the page. It can be sent repeatedly.
 
     Raises:
         ValueError: The file does not have exactly one script and one style.
