@@ -378,7 +378,7 @@ async function tellsErrors(page, width) {
     [refusal(400, "'top_k' is odd."), "'top_k' is odd."],
     [{ ...stream("So "), body: 'data: {"error": {"message": "A fault."}}\n\n' }, "A fault."],
     [{ ...stream("So "), body: "" }, "The stream has ended before its answer."],
-    [refusal(401, "No key."), "The server wants an API key"],
+    [refusal(401, "No key."), "The API key is missing"],
   ];
   for (const [answer, words] of cases) {
     await page.route(CHAT, (route) => route.fulfill(answer));
