@@ -1,4 +1,4 @@
-"""python -m rootstock_llm.services.worker: makes the parts of a worker, connects them and serves.
+"""python -m rootstock_llm.services.worker: creates the parts of a worker, connects them and serves.
 
 The asyncio loop serves gRPC. The thread `scheduler` runs the loop over core and executor. The executor's threads compute.
 """
@@ -163,7 +163,7 @@ def _reads_predictions(settings: WorkerSettings, engine: Engine) -> bool:
 
 
 def _registry(settings: WorkerSettings) -> CollectorRegistry:
-    """Returns a registry of metrics that is served from now on."""
+    """Returns a registry with the process's metrics, and starts the HTTP server of /metrics."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
@@ -203,7 +203,7 @@ def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health
 
 
 def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService, life: WorkerLife) -> Callable[[str], None]:
-    """Returns the handler of a lost device. Liveness fails for good, because only a new process can use the device again."""
+    """Returns the handler of a lost device: it makes liveness fail until the process restarts, which frees the device."""
 
     def on_lost(sentence: str) -> None:
         logger.critical("%s", sentence)
@@ -239,7 +239,7 @@ async def serve(settings: WorkerSettings) -> None:
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
     tracing = start_tracing(settings, "worker")
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
-    masks = cast(MaskSource, engine.masks)  # the matchers come from the book, and the core returns them unchanged
+    masks = cast(MaskSource, engine.masks)  # the core returns the book's matchers, whose type engine.masks needs
     loop = Loop(engine.core, engine.executor, inbox, measured, observer, masks, *overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
     limits, arrived = _limits(settings, engine), worker_metrics.times.arrived
@@ -297,7 +297,7 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 async def _either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
-    """Waits until the task ends or `stop` is set. Raises the task's error if it ended first."""
+    """Waits until the task ends or `stop` is set. If the task has failed, raises its error."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -308,7 +308,7 @@ async def _either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
 async def _warm_up(settings: WorkerSettings, engine: Engine) -> None:
     """Starts the grammar compiler before the worker is ready, so that the first request with a grammar does not wait for it.
 
-    With the fake executor, the start is skipped: it should be fast, and grammars are rare there.
+    The fake executor skips this, because tests need a fast start and rarely use grammars.
     """
     if engine.book is not None and settings.executor != "fake":
         await asyncio.to_thread(engine.book.pool.warm_up)
@@ -316,7 +316,7 @@ async def _warm_up(settings: WorkerSettings, engine: Engine) -> None:
 
 def _first_steps(settings: WorkerSettings, engine: Engine, pulse: Pulse, limit: StepLimit) -> None:
     pulse.beat()
-    if settings.executor == "fake":  # the time of its steps is a setting
+    if settings.executor == "fake":  # fake_step_s sets the time of its steps, so there is nothing to measure
         return
     text = ModelText(engine.tokenizer)
     run_first_steps(engine.executor, engine.core.config, text, engine.info.generates, limit.took)

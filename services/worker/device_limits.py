@@ -1,7 +1,7 @@
-"""Defaults of the number of running requests and the length of chunks, by the device's memory.
+"""Defaults of max_running_requests and chunked_prefill_size, by the device's memory.
 
-A device with more memory holds the KV of more rows, and is usually faster, so that it computes a longer chunk in the same time.
-The chunks are SGLang's defaults by GPU memory. The numbers of requests follow the largest decode graphs captured by default.
+A device with more memory stores the KV of more requests. It is usually faster, too, and computes a longer chunk in the same time.
+The chunk sizes are SGLang's defaults by GPU memory. At most 256 requests run, the default row limit of decode graphs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rootstock_llm.services.worker.settings import BY_DEVICE, WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The limits of a kind of device."""
+    """The defaults for one class of devices."""
 
     max_running_requests: int
     chunked_prefill_size: int  # tokens
 
 
 ON_CPU = StepLimits(64, 2048)
-ON_GPU = (  # limits for devices with less memory than this, in GiB
+ON_GPU = (  # (upper limit of the device's memory in GiB, defaults), ascending
     (35.0, StepLimits(64, 2048)),  # T4, A10, L4, RTX 4090
     (60.0, StepLimits(128, 4096)),  # A100 of 40 GB, L40S
     (160.0, StepLimits(256, 8192)),  # A100 and H100 of 80 GB, H200
@@ -30,14 +30,14 @@ ON_GPU = (  # limits for devices with less memory than this, in GiB
 
 
 def limits_of(device_bytes: int | None) -> StepLimits:
-    """Returns the limits for a GPU with this memory. None means a CPU."""
+    """Returns the defaults for a GPU with `device_bytes` of memory, or for a CPU if it is None."""
     if device_bytes is None:
         return ON_CPU
     return next(limits for below, limits in ON_GPU if device_bytes / 2**30 < below)
 
 
 def resolved(settings: WorkerSettings, device_bytes: int | None) -> WorkerSettings:
-    """Returns the settings with both limits, from the device if they are not set. A chunk of 0 tokens means no chunks."""
+    """Returns the settings with unset limits replaced by the device's defaults. A chunk size of 0 then means no chunks."""
     limits, found = limits_of(device_bytes), {}
     if settings.max_running_requests == BY_DEVICE:
         found["max_running_requests"] = limits.max_running_requests
@@ -47,11 +47,11 @@ def resolved(settings: WorkerSettings, device_bytes: int | None) -> WorkerSettin
 
 
 def most_step_tokens(settings: WorkerSettings) -> int:
-    """Returns the tokens of the largest step that the scheduler plans.
+    """Returns the number of tokens of the largest step that the scheduler plans.
 
-    With chunks, a step has at most one chunk. Decode rows of a mixed step count in it, but leave one page or more to the prompt.
-    Without chunks, a step has up to max_prefill_tokens and the decode rows of a mixed step. A single prompt that is longer is
-    computed in pieces.
+    With chunks, a step has at most chunked_prefill_size tokens, including the decode rows of a mixed step. If many rows decode,
+    it still has one page of prompt tokens. Without chunks, a step has up to max_prefill_tokens plus the decode rows of a mixed
+    step. The executor computes a single longer prompt in pieces.
 
     Args:
         settings: settings from resolved().

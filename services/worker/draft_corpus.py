@@ -1,4 +1,4 @@
-"""Reads the operator's corpus for n-gram drafts at the start: a file of texts, as one array of token ids."""
+"""Reads the operator's corpus for n-gram drafts, a file of texts, into one array of token ids when the worker starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rootstock_llm.services.worker.settings import WorkerSettings
 logger = logging.getLogger(__name__)
 
 SETTING = "--speculative-ngram-external-corpus-path"
-PIECE_CHARS = 1 << 16  # characters of a piece of a long text, which is encoded as a whole
-PIECES = 64  # pieces that are encoded at once
+PIECE_CHARS = 1 << 16  # longer texts are encoded in pieces of this many characters, which limits memory
+PIECES = 64  # pieces per call of the tokenizer
 
 Encode = Callable[[Sequence[str], bool], Sequence[Sequence[int]]]
 
@@ -42,7 +42,7 @@ def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 
     if not path:
         return None
     if settings.speculative_algorithm != "ngram":
-        raise ValueError(f"{SETTING} has no effect with --speculative-algorithm {settings.speculative_algorithm}")
+        raise ValueError(f"{SETTING} needs --speculative-algorithm ngram, not {settings.speculative_algorithm}")
     pieces, encoder = _pieces(_texts(Path(path))), encode()
     most, tokens = settings.speculative_ngram_external_corpus_max_tokens, array("i")
     while some := list(islice(pieces, PIECES)):
@@ -54,7 +54,7 @@ def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 
             raise ValueError(f"{SETTING}: {path} has more than {most} tokens (--speculative-ngram-external-corpus-max-tokens)")
     if not tokens:
         raise ValueError(f"{SETTING}: {path} has no text")
-    logger.info("n-grams are sought in %s too: %d tokens", path, len(tokens))
+    logger.info("ngram drafts also come from %s with %d tokens", path, len(tokens))
     return np.array(tokens, dtype=np.int32)
 
 
@@ -71,7 +71,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 def _content(path: Path) -> str:
     if not path.is_file():
-        raise ValueError(f"{SETTING}: there is no file {path}")
+        raise ValueError(f"{SETTING}: {path} does not exist or is not a file")
     try:
         with path.open("rb") as file:
             content = file.read(limits.MAX_CORPUS_BYTES + 1)
@@ -82,7 +82,7 @@ def _content(path: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{SETTING}: {path} is no UTF-8 at byte {error.start}") from None
+        raise ValueError(f"{SETTING}: {path} is not UTF-8 at byte {error.start}") from None
 
 
 def _record(line: str, where: str) -> str:
@@ -90,7 +90,7 @@ def _record(line: str, where: str) -> str:
     try:
         record: Any = json.loads(line)
     except ValueError:
-        raise ValueError(f"{where} is no JSON") from None
+        raise ValueError(f"{where} is not JSON") from None
     text = record.get("text") if isinstance(record, dict) else record
     if not isinstance(text, str):
         raise ValueError(f"{where} is neither a string nor an object with a string named text")
@@ -98,7 +98,7 @@ def _record(line: str, where: str) -> str:
 
 
 def _pieces(texts: Iterator[str]) -> Iterator[tuple[bool, str]]:
-    """Yields the texts in pieces, and whether a piece begins a text. A piece ends with a line if possible.
+    """Yields (whether the piece is the first of its text, piece). A piece ends at a line break if it has one.
 
     Pieces limit the memory of encoding.
     """

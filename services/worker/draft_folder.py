@@ -1,4 +1,4 @@
-"""Finds the folder of the draft model: the one in the settings, or a folder next to the model's."""
+"""Finds the folder of the draft model: speculative_draft_model_path, or a folder next to the model's."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WITH_A_FOLDER = frozenset(("draft", "eagle3", "mtp"))
 def draft_folder(settings: WorkerSettings) -> str:
     """Returns the folder of the draft model.
 
-    If none is set, it is the model's folder with the algorithm after its name, such as models/demo-eagle3 for models/demo.
+    If speculative_draft_model_path is empty, the algorithm is appended to the model's folder: models/demo-eagle3 for models/demo.
 
     Returns:
-        "" if this folder does not exist either. mtp then uses the model's own layer.
+        "" if no folder is set and the one next to the model's does not exist. mtp then uses the layer in the model's checkpoint.
     """
     path, algorithm = settings.speculative_draft_model_path, settings.speculative_algorithm
     if path or algorithm not in WITH_A_FOLDER:
@@ -27,5 +27,5 @@ def draft_folder(settings: WorkerSettings) -> str:
     beside = model.with_name(f"{model.name}-{algorithm}")
     if not beside.is_dir():
         return ""
-    logger.info("%s guesses by %s, for no --speculative-draft-model-path is set", algorithm, beside)
+    logger.info("%s drafts with %s, because --speculative-draft-model-path is not set", algorithm, beside)
     return str(beside)

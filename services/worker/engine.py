@@ -1,4 +1,4 @@
-"""Makes the scheduler core and its executor from the settings. Only this module chooses an executor."""
+"""Builds the scheduler core and its executor from the settings. Only this module chooses an executor."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ GPU_FRACTION = 0.9  # share of the device's memory, which only the worker uses
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An executor with its parts."""
+    """A loaded executor, what it has loaded, and its KV transfers with other workers."""
 
     executor: Executor
     info: LoadedInfo
     stats: ExecutorStats | None = None  # counts of steps, or None if the executor counts nothing
-    kv_server: KvServer | None = None  # see Engine
-    peer_reader: PeerReader | None = None  # see Engine
+    room_server: RoomServer | None = None  # lets other workers read KV of this worker, or None
+    peer_reader: PeerReader | None = None  # reads KV of other workers, or None
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Other stores of KV that the pool exchanges pages with."""
+    """The memories outside the KV pool with which the pool exchanges pages."""
 
-    tiers: TierOptions | None  # tiers below the pool, or None without any
-    peers: PeerOptions | None  # transfers between workers, or None without any
+    tiers: TierOptions | None  # the host and storage tiers, or None if there are no tiers
+    peers: PeerOptions | None  # KV transfers between workers, or None if this worker transfers no KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +80,27 @@ class Engine:
     info: LoadedInfo
     stats: ExecutorStats | None  # counts of steps, or None if the executor counts nothing
     weights: ServedWeights
-    defaults: SamplingDefaults  # for requests without sampling parameters
-    publishes_index: bool  # the core reports the blocks that it caches
+    defaults: SamplingDefaults  # values of the sampling parameters that a request leaves out
+    publishes_index: bool  # whether the core reports its cached blocks for the prefix index
     tokenizer: HfTokenizer
     book: CompiledBook | None  # compiled grammars, or None if structured output is disabled
     masks: MaskFiller
-    keys: PageKeys | None  # page keys of other tiers, or None without other tiers
-    kv_server: KvServer | None  # lets other workers read KV here, or None to serve no reads
+    keys: PageKeys | None  # computes the keys of pages in tiers and KV transfers, or None without either
+    room_server: RoomServer | None  # lets other workers read KV of this worker, or None to serve no reads
     peer_reader: PeerReader | None  # reads the KV of other workers, or None if this worker does not
 
     def close(self) -> None:
-        """Ends the compiling processes and the executor. Called after the loop has ended."""
+        """Ends the grammar compilers and the executor. The scheduler's loop must have ended."""
         if self.book is not None:
             self.book.close()
         self.executor.close()
 
 
 def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Engine:
-    """Loads the model and makes core and executor.
+    """Loads the model and builds core and executor.
 
     Args:
-        on_lost: called once with a sentence if the device of the steps stops responding.
+        on_lost: called once, with a sentence for the log, if the executor's device stops responding.
 
     Raises:
         ValueError: the folder, the settings or the device cannot be used; the message has the reason.
@@ -122,12 +122,13 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     logger.info("model ready", extra=fields(**asdict(info) | {"load_seconds": dict(info.load_seconds)}))
     tokens, size = info.num_pages * info.page_size, info.num_pages * info.page_bytes / 1e9
     if info.kv_bytes_per_token:
-        told = "a request may have %d tokens; memory holds %d tokens of all requests together (%.2f GB)"
-        logger.info(told, info.context_len, tokens, size, extra=step())
+        text = "a request may have %d tokens; memory holds %d tokens of all requests together (%.2f GB)"
+        logger.info(text, info.context_len, tokens, size, extra=step())
     logger.info("scheduler configured", extra=fields(**asdict(config)))
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
-    own = settings.hicache_storage_backend != "redis"  # pages that other workers can read as well do not attract requests
+    # A storage tier in Redis is shared: its pages are no reason to route a request to this worker, so they are not reported.
+    own = settings.hicache_storage_backend != "redis"
     events = CacheEventLog(info.page_size, block_hash, weights.tree_root, tells_storage=own) if publishes else None
     keys = None
     if info.host_pages or info.reads_peers:
@@ -173,7 +174,7 @@ def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, moves: Moves
 
 
 def _bos_token_id(tokenizer: HfTokenizer) -> int:
-    """Returns the token that the tokenizer puts before a text, or -1 if it puts none or several."""
+    """Returns the token that the tokenizer puts before a text, or -1 if it puts no token or several."""
     before_text = tokenizer.encode_batch([""], True)[0]
     return before_text[0] if len(before_text) == 1 else -1
 
@@ -204,18 +205,18 @@ def _num_pages(settings: WorkerSettings) -> int | None:
 
 
 def _executor_name(settings: WorkerSettings) -> str:
-    """Returns the name of an executor in EXECUTORS."""
+    """Returns the key in EXECUTORS of the executor to use. For `auto`, it is `cuda` if torch finds a GPU, otherwise `cpu`."""
     if settings.executor != "auto":
         return settings.executor
     import torch  # imported here because the fake executor does not need it
 
     name = "cuda" if torch.cuda.is_available() else "cpu"
-    logger.info("executor: %s, for torch %s sees %d GPUs", name, torch.__version__, torch.cuda.device_count())
+    logger.info("executor: %s, because torch %s finds %d GPUs", name, torch.__version__, torch.cuda.device_count())
     return name
 
 
 def _gpu_bytes(settings: WorkerSettings) -> int | None:
-    """Returns the memory of the device of executor cuda, or None if that device is a CPU. Raises NoDevice."""
+    """Returns the memory of settings.device in bytes, or None if it is a CPU. Raises NoDevice if torch cannot use it."""
     import torch  # imported here because the fake executor does not need it
 
     from rootstock_llm.services.worker.exec.device import device_of
@@ -225,8 +226,8 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
 
 
 def _cpu(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
-    """Makes the executor of a CPU. Settings for a GPU have no effect, because `auto` may choose a CPU with the same settings."""
-    logger.info("loading the model; the first start on a machine compiles kernels too, for about half a minute", extra=step())
+    """Builds the CPU executor. GPU settings are ignored instead of refused, because executor `auto` may choose a CPU."""
+    logger.info("loading the model; the first start on a machine also compiles kernels for about half a minute", extra=step())
     return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost, moves)
 
 
@@ -235,10 +236,10 @@ def _cuda(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
 
 
 def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
-    """Makes an executor that computes on a device.
+    """Builds the executor that computes the model on a device.
 
     Args:
-        fraction: share of memory if the settings leave mem_fraction_static at 0.
+        fraction: value of mem_fraction_static if the setting is 0.
     """
     from rootstock_llm.services.worker.exec.build import build_device_executor  # imported here because it imports torch
     from rootstock_llm.services.worker.exec.contracts.options import DeviceOptions
@@ -276,7 +277,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
 
 
 def _fake(settings: WorkerSettings, _: OnLost, moves: Moves) -> Built:
-    """Makes the fake executor. It reads the config of the model's folder, but no weights."""
+    """Builds the fake executor. It reads config.json of the model's folder, but no weights."""
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
     context_len = settings.context_len or int(config["max_position_embeddings"])
     num_pages = -(-(settings.max_total_tokens or 1 << 17) // settings.page_size)

@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 from rootstock_llm.services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
-MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # used if no files are set for KV transfers
+MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # used if no --disaggregation-tls-*-file is set
 
 
 def peer_options(settings: WorkerSettings, on_left: Callable[[ReservationReleased], None]) -> PeerOptions | None:
@@ -40,14 +40,14 @@ def peer_options(settings: WorkerSettings, on_left: Callable[[ReservationRelease
     folder = _folder(settings.disaggregation_shm_dir)
     is_nixl = settings.disaggregation_transfer_backend == "nixl"
     if is_nixl and tls is not None:
-        raise ValueError("--disaggregation-transfer-backend nixl goes past TLS. Remove the TLS files, or choose another back end")
+        raise ValueError("--disaggregation-transfer-backend nixl does not encrypt. Remove the TLS files, or use tcp")
     if settings.disaggregation_mode == "prefill":
         return PeerOptions(open_server=partial(_server, settings, on_left, tls, folder))
     return PeerOptions(open_reader=partial(_reader, settings.page_size, tls, folder, is_nixl))
 
 
 def _folder(name: str) -> SocketFolder | None:
-    """Returns the folder of sockets, or None if no memory is shared. Raises ValueError."""
+    """Returns the folder of sockets, or None if disaggregation_shm_dir is empty. Raises ValueError if it cannot be used."""
     if not name:
         return None
     try:
@@ -68,7 +68,7 @@ def _tls(settings: WorkerSettings) -> PeerTls | None:
     if not any(files.values()):
         return None
     if missing := [name for name, path in files.items() if not path]:
-        raise ValueError(f"{', '.join(files)} go together: {', '.join(missing)} is missing")
+        raise ValueError(f"{', '.join(files)} must be set together; not set: {', '.join(missing)}")
     try:
         certificate, key, authority = map(Path, files.values())
         return PeerTls(certificate, key, authority, name)
@@ -108,5 +108,5 @@ def _carrier() -> Carrier | None:
     try:
         return Carrier()
     except OSError as error:
-        logger.warning("KV goes over TCP: there is no NIXL", extra=fields(error=str(error)))
+        logger.warning("NIXL cannot be loaded; KV transfers use TCP", extra=fields(error=str(error)))
         return None

@@ -1,4 +1,4 @@
-"""Writes the number of this worker's requests as its pod's deletion cost, so that a scale-down deletes the idlest pod first.
+"""Writes the number of this worker's requests as its pod's deletion cost: a scale-down deletes the least loaded pod first.
 
 The cost is the annotation controller.kubernetes.io/pod-deletion-cost of the pod (KEP-2255), which needs the right to patch pods.
 A separate thread writes it, because the API server may be slow.
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class PatchFailed(Exception):
-    """The cost could not be written; the message has the reason. The write is tried again after a pause."""
+    """The cost could not be written; the message has the reason. PodCost retries after a pause."""
 
 
 def pod_patch(namespace: str, pod: str, configuration: Configuration | None = None) -> Callable[[int], None]:
-    """Returns a function that writes a cost. It raises PatchFailed.
+    """Returns a function that writes a cost to the pod's annotation and raises PatchFailed if the API server refuses it.
 
     Args:
-        configuration: of the Kubernetes API, or None for the cluster of this process.
+        configuration: address and credentials of the Kubernetes API; None for those of the cluster that runs this process.
 
     Raises:
         PatchFailed: the process does not run in a cluster.
@@ -75,14 +75,14 @@ class PodCost:
         Args:
             connect: returns the function that writes a cost, see pod_patch().
             load: returns the number of running and waiting requests, on any thread.
-            period_s: seconds between two looks at the load.
-            pause_s: seconds after a failed write.
+            period_s: seconds between two reads of the load.
+            pause_s: seconds between a failed write and the next attempt.
         """
         self._connect = connect
         self._load = load
         self._period_s, self._pause_s = period_s, pause_s
         self._patch: Callable[[int], None] | None = None
-        self._told: int | None = None
+        self._written: int | None = None
         self._failing = False
         self._stopped = threading.Event()
 
@@ -95,20 +95,20 @@ class PodCost:
     def tell(self) -> float:
         """Writes the cost if it has changed. Returns the seconds until the next call."""
         cost = self._load()
-        if cost == self._told:
+        if cost == self._written:
             return self._period_s
         try:
             self._patch = self._patch or self._connect()
             self._patch(cost)
         except PatchFailed as error:
             if not self._failing:
-                logger.warning("the pod's deletion cost cannot be written, trying again every %.0f s: %s", self._pause_s, error)
+                logger.warning("could not write the pod's deletion cost; retrying every %.0f s: %s", self._pause_s, error)
             self._failing = True
             return self._pause_s
         if self._failing:
-            logger.info("the pod's deletion cost is written again")
+            logger.info("could write the pod's deletion cost again")
         self._failing = False
-        self._told = cost
+        self._written = cost
         return self._period_s
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes the configuration of a worker's core from the settings and the loaded model.
+"""Builds the configuration of a worker's core from the settings and the loaded model.
 
 Simulators use it as well, so that they behave like a worker with the same settings.
 """
@@ -9,7 +9,7 @@ from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 from rootstock_llm.services.worker.settings import BY_DEVICE, WorkerSettings
 
-RANDOM_SEED = 0  # seed of the random policy, whose order must differ between arrivals, but not between workers
+RANDOM_SEED = 0  # seed of schedule_policy `random`; equal in all workers, so that equal requests give an equal order
 
 
 def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: int) -> SchedulerConfig:
@@ -17,14 +17,14 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
 
     Args:
         settings: settings from device_limits.resolved().
-        bos_token_id: see SchedulerConfig.
+        bos_token_id: token that the tokenizer puts before a text, or -1.
 
     Raises:
         ValueError: values contradict each other.
     """
-    assert settings.max_running_requests != BY_DEVICE, "the device's limits are found before the core is made"
-    assert settings.chunked_prefill_size is not None, "the device's limits are found before the core is made"
-    whole = info.needs_whole_prompt  # a prompt is one row of one step, without a cached prefix
+    assert settings.max_running_requests != BY_DEVICE, "settings come from device_limits.resolved()"
+    assert settings.chunked_prefill_size is not None, "settings come from device_limits.resolved()"
+    whole = info.needs_whole_prompt  # the model computes a prompt in one step: no chunks, no cached prefix
     return SchedulerConfig(
         num_pages=info.num_pages,
         page_size=info.page_size,

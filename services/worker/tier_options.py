@@ -22,8 +22,8 @@ from rootstock_llm.services.worker.worker_id import worker_id
 logger = logging.getLogger(__name__)
 
 REDIS_PORT = 6379
-NAMES_FILE = "blocks"  # in the worker's folder; the names of the stored pages' blocks
-SECRET_FILE = "secret"  # in the worker's folder; the secret of its page keys
+NAMES_FILE = "blocks"  # file in the worker's folder with the block names of the stored pages
+SECRET_FILE = "secret"  # file in the worker's folder with the secret from which its page keys are computed
 GB = 10**9
 
 
@@ -35,20 +35,20 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
     """
     storage = settings.hicache_storage_backend != "none"
     if settings.hicache_storage_salt_quota and not storage:
-        raise ValueError("--hicache-storage-salt-quota means nothing without --hicache-storage-backend")
+        raise ValueError("--hicache-storage-salt-quota needs --hicache-storage-backend")
     if not settings.enable_hierarchical_cache:
         if storage:
-            raise ValueError("--hicache-storage-backend needs --enable-hierarchical-cache: pages go there by way of host memory")
+            raise ValueError("--hicache-storage-backend needs --enable-hierarchical-cache: pages are stored from the host tier")
         return None
     if not settings.enable_radix_cache:
         raise ValueError("--enable-hierarchical-cache needs the radix cache. Remove --no-enable-radix-cache")
     if settings.hicache_storage_backend == "redis":
         return _shared(settings)
     if storage != bool(settings.hicache_storage_dir):
-        raise ValueError("--hicache-storage-backend file and --hicache-storage-dir need each other")
+        raise ValueError("--hicache-storage-backend file and --hicache-storage-dir must be set together")
     name = worker_id(settings)
     if storage and ("/" in name or name in (".", "..")):
-        raise ValueError(f"the worker's id is the name of its folder in --hicache-storage-dir, which {name!r} cannot be")
+        raise ValueError(f"--worker-id {name!r} cannot name the worker's folder in --hicache-storage-dir; use a name without '/'")
     folder = Path(settings.hicache_storage_dir, name)
     secret = _secret_of(folder) if storage else None
     sizes = settings.hicache_storage_size * GB, _salt_bytes(settings)
@@ -66,7 +66,7 @@ def _options(
 
 
 def _shared(settings: WorkerSettings) -> TierOptions:
-    """Returns the options of a storage that workers share. Raises ValueError."""
+    """Returns the options with a Redis storage tier that workers share. Raises ValueError if its settings are unsuitable."""
     url, file = settings.hicache_storage_url, settings.hicache_storage_secret_file
     if not (url and file):
         raise ValueError("--hicache-storage-backend redis needs --hicache-storage-url and --hicache-storage-secret-file")
@@ -76,13 +76,13 @@ def _shared(settings: WorkerSettings) -> TierOptions:
     except ValueError as error:
         raise ValueError(f"--hicache-storage-url: {error}") from None
     if settings.redis_url and place == _place(settings.redis_url):
-        raise ValueError("--hicache-storage-url is the prefix index's Redis, which pages of KV would fill: take another one")
+        raise ValueError("--hicache-storage-url is the prefix index's Redis, which pages of KV would fill. Use another Redis")
     try:
         found = Path(file).read_bytes()
     except OSError as error:
         raise ValueError(f"--hicache-storage-secret-file: {error}") from None
     if len(found) < SECRET_BYTES:
-        raise ValueError(f"--hicache-storage-secret-file {file} has {len(found)} bytes; {SECRET_BYTES} are the least")
+        raise ValueError(f"--hicache-storage-secret-file {file} has {len(found)} bytes; it needs at least {SECRET_BYTES}")
 
     def opened(page_bytes: int, identity: bytes) -> PageStore:
         return RedisPageStore(url, page_bytes, settings.hicache_storage_ttl_s, identity, salt_bytes=_salt_bytes(settings))
@@ -94,7 +94,7 @@ def _place(url: str) -> tuple[str, int]:
     """Returns the host (or the path of a socket) and the port of a Redis URL. Raises ValueError for another URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("--hicache-storage-url is no redis:// or rediss:// URL")
+        raise ValueError("--hicache-storage-url is not a redis:// or rediss:// URL")
     return parts.hostname or parts.path, parts.port or REDIS_PORT
 
 
@@ -111,18 +111,18 @@ def _open(folder: Path, max_bytes: int, salt_bytes: int, page_bytes: int, identi
     try:
         return SegmentStore(folder, page_bytes, max_bytes, identity=identity, salt_bytes=salt_bytes)
     except StoreUnusable as error:
-        logger.error("this worker runs without its file tier: %s", error)
+        logger.error("this worker runs without the file tier: %s", error)
         return None
 
 
 def _secret_of(folder: Path) -> bytes | None:
-    """Reads the secret of the worker's folder, and creates both first if needed.
+    """Reads the secret in the worker's folder. Creates the folder and the secret if they are missing.
 
     Returns:
         None if the disk cannot be used.
 
     Raises:
-        ValueError: other users could have made or read the secret, or it has the wrong size.
+        ValueError: the file belongs to another user, other users may read it, or it has the wrong size.
     """
     path = folder / SECRET_FILE
     try:
@@ -131,19 +131,19 @@ def _secret_of(folder: Path) -> bytes | None:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             found, secret = os.fstat(file.fileno()), file.read(SECRET_BYTES + 1)
     except OSError as error:
-        logger.error("this worker runs without its file tier: %s", error)
+        logger.error("this worker runs without the file tier: %s", error)
         return None
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ValueError(
-            f"{path} is not only this user's: others could make page keys with it. Make this user its owner, and set mode 0600"
+            f"{path} belongs to another user or is readable by others, who could forge page keys. Own it as this user, mode 0600"
         )
     if len(secret) != SECRET_BYTES:
-        raise ValueError(f"{path} does not hold {SECRET_BYTES} bytes: it is no secret of a file tier")
+        raise ValueError(f"{path} is not a secret of a file tier: it has not exactly {SECRET_BYTES} bytes")
     return secret
 
 
 def _make_secret(path: Path) -> None:
-    """Creates the secret atomically unless the file exists. If several processes try, the first one wins. Raises OSError."""
+    """Creates the secret atomically unless the file exists, even if several processes do so at once. Raises OSError."""
     if path.exists():
         return
     made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")

@@ -1,4 +1,4 @@
-"""The name of a worker in logs, metrics and folders."""
+"""Chooses the name of a worker in logs, metrics and folders."""
 
 from __future__ import annotations
 

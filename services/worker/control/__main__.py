@@ -29,13 +29,13 @@ class ControlSettings(TlsSettings):
     operation: str = Field(description=f"Operation: {', '.join(PARSERS)}.")
     arguments: list[str] = Field(default=[], description="Arguments of the operation; see docs/reference/control.md.")
     address: str = Field("127.0.0.1:9203", description="The worker's control address.")
-    timeout_s: float = Field(60.0, gt=0, description="Seconds that the operation may take, waiting included.")
-    control_token: str = Field("", repr=False, description="The worker's token; better from the environment or a file.")
-    control_token_file: str = Field("", description="File that holds the worker's token.")
+    timeout_s: float = Field(60.0, gt=0, description="Seconds that the operation may take, including its wait for requests.")
+    control_token: str = Field("", repr=False, description="The worker's token. Other users can read it on the command line.")
+    control_token_file: str = Field("", description="File with the worker's token.")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if the worker refuses or cannot be reached, 2 if the command line is wrong."""
+    """Runs the command. Returns the exit status: 1 if the worker refuses or is not reachable, 2 if the command line is wrong."""
     given = {name: value for name, value in vars(args).items() if name in ControlSettings.model_fields and value is not None}
     settings = load_given(ControlSettings, PROG, given)
     parse = PARSERS.get(settings.operation)
@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     try:
-        answer = asyncio.run(call(dialer, settings.address, token, settings.operation, request, settings.timeout_s))
+        response = asyncio.run(call(dialer, settings.address, token, settings.operation, request, settings.timeout_s))
     except grpc.aio.AioRpcError as error:
         print(f"{PROG}: {failure(error)}", file=sys.stderr)
         return 1
-    print(answer.decode())
+    print(response.decode())
     return 0
 
 

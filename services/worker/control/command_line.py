@@ -1,4 +1,4 @@
-"""The shell form of a control operation: its arguments become a request, and its response becomes JSON."""
+"""Converts the arguments of `rootstock control` to a request, calls the operation, and converts the response to JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.control.flush import OF_SALT
 
 
 class WrongWords(ValueError):
-    """The arguments do not fit the operation."""
+    """The operation does not accept these arguments. The message continues a sentence that begins with the operation's name."""
 
 
 def _none(build: Callable[[], Message]) -> Callable[[Sequence[str]], Message]:
@@ -48,7 +48,7 @@ def _changes(words: Sequence[str]) -> Message:
 
 
 def _scalar(word: str) -> Scalar:
-    """Returns the number or boolean of a JSON word, or the word itself."""
+    """Returns the value of a word that is a JSON number or boolean, otherwise the word itself."""
     try:
         value = orjson.loads(word)
     except orjson.JSONDecodeError:

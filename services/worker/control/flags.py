@@ -1,4 +1,4 @@
-"""The arguments of `rootstock control`. Imports only the standard library, because the client always adds them to its parser."""
+"""The arguments of `rootstock control`. Imports only the standard library, because every `rootstock` command loads this file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ operations:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments to a parser.
-
-    A flag without a value stays None, so that the ROOTSTOCK_ variables of the environment and then the settings' defaults apply.
-    """
+    """Adds the arguments of `rootstock control` to a parser."""
     parser.add_argument("operation", metavar="OPERATION", help="operation of the worker's control service")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs="*", help="arguments of the operation, as listed below")
     parser.add_argument("--address", metavar="HOST:PORT", help="the worker's control address; default 127.0.0.1:9203")
     parser.add_argument("--timeout-s", type=float, metavar="S", help="seconds that the operation may take; default 60")
-    parser.add_argument("--control-token-file", metavar="FILE", help="file that holds the worker's token")
-    parser.add_argument("--mtls-cert-file", metavar="FILE", help="PEM file of an operator's certificate")
-    parser.add_argument("--mtls-key-file", metavar="FILE", help="PEM file of the certificate's key")
-    parser.add_argument("--mtls-ca-file", metavar="FILE", help="PEM file of the authorities that sign the services' certificates")
-    parser.add_argument("--mtls-token-file", metavar="FILE", help="file with the token that all services share")
+    parser.add_argument("--control-token-file", metavar="FILE", help="file with the worker's token")
+    parser.add_argument("--mtls-cert-file", metavar="FILE", help="PEM file with an operator's certificate")
+    parser.add_argument("--mtls-key-file", metavar="FILE", help="PEM file with the key of --mtls-cert-file")
+    parser.add_argument("--mtls-ca-file", metavar="FILE", help="PEM file with the authorities of the services' certificates")
+    parser.add_argument("--mtls-token-file", metavar="FILE", help="file with tokens, one per line; the first is sent")

@@ -1,4 +1,4 @@
-"""Operators' deletions of cached KV, by tier, by salt or by age."""
+"""Deletes cached KV for the operation FlushCache, by tier, cache salt or age."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rootstock_llm.services.worker.core.control import SchedulerControl
 from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 
-# A prefix of the device must not return from the host. A storage is made to outlive a flush of both.
+# The host tier is flushed with the device, because otherwise requests would read the flushed prefixes back from it. The storage
+# tier is flushed only if the request names it or a salt.
 USUAL = (Tier.DEVICE, Tier.HOST)
 OF_SALT = (*USUAL, Tier.STORAGE)
-OF_AGE = (Tier.STORAGE,)  # only the storage has ages
+OF_AGE = (Tier.STORAGE,)  # only the storage tier records when a page was stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +26,29 @@ class Flush:
     """A selection of cached pages."""
 
     tiers: tuple[Tier, ...]
-    salt: str | None = None  # cache salt; empty for pages without a salt, unset for every page
-    older_than_s: float | None = None  # least age in seconds, or unset for every age
+    salt: str | None = None  # cache salt; empty: pages without a salt; None: all pages
+    older_than_s: float | None = None  # smallest age in seconds; None: every age
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
     """The result of a flush."""
 
-    pages: int  # number of pages that were forgotten
-    stored: Future[Deleted] | None  # result of the deletion in the storage; unset if it was not selected
-    counted: bool  # whether `pages` includes the pages of the storage
+    pages: int  # number of dropped pages
+    stored: Future[Deleted] | None  # result of the deletion in the storage tier; None if the tier was not selected
+    counted: bool  # whether `pages` includes the pages of the storage tier
 
 
 def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) -> Flush:
     """Returns the selection of a request.
 
     Args:
-        names: names of tiers, and SELECTED. Without names, the usual tiers are selected.
-        salt: cache salt; None for every page.
-        older_than_s: least age in seconds; None for every age.
+        names: names of tiers; may include SELECTED. Empty: OF_AGE if an age is given, else OF_SALT if a salt is given, else
+        USUAL. salt: cache salt; None: all pages.
+        older_than_s: smallest age in seconds; None: every age.
 
     Raises:
-        ValueError: names the invalid field.
+        ValueError: a field is invalid. The message begins with its name.
     """
     selects = salt is not None or older_than_s is not None
     names = [name for name in names if not (selects and name == SELECTED)]
@@ -60,14 +61,14 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
     tiers = tuple(dict.fromkeys(Tier(name) for name in names)) or (usual if older_than_s is None else OF_AGE)
     if older_than_s is not None:
         if not (math.isfinite(older_than_s) and older_than_s >= 0):
-            raise ValueError("older_than_s: is a number of seconds, 0 or more")
+            raise ValueError("older_than_s: must be a finite number of seconds, 0 or more")
         if tiers != OF_AGE:
-            raise ValueError("tiers: only pages in the storage have an age")
+            raise ValueError("tiers: only pages of the tier storage have an age; with older_than_s, name no other tier")
     return Flush(tiers, salt, older_than_s)
 
 
 def flush(control: SchedulerControl, executor: Executor, what: Flush) -> Flushed:
-    """Forgets the selected pages on the loop's thread. It does not wait for the storage."""
+    """Drops the selected pages. Must run on the loop's thread. Returns before the storage tier has deleted its pages."""
     pages = 0
     if what.salt is not None and what.older_than_s is None:
         pages = control.forget_salt(what.salt, what.tiers)
@@ -75,7 +76,7 @@ def flush(control: SchedulerControl, executor: Executor, what: Flush) -> Flushed
         pages = control.flush_cache() if Tier.DEVICE in what.tiers else 0
     tag = None if what.salt is None else control.storage_tag(what.salt)
     stored: Future[Deleted] | None = None
-    if Tier.STORAGE in what.tiers and (what.salt is None or tag is not None):  # without a tag there is no storage
+    if Tier.STORAGE in what.tiers and (what.salt is None or tag is not None):  # a salt has no tag if there is no storage tier
         stored = Future()
         executor.apply(DeleteStored(Selection(tag, what.older_than_s), stored))
     everything = what.salt is None and what.older_than_s is None

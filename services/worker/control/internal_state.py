@@ -1,4 +1,4 @@
-"""The state of a running scheduler that operators can read and change."""
+"""Reads and changes the state of a running scheduler for operators."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MAX_STEP_DELAY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class InternalState:
-    """A copy of the state, which belongs to its receiver."""
+    """A copy of the scheduler's state at one time. Later changes do not affect it."""
 
     tunables: Mapping[str, Scalar]
     stats: Mapping[str, Scalar]  # the scalar fields of StepStats
     paused: bool
-    step_delay_s: float  # see Pace
-    released: tuple[MemoryPart, ...]  # parts of the memory that are released
-    profile: Path | None  # file of the running profile, if there is one
+    step_delay_s: float  # smallest time in seconds between the launches of two steps; 0: no delay
+    released: tuple[MemoryPart, ...]  # parts of the worker's memory that are released to the system
+    profile: Path | None  # file of the running profile; None if no profile is running
 
 
 def snapshot(control: SchedulerControl, pace: Pace, occupation: Occupation, profiles: Profiles) -> InternalState:
-    """Copies the present state on the loop's thread. Any thread may use the result."""
+    """Returns a copy of the present state. Must run on the loop's thread; any thread may use the result."""
     figures = dataclasses.asdict(control.stats())
     return InternalState(
         tunables=dict(control.tunables()),
@@ -43,31 +43,31 @@ def snapshot(control: SchedulerControl, pace: Pace, occupation: Occupation, prof
 
 
 def retune(control: SchedulerControl, changes: Mapping[str, Scalar]) -> None:
-    """Changes tunables. Either all of them change, or no tunable does.
+    """Changes tunables. If a change is invalid, no tunable changes.
 
     Raises:
-        ValueError: names a tunable that is unknown or cannot have its value.
+        ValueError: a tunable is unknown or its value is invalid. The message begins with the tunable's name.
     """
     known = control.tunables()
     control.retune({name: _fitted(name, value, known) for name, value in changes.items()})
 
 
 def _fitted(name: str, value: Scalar, known: Mapping[str, Scalar]) -> Scalar:
-    """Returns the value in the tunable's type, because JSON and command lines may have 1 for 1.0."""
+    """Returns the value in the tunable's type, because JSON and command lines may have 1 for 1.0. Raises ValueError."""
     if name not in known:
-        raise ValueError(f"{name}: no such tunable; there are {', '.join(sorted(known))}")
+        raise ValueError(f"{name}: no such tunable. The tunables are {', '.join(sorted(known))}")
     wanted = type(known[name])
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        raise ValueError(f"{name}: is a {wanted.__name__}, not a {type(value).__name__}")
+        raise ValueError(f"{name}: must be a {wanted.__name__}, not a {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name}: is not a finite number")
+        raise ValueError(f"{name}: must be finite")
     return value
 
 
 def slow_down(pace: Pace, step_delay_s: float) -> None:
-    """Sets the delay between steps. Raises ValueError if it is not within 0 and MAX_STEP_DELAY_S."""
+    """Sets the smallest time between two step launches. Raises ValueError if it is not between 0 and MAX_STEP_DELAY_S."""
     if not 0 <= step_delay_s <= MAX_STEP_DELAY_S:  # false for NaN
-        raise ValueError(f"step_delay_s: is not within 0 and {MAX_STEP_DELAY_S:g}")
+        raise ValueError(f"step_delay_s: must be 0 to {MAX_STEP_DELAY_S:g} seconds")
     pace.step_delay_s = step_delay_s

@@ -1,6 +1,6 @@
-"""The parts of the worker's memory that are released to the system, and the pause that this requires.
+"""Releases the KV pool or the weights to the system, allocates them again, and pauses the scheduler meanwhile.
 
-Commands read and write this state on the loop's thread.
+All calls run on the loop's thread.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class MemoryPart(enum.Enum):
 
 
 class Occupation:
-    """The released parts of one worker's memory.
+    """The record of which parts of a worker's memory are released.
 
     While a part is released, the scheduler is paused and refuses requests, so that gateways use other workers.
     """
 
     def __init__(self, clock: Callable[[], float], weights: ServedWeights | None = None) -> None:
-        """Starts with all memory in use.
+        """Starts with all memory allocated.
 
         Args:
             clock: the loop's clock, in seconds.
-            weights: is informed about new weights, or None if the model has no revision.
+            weights: the served weights, whose revision changes if other weights are loaded; None if the model has no revision.
         """
         self._clock = clock
         self._weights = weights
@@ -44,42 +44,42 @@ class Occupation:
         return tuple(part for part in MemoryPart if part in self._released)
 
     def release(self, control: SchedulerControl, executor: Executor, parts: Sequence[MemoryPart]) -> None:
-        """Releases parts of the memory, and forgets all cached prefixes and sessions. No request may be present.
+        """Releases parts of the memory and drops all cached prefixes and sessions. The worker must have no requests.
 
         Args:
             control: the scheduler's control.
             executor: the owner of the memory.
-            parts: the parts; all of them if empty.
+            parts: the parts to release; empty: all parts.
 
         Raises:
-            OperationRefused: nothing has changed.
+            OperationRefused: a part is already released, or the executor cannot release it. No state has changed.
         """
         wanted = [part for part in MemoryPart if part in parts or not parts]
         for part in wanted:
             if part in self._released:
-                raise OperationRefused(f"{part.value} is released already")
+                raise OperationRefused(f"{part.value} is already released")
         executor.apply(ReleaseMemory(kv=MemoryPart.KV_CACHE in wanted, weights=MemoryPart.WEIGHTS in wanted))
         self._released += wanted
         control.close("the worker's memory is released")
         if not control.paused:
             control.pause(PauseMode.ABORT, self._clock())
             self._paused_here = True
-        control.reset_memory()  # for the weights, too: the folder may have other weights when they are loaded again
+        control.reset_memory()  # also if only weights are released: cached KV would be wrong for other weights
 
     def resume(self, control: SchedulerControl, executor: Executor, parts: Sequence[MemoryPart]) -> None:
-        """Allocates released parts again. When all parts are back, the scheduler accepts requests.
+        """Allocates released parts again. When all parts are allocated, the scheduler accepts requests again.
 
         Args:
             control: the scheduler's control.
             executor: the owner of the memory.
-            parts: the parts; all released ones if empty.
+            parts: the parts to allocate; empty: all released parts.
 
         Raises:
-            OperationRefused: nothing has changed.
+            OperationRefused: a part is not released, or the executor cannot allocate or load it. No state has changed.
         """
         wanted = [part for part in MemoryPart if part in (parts or self._released)]
         if not wanted:
-            raise OperationRefused("nothing is released")
+            raise OperationRefused("no memory is released")
         for part in wanted:
             if part not in self._released:
                 raise OperationRefused(f"{part.value} is not released")
@@ -99,22 +99,20 @@ class Occupation:
             self._paused_here = False
 
     def pause(self, control: SchedulerControl, mode: PauseMode) -> None:
-        """Pauses the scheduler for an operator. This pause continues after all memory is back."""
+        """Pauses the scheduler for an operator. resume() does not end this pause."""
         control.pause(mode, self._clock())
         self._paused_here = False
 
     def unpause(self, control: SchedulerControl) -> None:
-        """Ends a pause. Raises OperationRefused while memory is released."""
+        """Ends the pause of the scheduler. Raises OperationRefused while memory is released."""
         if self._released:
             parts = " and ".join(part.value for part in self.released)
-            raise OperationRefused(f"{parts} must be resumed first: released memory cannot serve requests")
+            raise OperationRefused(f"memory is released ({parts}); call ResumeMemory first")
         control.resume()
 
 
 def _resume_weights(control: SchedulerControl, executor: Executor, operation: ResumeMemory, weights: ServedWeights) -> None:
-    """Loads the weights again and computes their revision.
-
-    If the revision cannot be computed, the weights are released again, because their name would be unknown.
+    """Loads the weights again and computes their revision. If the revision cannot be computed, releases the weights again.
 
     Raises:
         OperationRefused: nothing has changed.

@@ -1,4 +1,4 @@
-"""The running profile and the path of its file. Commands read and write them on the loop's thread."""
+"""Starts and stops profiles of the executor. All calls run on the loop's thread."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ODD = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class Profiles:
-    """Starts and stops profiles of one worker."""
+    """The profile of one worker, of which at most one runs at a time."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:
         """Starts without a profile.
 
         Args:
-            folder: folder of the files, which is created with the first profile.
+            folder: folder of the profile files; created if missing.
             worker_id: part of each file's name, because several workers may share a folder.
         """
         self._folder = folder
@@ -29,7 +29,7 @@ class Profiles:
 
     @property
     def running(self) -> Path | None:
-        """Path of the running profile, or None."""
+        """Path of the running profile's file, or None if no profile is running."""
         return self._running
 
     def start(self, executor: Executor, name: str) -> Path:
@@ -37,16 +37,16 @@ class Profiles:
 
         Args:
             executor: the executor to profile.
-            name: part of the file's name; the time if it is empty.
+            name: start of the file's name; empty: the present time.
 
         Raises:
-            ValueError: the name cannot be part of a file's name. OperationRefused: a profile is running, or its file cannot be
-            created.
+            ValueError: the name has characters that are not allowed, or is too long.
+            OperationRefused: a profile is running, the file exists, or it cannot be created.
         """
         if name and not _NAME.fullmatch(name):
-            raise ValueError("name: letters, digits, '.', '_' and '-' only, no '.' in front, at most 100 characters")
+            raise ValueError("name: only letters, digits, '.', '_' and '-', no '.' at the start, at most 100 characters")
         if self._running is not None:
-            raise OperationRefused(f"a profile is running already, into {self._running}")
+            raise OperationRefused(f"a profile that writes to {self._running} is already running; call StopProfile first")
         path = self._path(name or time.strftime("%Y%m%d-%H%M%S"))
         executor.apply(StartProfile(path))
         self._running = path
@@ -56,7 +56,7 @@ class Profiles:
         """Stops the running profile and returns the path of its file.
 
         Raises:
-            OperationRefused: no profile is running, or the file cannot be written. The profile has ended in both cases.
+            OperationRefused: no profile was running, or its file could not be written. No profile is running afterwards.
         """
         path, self._running = self._running, None
         if path is None:
@@ -69,7 +69,7 @@ class Profiles:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OperationRefused(f"cannot make the folder for profiles: {error}") from error
+            raise OperationRefused(f"cannot create the folder of --profile-dir: {error}") from error
         if path.exists():
             raise OperationRefused(f"{path} exists; choose another name")
         return path

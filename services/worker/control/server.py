@@ -1,4 +1,4 @@
-"""The port of the control service: its start, and the check of its callers."""
+"""Starts the gRPC server of the control service, which checks the callers' token and certificate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ControlServer:
     server: grpc.aio.Server
 
     async def stop(self, grace_s: float) -> None:
-        """Stops the server. The loop must have ended, which ends the calls that wait for it."""
+        """Stops the server. The scheduler's loop must have ended, so that no call waits for it."""
         await self.server.stop(grace_s)
 
 
@@ -40,9 +40,9 @@ class ControlAddress:
 
     host: str
     port: int  # 0: no control service
-    token: str  # token that callers present
-    token_file: str  # file with the token
-    profile_dir: str  # folder of profiles
+    token: str  # token that callers must send; empty: no token, or the token of token_file
+    token_file: str  # file with that token; empty: no file
+    profile_dir: str  # folder of the profile files
 
 
 async def start_control(
@@ -54,19 +54,20 @@ async def start_control(
     guard: PortGuard | None = None,
     kv_peers: Callable[[], Sequence[PeerRate]] = tuple,
 ) -> ControlServer | None:
-    """Starts the control service. Returns None if the settings disable it.
+    """Starts the control service. Returns None if its port is 0.
 
     Args:
-        at: the settings.
+        at: the settings of the port.
         put: passes a command to the loop.
         worker_id: name of the worker.
         model: name of the model.
         weights: the served weights; None if the model has no revision.
         guard: decides which callers may use the port; see start_guarded_server().
-        kv_peers: returns the remote workers whose KV this worker reads.
+        kv_peers: returns the remote workers whose KV this worker reads, with the measured rates.
 
     Raises:
-        ValueError: the settings would admit any caller, or the token cannot be read. RuntimeError: the port is in use.
+        ValueError: the address is not loopback and there is no token, or the token file cannot be read.
+        RuntimeError: the port is in use.
     """
     if not at.port:
         return None

@@ -1,4 +1,4 @@
-"""The Control service. Each call becomes a command to the worker's loop, with a barrier, and waits for its result."""
+"""Serves the Control service. Each call sends a command with a barrier to the worker's loop and waits for its result."""
 
 from __future__ import annotations
 
@@ -33,25 +33,27 @@ from rootstock_llm.services.worker.loop.inbox import Action, Barrier, Command, L
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 3600.0  # limit of a call; also applies without a deadline
-# Seconds of a call's time, at most a tenth of it, that remain for the response if the barrier does not hold in time.
+LONGEST_WAIT_S = 3600.0  # longest time of a call, also if the client sets a later deadline or no deadline
+# The command's deadline is this many seconds (at most a tenth of the call's time) before the client's, so that the error response
+# arrives in time.
 ANSWER_S = 0.5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 # The barrier of each operation by RPC name (table in docs/reference/control.md).
 BARRIERS: Mapping[str, Barrier] = MappingProxyType(
     {
-        # Pages that a step in flight reads may be reused at once, because one stream orders all steps.
+        # A flush may free pages that a step in flight reads: later steps, which may overwrite them, run after it on the same
+        # stream.
         "FlushCache": Barrier.NONE,
         "GetInternalState": Barrier.NONE,
         "SetInternalState": Barrier.NONE,
         "SlowDown": Barrier.NONE,
-        "Pause": Barrier.DRAINED,  # the response means that the device is idle
+        "Pause": Barrier.DRAINED,  # when the operator gets the response, the device is idle
         "Continue": Barrier.NONE,
         "StartProfile": Barrier.DRAINED,
         "StopProfile": Barrier.DRAINED,
         "FreezeGc": Barrier.NONE,
-        "ReleaseMemory": Barrier.IDLE,  # the memory of requests is part of it
+        "ReleaseMemory": Barrier.IDLE,  # the KV of requests is in the released memory
         "ResumeMemory": Barrier.DRAINED,
         "SetLogLevel": Barrier.NONE,
         "TraceRequest": Barrier.NONE,
@@ -60,7 +62,7 @@ BARRIERS: Mapping[str, Barrier] = MappingProxyType(
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """Serves the operations of one worker."""
+    """Serves the control operations of one worker. Runs on the asyncio loop."""
 
     def __init__(
         self,
@@ -78,10 +80,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             put: passes a command to the loop, from any thread.
             worker_id: name of the worker.
             model: name of the model.
-            profiles: the running profile.
+            profiles: starts and stops profiles.
             clock: the loop's clock.
             weights: the served weights; None if the model has no revision.
-            kv_peers: returns the remote workers whose KV this worker reads.
+            kv_peers: returns the remote workers whose KV this worker reads, with the measured rates.
         """
         self._put = put
         self._worker_id, self._model = worker_id, model
@@ -172,10 +174,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.TraceRequestResponse(events=rows)
 
     async def _run(self, operation: str, context: grpc.aio.ServicerContext, action: Action) -> Any:
-        """Runs an action on the loop's thread and returns its result.
-
-        An error ends the call with the fitting status.
-        """
+        """Runs an action on the loop's thread and returns its result. An error aborts the call with a status for its type."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._put(Command(BARRIERS[operation], action, future, self._deadline(context)))
         try:
@@ -193,19 +192,19 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return result
 
     async def _deleted(self, stored: concurrent.futures.Future[Deleted], context: grpc.aio.ServicerContext) -> Deleted:
-        """Waits until the storage has deleted pages. A failure ends the call."""
+        """Waits until the storage tier has deleted the selected pages. If it fails or is late, aborts the call."""
         left = self._deadline(context) - self._clock()
         try:
             deleted = await asyncio.wait_for(asyncio.wrap_future(stored), max(left, 0.0))
         except TimeoutError:
             await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED, "the storage has not deleted all pages yet; the deletion continues"
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the storage tier has not deleted all pages before the deadline; it continues"
             )
         except Exception as error:
-            logger.exception("pages were not deleted")
-            await context.abort(grpc.StatusCode.INTERNAL, f"the storage has deleted nothing: {error}")
+            logger.exception("could not delete pages in the storage tier")
+            await context.abort(grpc.StatusCode.INTERNAL, f"the storage tier deleted no pages: {error}")
         if deleted.pending:
-            text = f"not all pages are deleted, which is tried again: {deleted.pending}"
+            text = f"the storage tier has not deleted all pages and will retry: {deleted.pending}"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
         return deleted
 
@@ -256,14 +255,14 @@ def _tags(parts: Iterable[MemoryPart]) -> list[pb.MemoryTag]:
 
 
 def _freeze_gc() -> int:
-    """Freezes all present objects and returns their number. Later collections skip them."""
+    """Collects garbage, exempts all remaining objects from later collections and returns their number."""
     gc.collect()
     gc.freeze()
     return gc.get_freeze_count()
 
 
 def _set_log_level(level: str) -> str:
-    """Sets the level of the process's root logger and returns the previous level. Raises ValueError for an unknown level."""
+    """Sets the level of the root logger and returns the previous level. Raises ValueError for an unknown level."""
     if level not in LOG_LEVELS:
         raise ValueError(f"level: must be one of {', '.join(LOG_LEVELS)}")
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""The drain of a worker: it refuses new requests, lets running ones end, and returns the rest with all sampled tokens."""
+"""Drains a worker: it refuses new requests, waits for running requests, and aborts those that are unfinished at the end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rootstock_llm.services.worker.front.outbox import LoadReport, StreamOutbox
 from rootstock_llm.services.worker.loop.loop import STOPPING
 from rootstock_llm.services.worker.loop.thread import SchedulerThread
 
-LOOK_S = 0.05  # seconds between two checks for open KV reservations
-STEP_S = 1.0  # seconds for the step in flight after the grace period
+LOOK_S = 0.05  # seconds between two checks whether KV reservations are open
+STEP_S = 1.0  # seconds that the step in flight may take after the grace period
 
 logger = logging.getLogger(__name__)
 
@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 async def drain(outbox: StreamOutbox, load: LoadReport, scheduler: SchedulerThread, grace_s: float) -> None:
     """Drains the worker for at most `grace_s` seconds.
 
-    The wait ends when every request has its terminal output and every KV reservation has been read or has expired. A further
-    signal ends the wait; the signal after that kills the process. Requests that are left then get their terminal output, and
-    each stream ends when its gateway has taken it.
+    The wait ends when every request has ended and every KV reservation has been read or has expired, or at the next SIGTERM or
+    SIGINT. Another signal kills the process. Unfinished requests then end as unavailable, after all their sampled tokens, and
+    each stream ends when its gateway has received this.
     """
     outbox.closed = STOPPING
     load.tell()
-    empty = asyncio.create_task(_nobody_is_left(outbox, load))
+    empty = asyncio.create_task(_wait_until_idle(outbox, load))
     hurry = asyncio.create_task(grpc_server.stop_signal().wait())
     await asyncio.wait((empty, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     if hurry.done():
-        logger.warning("a second signal: not waiting for %d open requests", outbox.num_open)
+        logger.warning("second signal: the worker stops without waiting for %d open requests", outbox.num_open)
     for task in (empty, hurry):
         task.cancel()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -39,7 +39,7 @@ async def drain(outbox: StreamOutbox, load: LoadReport, scheduler: SchedulerThre
     outbox.end()
 
 
-async def _nobody_is_left(outbox: StreamOutbox, load: LoadReport) -> None:
+async def _wait_until_idle(outbox: StreamOutbox, load: LoadReport) -> None:
     await outbox.wait_empty()
     while load.num_rooms:
         await asyncio.sleep(LOOK_S)

@@ -1,7 +1,6 @@
-"""The messages to gateways: outputs of the scheduler and load reports, by stream.
+"""Queues the messages to gateways, by stream: outputs of the scheduler, and load reports.
 
-All of this runs on the asyncio loop. The scheduler's loop passes outputs to StreamOutbox.send() and statistics to
-LoadReport.turned() from its own thread.
+Everything here runs on the asyncio loop, except StreamOutbox.send() and LoadReport.turned(), which the scheduler's thread calls.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ from rootstock_llm.services.worker.loop.progress import Pulse, StepLimit
 
 logger = logging.getLogger(__name__)
 
-# Limit of outputs that are merged into one message. They accumulate if a gateway is slow, and gRPC limits a message.
+# Largest size of merged outputs. Outputs of several steps are merged if a gateway reads slowly; gRPC limits a message's size.
 MERGED_BYTES = 1 << 20
-GAP_S = 0.1  # least seconds between two reports, except for urgent changes
-BEAT_S = 1.0  # largest seconds between two reports
+GAP_S = 0.1  # shortest time in seconds between two load reports, except for changes that are sent at once
+BEAT_S = 1.0  # longest time in seconds between two load reports
 
 
 class ProtocolError(Exception):
-    """A gateway has broken the protocol. Its stream ends with all of its requests."""
+    """A gateway has violated the protocol. Its stream is closed, which ends all requests of the stream."""
 
 
 class PeerStream:
-    """The messages that wait for one gateway.
+    """The queued messages of one gateway stream.
 
-    While the gateway is slow, outputs are merged up to MERGED_BYTES, and a new load replaces an old one. Memory therefore depends
-    on the number of requests and not on the number of steps.
+    While the gateway reads slowly, outputs are merged up to MERGED_BYTES, and a new load replaces an unsent load. Memory
+    therefore grows with the number of requests and not with the number of steps.
     """
 
     def __init__(self) -> None:
         self._pending: deque[worker_pb2.StepOutput] = deque()
-        self._last_bytes = 0  # size of the last pending message; 0 if it is not known
+        self._last_bytes = 0  # size of the last pending message; 0: not computed yet
         self._load: worker_pb2.WorkerLoad | None = None
         self._hello: worker_pb2.WorkerInfo | None = None
         self._ends = False
         self._ready = asyncio.Event()
         self.open: set[int] = set()  # handles of requests without a terminal output
-        self.told: worker_pb2.WorkerLoad | None = None  # reported part of the last load
-        self.told_at = 0.0  # time of the last load on the asyncio loop's clock
+        self.reported: worker_pb2.WorkerLoad | None = None  # the last load without the fields that change in every step
+        self.reported_at = 0.0  # time at which it was queued, on the asyncio loop's clock
 
     def opened(self, handle: int) -> None:
-        """Records a new request, which is open until its terminal output. Raises ProtocolError if its handle is open already."""
+        """Records a new request, which is open until its terminal output. Raises ProtocolError if its handle is already open."""
         if handle in self.open:
             raise ProtocolError(f"handle {handle} is in use")
         self.open.add(handle)
@@ -72,16 +71,16 @@ class PeerStream:
         self._ready.set()
 
     def put_hello(self, info: worker_pb2.WorkerInfo) -> None:
-        """Queues a hello, which overtakes the pending messages.
+        """Queues a hello, which is sent before the pending messages.
 
-        This is safe because the revision of a request is that of its submit, whenever its tokens are read.
+        This order is safe, because the gateway fixes a request's revision when it submits the request.
         """
         self._hello = info
         self._ready.set()
 
     def put_load(self, load: worker_pb2.WorkerLoad, news: worker_pb2.WorkerLoad, now: float) -> None:
-        """Queues a load. `news` is the part of it whose changes are reported."""
-        self._load, self.told, self.told_at = load, news, now
+        """Queues a load, which replaces an unsent load. `news` is the load without the fields that change in every step."""
+        self._load, self.reported, self.reported_at = load, news, now
         self._ready.set()
 
     def end(self) -> None:
@@ -92,7 +91,7 @@ class PeerStream:
     async def take(self) -> worker_pb2.GenerateResponse | None:
         """Waits for the next message and returns it, or None at the end of the stream.
 
-        Hellos and loads come first, because there are few of them and outputs may never cease.
+        Hellos and loads come first. Outputs cannot starve them, and they are too rare to delay outputs.
         """
         while True:
             await self._ready.wait()
@@ -110,14 +109,14 @@ class PeerStream:
 
 
 class StreamOutbox:
-    """The outbox of the scheduler's loop. Outputs for a stream that has ended are dropped."""
+    """Distributes the outputs of the scheduler's loop to the gateway streams. Drops outputs for a stream that has ended."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._streams: dict[int, PeerStream] = {}
         self._left = asyncio.Event()
         self._abandoned = False
-        self.closed = ""  # reason for refusing new requests; empty if they are accepted
+        self.closed = ""  # reason for which new requests are refused; empty: new requests are accepted
 
     @property
     def streams(self) -> list[PeerStream]:
@@ -145,7 +144,7 @@ class StreamOutbox:
     def end(self) -> None:
         """Ends every stream after its pending messages.
 
-        Open requests end as unavailable, because outputs of the scheduler's loop, which owns them, are not accepted any longer.
+        Open requests end as unavailable. Later outputs of the scheduler's loop are dropped.
         """
         self._abandoned = True
         for stream in self._streams.values():
@@ -171,7 +170,7 @@ class StreamOutbox:
 
 
 def _log_faults(output: PeerOutput) -> None:
-    """Logs internal errors with their request ids, because earlier log lines of such errors do not have them."""
+    """Logs internal errors with their request ids, which the log lines at the place of the error do not have."""
     for finish in output.finishes:
         if finish.error is ErrorCode.INTERNAL:
             logger.error("request failed: %s", finish.message, extra=fields(request_id=finish.request_id))
@@ -188,7 +187,7 @@ class IndexState(Protocol):
 
     @property
     def seq(self) -> int:
-        """Number of the last batch of this generation that Redis has; 0 for no batch."""
+        """Sequence number of the last event batch of this generation that Redis has stored; 0: no batch."""
         ...
 
 
@@ -202,10 +201,11 @@ class NoIndex:
 
 
 class LoadReport:
-    """Sends the load to each gateway stream: after a change, but at most every gap_s seconds, and at least every beat_s seconds.
+    """Sends the worker's load to each gateway stream.
 
-    It runs on the asyncio loop, so that gateways also learn of a step that takes long, and for how long it has run. A change of
-    `paused` or `refuses_new` is sent at once.
+    A load is sent after a change, with gap_s seconds between two loads, and every beat_s seconds without a change. A change of
+    `paused` or `refuses_new` is sent at once. The reports run on the asyncio loop and not on the scheduler's, so that gateways
+    also get the age of a step that takes long.
     """
 
     def __init__(
@@ -224,10 +224,10 @@ class LoadReport:
             outbox: the gateway streams.
             page_size: tokens of a page.
             index: state of this worker in the prefix index.
-            pulse: the loop's signs of life.
+            pulse: age of the step in flight.
             limit: time limit of a step.
-            gap_s: least seconds between two reports.
-            beat_s: largest seconds between two reports.
+            gap_s: shortest time in seconds between two reports.
+            beat_s: longest time in seconds between two reports.
         """
         self._outbox = outbox
         self._page_size = page_size
@@ -237,20 +237,22 @@ class LoadReport:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._signalled = False
-        self.stats: StepStats | None = None  # stats of the scheduler's latest turn; unset before the first one
+        self.stats: StepStats | None = None  # stats of the loop's last iteration; None before the first iteration
 
     @property
     def num_requests(self) -> int:
-        """Number of running and waiting requests at the scheduler's latest turn. Readable from any thread."""
+        """Number of running and waiting requests after the loop's last iteration. Readable from any thread."""
         return 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
 
     @property
     def num_rooms(self) -> int:
-        """Number of open KV reservations at the scheduler's latest turn. Readable from any thread."""
+        """Number of open KV reservations after the loop's last iteration. Readable from any thread."""
         return 0 if self.stats is None else self.stats.num_rooms
 
     def turned(self, stats: StepStats) -> None:
-        """Takes the stats of a turn on the scheduler's thread. Wakes the asyncio loop once for all turns between two reports."""
+        """Stores the stats of an iteration of the scheduler's loop. Called on its thread.
+        Wakes the asyncio loop once for all iterations between two reports.
+        """
         before = (False, False) if self.stats is None else (self.stats.paused, self.stats.refuses_new)
         self.stats = stats
         if (stats.paused, stats.refuses_new) != before:
@@ -260,7 +262,7 @@ class LoadReport:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def changed(self) -> None:
-        """Records that a part of the load other than the stats may have changed."""
+        """Requests a report, because a part of the load other than the stats may have changed."""
         self._changed.set()
 
     def greet(self, stream: PeerStream) -> None:
@@ -268,19 +270,19 @@ class LoadReport:
         self._put(stream, self._unaged(stream), self._loop.time())
 
     def tell(self) -> float:
-        """Sends the load on each stream whose load has changed or is as old as a beat.
+        """Sends the load on each stream whose load has changed or was sent beat_s seconds ago.
 
         Returns:
-            The seconds until the next load is as old as a beat.
+            The seconds until a stream needs a load again because of beat_s.
         """
         self._changed.clear()
-        self._signalled = False  # before stats are read, so that no later ones are missed
+        self._signalled = False  # before the stats are read, so that stats that arrive meanwhile cause another report
         now, due_s = self._loop.time(), self._beat_s
         for stream in self._outbox.streams:
             load = self._unaged(stream)
-            if load != stream.told or now - stream.told_at >= self._beat_s:
+            if load != stream.reported or now - stream.reported_at >= self._beat_s:
                 self._put(stream, load, now)
-            due_s = min(due_s, stream.told_at + self._beat_s - now)
+            due_s = min(due_s, stream.reported_at + self._beat_s - now)
         return due_s
 
     async def keep(self) -> None:
@@ -293,7 +295,7 @@ class LoadReport:
                     await self._changed.wait()
 
     def _put(self, stream: PeerStream, load: worker_pb2.WorkerLoad, now: float) -> None:
-        """Sends the load with the figures that change in every step, which do not count as changes."""
+        """Queues the load together with the fields that change in every step, which alone do not cause a report."""
         aged = worker_pb2.WorkerLoad()
         aged.CopyFrom(load)
         aged.step_age_ms, aged.step_limit_ms = math.ceil(self._pulse.age_s * 1e3), math.ceil(self._limit.seconds * 1e3)
@@ -309,7 +311,7 @@ class LoadReport:
         stream.put_load(aged, load, now)
 
     def _unaged(self, stream: PeerStream) -> worker_pb2.WorkerLoad:
-        """Returns the part of the load whose changes are reported."""
+        """Returns the load without the fields that change in every step. A change of it causes a report."""
         index = self._index
         load = worker_pb2.WorkerLoad(
             num_open=self._outbox.num_open,
@@ -330,7 +332,7 @@ class LoadReport:
 
 
 def unavailable(handle: int, message: str) -> worker_pb2.Finish:
-    """Returns the finish of a request that its gateway may send to another worker."""
+    """Returns the finish of a request with the error UNAVAILABLE: the gateway may send the request to another worker."""
     return worker_pb2.Finish(
         handle=handle, reason=common_pb2.FINISH_REASON_ABORT, error=common_pb2.ERROR_CODE_UNAVAILABLE, message=message
     )
@@ -343,7 +345,7 @@ def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_p
         error=common_pb2.ERROR_CODE_INVALID_ARGUMENT,
         field=error.field,
         element=error.element,
-        message=str(error),  # with the field, for gateways that are older than `field`
+        message=str(error),  # also contains the field's name, for older gateways that do not read `field`
         prompt_tokens=len(message.prompt_ids),
     )
 

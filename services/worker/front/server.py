@@ -1,7 +1,7 @@
-"""The Worker service: one long-lived stream per gateway, with one StepOutput per scheduler step.
+"""Serves the Worker service: one long-lived stream per gateway, with one StepOutput per scheduler step.
 
-It runs on the asyncio loop. When a stream ends for any reason, PeerGone goes to the inbox, and the scheduler frees the memory of
-its requests.
+All calls run on the asyncio loop. When a stream ends for any reason, PeerGone is put into the inbox, and the scheduler frees the
+memory of the stream's requests.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             outbox: the gateway streams.
             info: the hello of this worker.
             model: limits for requests.
-            on_arrival: called with peer and handle of each request before the scheduler can see it.
+            on_arrival: called with (peer, handle) of each request before the request is put into the inbox.
             load: load reports.
             spans: traced requests; None without tracing.
-            keys: maker of page keys, which are made here to keep that work off the scheduler's thread; None without other tiers.
+            keys: computes page keys on the asyncio thread instead of the scheduler's; None if there are no tiers or KV transfers.
         """
         self._on_arrival = on_arrival
         self._load = load
@@ -86,11 +86,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._loop = asyncio.get_running_loop()
 
     def weights_replaced(self, identity: ModelIdentity, defaults: SamplingDefaults) -> None:
-        """Announces new weights. Called on the scheduler's thread before any output of these weights."""
+        """Sends a hello with the new revision to all gateways. Called on the scheduler's thread before outputs of new weights."""
         self._loop.call_soon_threadsafe(self._announce, identity.revision, defaults)
 
     def _announce(self, revision: str, defaults: SamplingDefaults) -> None:
-        """Sends the new hello on all open streams. Later streams begin with it."""
+        """Sends the new hello on all open streams. Later streams begin with this hello."""
         info = worker_pb2.WorkerInfo()
         info.CopyFrom(self._info)
         info.revision = revision
@@ -107,7 +107,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         stream = self._outbox.open(peer)
         reader = asyncio.create_task(self._read(request_iterator, peer, stream))
         taking: asyncio.Task[worker_pb2.GenerateResponse | None] | None = None
-        logger.info("front end connected", extra=fields(peer=peer, address=context.peer()))
+        logger.info("gateway connected", extra=fields(peer=peer, address=context.peer()))
         try:
             yield worker_pb2.GenerateResponse(hello=self._info)
             self._load.greet(stream)
@@ -130,7 +130,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._outbox.close(peer)
             self._inbox.put(PeerGone(peer))
             self._load.changed()
-            logger.info("front end gone", extra=fields(peer=peer))
+            logger.info("gateway disconnected", extra=fields(peer=peer))
 
     async def OpenSession(
         self, request: worker_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
@@ -162,9 +162,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._load.changed()
 
     def _read_ahead(self, request: worker_pb2.GenerateRequest, peer: int) -> None:
-        """Passes hints about coming requests to the scheduler.
+        """Passes prefetch hints for coming requests to the scheduler.
 
-        An invalid hint is dropped, together with the hints after it in the message.
+        If a hint is invalid, it and all later hints of the message are dropped.
         """
         try:
             for message in request.prefetches:
@@ -173,7 +173,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             for ready in request.ready:
                 self._inbox.put(PrefetchMore(peer, ready_from_pb(ready)))
         except InvalidRequest as error:
-            logger.info("nothing is read ahead: %s", error, extra=fields(peer=peer))
+            logger.info("invalid prefetch hint dropped: %s", error, extra=fields(peer=peer))
 
     def _submit(self, message: worker_pb2.Submit, peer: int, stream: PeerStream) -> None:
         stream.opened(message.handle)
@@ -194,7 +194,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._inbox.put(self._with_keys(submit))
 
     def _turn_away(self, peer: int, stream: PeerStream, message: worker_pb2.Submit, finish: worker_pb2.Finish) -> None:
-        """Refuses a request that does not reach the core. The core releases its prefetched pages and its KV source."""
+        """Refuses a request before the core gets it. TurnedAway makes the core release its prefetched pages and KV source."""
         stream.open.discard(message.handle)
         stream.put(worker_pb2.StepOutput(finishes=[finish]))
         try:
@@ -209,7 +209,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return KvReservation(secrets.randbits(63), self._info.generation, secrets.token_bytes(RESERVATION_SECRET_BYTES))
 
     def _with_keys(self, submit: Submit) -> Submit:
-        """Adds page keys to a submit, but not to a turn of a session, whose whole prompt only the core has."""
+        """Adds page keys to a submit. A session turn gets no keys here, because only the core has its complete prompt."""
         return submit if submit.session is not None else replace(submit, page_keys=self._page_keys(submit))
 
     def _page_keys(self, prompt: Submit | Prefetch) -> PromptKeys | None:

@@ -1,8 +1,7 @@
-"""Trace spans of requests. They are made when a request has ended, from times that were recorded before.
+"""Records the times of traced requests, and creates their spans when they have ended.
 
-arrived() is called on the asyncio loop before the scheduler can see the request. All other calls come from the scheduler's
-thread, which only records times; spans are made on the asyncio loop. The core does not know of spans; its trace events serve
-operators, too.
+arrived() is called on the asyncio loop before the request is put into the inbox. All other calls come from the scheduler's
+thread, which only records times. Spans are created on the asyncio loop. Trace events of the core become span events.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from rootstock_llm.services.worker.core.planning.step_rows import Extend
 if TYPE_CHECKING:
     from rootstock_llm.services.shared.observe.spans import Span, Tracing
 
-MAX_TRACED = 16384  # traced requests at a time
-MAX_CHUNKS = 256  # chunk spans of one request; the request's own span counts all chunks
-MAX_EVENTS = 64  # events of one request
+MAX_TRACED = 16384  # largest number of open traced requests; further requests are not traced
+MAX_CHUNKS = 256  # chunk spans of one request; the attribute rootstock.chunks counts all its chunks
+MAX_EVENTS = 64  # recorded events of one request
 _EVENTS = (
     TraceKind.GATED,
     TraceKind.UNGATED,
@@ -44,13 +43,13 @@ _REFILLS = (TraceKind.RETRACTED, TraceKind.PREEMPTED)
 
 @dataclass(slots=True)
 class Chunk:
-    """A chunk of a prefill."""
+    """A chunk of a request's prefill."""
 
-    launched: float  # time at which its step was launched
+    launched: float  # time at which the chunk's step was launched
     start: int  # position of its first token
     tokens: int
-    cached: int  # tokens that the prefix hit before this chunk covered; 0 if the chunk follows another one
-    ended: float = 0.0  # time at which its step was committed; 0 before
+    cached: int  # cached tokens before the chunk if it is the first after an admission; otherwise 0
+    ended: float = 0.0  # time at which the chunk's step was committed; 0: not yet
 
 
 @dataclass(slots=True)
@@ -59,12 +58,12 @@ class TracedRequest:
 
     request_id: str
     traceparent: str
-    resumed_tokens: int
+    resumed_tokens: int  # output tokens that another worker had sampled before
     arrived: float
-    wall_ns: int  # nanoseconds to add for Unix time
+    wall_ns: int  # Unix time minus the loop's clock, in nanoseconds
     first_step: float = 0.0
     first_token: float = 0.0  # 0 before the first token
-    refills: bool = True  # the next chunk is the first one since an admission
+    refills: bool = True  # whether the next chunk is the first after an admission
     num_chunks: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     events: list[TraceEvent] = field(default_factory=list)
@@ -88,8 +87,8 @@ class RequestSpans:
         self._loop = loop
         self._clock = clock
         self._open: dict[tuple[int, int], TracedRequest] = {}
-        self._named: dict[str, list[TracedRequest]] = {}  # the same requests by request_id, which a replay or a hedge may share
-        self._naming = threading.Lock()  # held while _named changes
+        self._named: dict[str, list[TracedRequest]] = {}  # the same by request_id, which a replay and a hedge have in common
+        self._naming = threading.Lock()  # guards _named
         self._flights: dict[int, list[Chunk]] = {}  # chunks of uncommitted steps, by step
 
     @property
@@ -97,7 +96,7 @@ class RequestSpans:
         return len(self._open)
 
     def arrived(self, peer: int, handle: int, request_id: str, traceparent: str, resumed_tokens: int) -> None:
-        """Starts recording a request if its traceparent is sampled. The traceparent is empty for untraced requests."""
+        """Starts recording a request if its traceparent has the flag `sampled`. The traceparent of untraced requests is empty."""
         if traceparent and traceparent[-1] in "13579bdf" and len(self._open) < MAX_TRACED:
             now = self._clock()
             wall_ns = time.time_ns() - int(now * 1e9)
@@ -123,7 +122,7 @@ class RequestSpans:
         return chunk
 
     def committed(self, step_id: int) -> None:
-        """Records the end of a step, which was committed or failed."""
+        """Records that a step was committed or has failed."""
         chunks = self._flights.pop(step_id, ())
         if chunks:
             now = self._clock()
@@ -131,7 +130,7 @@ class RequestSpans:
                 chunk.ended = now
 
     def happened(self, events: Sequence[TraceEvent]) -> None:
-        """Records trace events. The caller passes the events of all requests in order, each once."""
+        """Records trace events of all requests, also of untraced ones, in the order of their times."""
         for event in events:
             if event.kind in _EVENTS:
                 for request in self._named.get(event.request_id, ()):
@@ -140,8 +139,8 @@ class RequestSpans:
                         if len(request.events) < MAX_EVENTS:
                             request.events.append(event)
 
-    def told(self, outputs: tuple[PeerOutput, ...]) -> None:
-        """Records the outputs of a turn. The caller has passed all events of a request before its finish."""
+    def sent(self, outputs: tuple[PeerOutput, ...]) -> None:
+        """Records the outputs of an iteration of the loop. happened() must have all events of a request before its finish."""
         if not self._open:
             return
         now = self._clock()

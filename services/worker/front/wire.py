@@ -1,7 +1,7 @@
-"""Conversion of requests from the wire. It resolves every default and checks every limit.
+"""Converts requests from the wire, resolves every default and checks every limit.
 
-Clients other than the gateway may connect. Limits and defaults of sampling parameters are those of
-services/shared/sampling_parameters.py and services/shared/limits.py.
+The worker checks what the gateway checks, too, because other clients may connect. The limits and the defaults of sampling
+parameters are in services/shared/sampling_parameters.py and services/shared/limits.py.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ DEFAULT_DRY_BREAKERS = ("\n", ":", '"', "*")
 
 
 class InvalidRequest(ValueError):
-    """A field of a request is invalid. The client gets the message."""
+    """A field of a request is invalid. The request is refused with this message, which the client gets."""
 
     def __init__(self, field: str, why: str, element: int | None = None) -> None:
         """Builds the message for the client.
 
         Args:
             field: the invalid field, as in rootstock.v1.Finish.
-            why: reason for the client, without the field's name and without text of the prompt.
-            element: index of the invalid value if the field is repeated.
+            why: the fault, without the field's name and without text of the prompt.
+            element: index of the invalid value in a repeated field; None for other fields.
         """
         super().__init__(worded(field, element, why))
         self.field = field
@@ -54,17 +54,17 @@ class InvalidRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits and the defaults of the model for its requests."""
+    """The limits and defaults of the served model, against which requests are checked."""
 
     context_len: int
     vocab_size: int
-    allow_auto_truncate: bool  # whether a prompt that is too long is cut; otherwise it is refused
-    generates: bool = True  # whether the model generates tokens
-    embedding_size: int = 0  # numbers in the model's vectors; 0 if it computes none
-    # Returns the token ids of a text, without special tokens. Without a tokenizer it is unset, and DRY is refused.
+    allow_auto_truncate: bool  # whether a prompt that exceeds the context is cut; otherwise it is refused
+    generates: bool = True  # whether the model generates tokens; False for embedding models
+    embedding_size: int = 0  # elements of the model's embedding vectors; 0: the model has no embeddings
+    # Returns the token ids of a text, without special tokens. None: the worker has no tokenizer and refuses DRY sampling.
     encode_breaker: Callable[[str], Sequence[int]] | None = None
-    defaults: SamplingDefaults = API_DEFAULTS  # for parameters that a request leaves out
-    stream_interval: int = DEFAULT_STREAM_INTERVAL  # for requests that leave it out
+    defaults: SamplingDefaults = API_DEFAULTS  # values of the sampling parameters that a request leaves out
+    stream_interval: int = DEFAULT_STREAM_INTERVAL  # value for requests without this parameter
     reads_predictions: bool = False  # whether the drafter uses predictions
 
 
@@ -77,8 +77,8 @@ def submit_from_pb(
         message: the request on the wire.
         peer: number of the gateway stream.
         model: the model's limits.
-        random_seed: 64 bits, for a request without a seed.
-        room: reservation for a request that is to be handed over; None if this worker has no KV port.
+        random_seed: 64-bit seed for a request without a seed.
+        room: KV reservation for a request that a decode worker continues; None if this worker has no KV port.
 
     Raises:
         InvalidRequest: a field is invalid.
@@ -89,7 +89,7 @@ def submit_from_pb(
     within(len(message.revision), limits.MAX_REVISION_CHARS, "revision")
     within(len(message.tenant), limits.MAX_TENANT_BYTES, "tenant")
     if not 0 <= message.tenant_weight < float("inf"):
-        raise InvalidRequest("tenant_weight", "must be a positive number")
+        raise InvalidRequest("tenant_weight", "must be finite and not negative")
     session = _session_from_pb(message)
     prompt = _prompt_from_pb(message, model)
     output = _output_from_pb(message, len(prompt), model)
@@ -137,7 +137,7 @@ def _hand_over(message: worker_pb2.Submit, room: KvReservation | None) -> KvRese
     if not message.hand_over:
         return None
     if message.HasField("session") or _is_measured(message):
-        raise InvalidRequest("hand_over", "neither in a session nor for an embedding or a score")
+        raise InvalidRequest("hand_over", "cannot be combined with session, embedding or score")
     if room is None:
         raise InvalidRequest("hand_over", "this worker reserves no KV for other workers")
     return room
@@ -145,12 +145,12 @@ def _hand_over(message: worker_pb2.Submit, room: KvReservation | None) -> KvRese
 
 def _source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
     if message.HasField("source") and (message.HasField("session") or _is_measured(message)):
-        raise InvalidRequest("source", "neither in a session nor for an embedding or a score")
+        raise InvalidRequest("source", "cannot be combined with session, embedding or score")
     return source_from_pb(message)
 
 
 def source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
-    """Returns the KV source of a submit whose other fields may be invalid. Raises InvalidRequest if the source is invalid."""
+    """Returns the KV source of a submit, or None. Checks no other field. Raises InvalidRequest if the source is invalid."""
     return _kv_source_from_pb(message.source) if message.HasField("source") else None
 
 
@@ -161,42 +161,43 @@ def _kv_source_from_pb(source: worker_pb2.KvSource) -> KvSource:
 
 def _room_from_pb(room: worker_pb2.KvRoom, field: str) -> KvReservation:
     if len(room.secret) != RESERVATION_SECRET_BYTES:
-        raise InvalidRequest(f"{field}.secret", f"has {RESERVATION_SECRET_BYTES} bytes")
+        raise InvalidRequest(f"{field}.secret", f"must have {RESERVATION_SECRET_BYTES} bytes, not {len(room.secret)}")
     if not room.pages:
-        raise InvalidRequest(f"{field}.pages", "a room has a page at least")
+        raise InvalidRequest(f"{field}.pages", "must be at least 1")
     return KvReservation(room.room, room.epoch, room.secret)
 
 
 def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLimits) -> tuple[int, ...]:
-    """Returns the checked output that another worker has sampled."""
+    """Returns the checked output tokens that another worker has sampled; empty for a new request."""
     output = tuple(message.output_ids)
     if not output:
         return ()
     if message.HasField("session"):
-        raise InvalidRequest("output_ids", "not in a session")
+        raise InvalidRequest("output_ids", "cannot be combined with session")
     if _is_measured(message):
-        raise InvalidRequest("output_ids", "not for an embedding or a score")
+        raise InvalidRequest("output_ids", "cannot be combined with embedding or score")
     if prompt_len + len(output) > model.context_len:
-        raise InvalidRequest("output_ids", f"with the prompt they are more than the context's {model.context_len} tokens")
+        found = f"prompt and output have {prompt_len + len(output)} tokens"
+        raise InvalidRequest("output_ids", f"{found}; the model's context is {model.context_len}")
     if max(output) >= model.vocab_size:
-        raise InvalidRequest("output_ids", f"a token id is not below the vocabulary's size, {model.vocab_size}")
+        raise InvalidRequest("output_ids", f"a token id is not below the vocabulary size {model.vocab_size}")
     return output
 
 
 def _prediction_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
-    """Returns the checked prediction; empty if the drafter does not use predictions."""
+    """Returns the checked tokens of the predicted output; empty if the drafter does not use predictions."""
     within(len(message.prediction_ids), limits.MAX_PREDICTION_TOKENS, "prediction_ids")
     prediction = np.array(message.prediction_ids, dtype=np.uint32)
     if len(prediction) and int(prediction.max()) >= model.vocab_size:
-        raise InvalidRequest("prediction_ids", f"a token id is not below the vocabulary's size, {model.vocab_size}")
+        raise InvalidRequest("prediction_ids", f"a token id is not below the vocabulary size {model.vocab_size}")
     return prediction.astype(np.int32) if model.reads_predictions else no_tokens()
 
 
 def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
     """Returns the checked prompt as int32[n], n >= 1.
 
-    If the model's limits allow it, a prompt outside of a session is cut, so that the context has space for one output token. In a
-    session, only the core has the whole context.
+    With allow_auto_truncate, a prompt that exceeds the context is cut, which leaves one output token if the model generates. The
+    prompt of a session turn is not cut here, because only the core has the session's earlier tokens.
     """
     prompt = _ids_from_pb(message.prompt_ids, model)
     if model.allow_auto_truncate and not message.HasField("session"):
@@ -205,7 +206,7 @@ def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[n
 
 
 def _is_measured(message: worker_pb2.Submit) -> bool:
-    """Whether the request wants numbers instead of output, so that its prompt may fill the context."""
+    """Whether the request is for an embedding or a score. It samples no token, so its prompt may fill the context."""
     return bool(message.sampling.HasField("embedding") or message.sampling.HasField("score"))
 
 
@@ -215,7 +216,7 @@ def _ids_from_pb(ids: Sequence[int], model: ModelLimits) -> NDArray[np.int32]:
     if not len(prompt):
         raise InvalidRequest("prompt_ids", "the prompt is empty")
     if int(prompt.max()) >= model.vocab_size:
-        raise InvalidRequest("prompt_ids", f"a token id is not below the vocabulary's size, {model.vocab_size}")
+        raise InvalidRequest("prompt_ids", f"a token id is not below the vocabulary size {model.vocab_size}")
     return prompt.astype(np.int32)
 
 
@@ -232,9 +233,9 @@ def _session_from_pb(message: worker_pb2.Submit) -> SessionTurn | None:
 
 
 def within(count: int, limit: int, field: str) -> None:
-    """Checks that a count is within its limit. Raises InvalidRequest if it is not."""
+    """Raises InvalidRequest if a count exceeds its limit."""
     if count > limit:
-        raise InvalidRequest(field, f"{count} is more than the {limit} that are allowed")
+        raise InvalidRequest(field, f"{count} exceeds the limit of {limit}")
 
 
 def sampling_from_pb(
@@ -244,8 +245,8 @@ def sampling_from_pb(
 
     Args:
         message: the parameters on the wire.
-        prompt_len: tokens of the prompt. In a session, these are only the tokens that the turn adds, and the core limits
-            max_new_tokens again.
+        prompt_len: number of prompt tokens. In a session, it counts only the tokens of this turn; the core limits max_new_tokens
+            again with the session's length.
         in_session: whether the request is a turn of a session.
         model: the model's limits.
         random_seed: seed for a request without one.
@@ -255,13 +256,13 @@ def sampling_from_pb(
     """
     embedding = _embedding(message, in_session, model)
     if embedding is None and not model.generates:
-        raise InvalidRequest("embedding", "this model gives embeddings only")
+        raise InvalidRequest("embedding", "is missing; this model computes only embeddings")
     score = _score(message, in_session, model)
     max_new = _max_new_tokens(message, model.context_len if in_session else model.context_len - prompt_len)
     max_new = 0 if embedding or score else max_new
     grammar = _grammar(message)
     scalars = _scalars(message, model)
-    # A grammar decides by itself when the output is complete.
+    # A grammar determines when the output is complete, so min_new_tokens does not apply.
     scalars["min_new_tokens"] = 0 if grammar else min(scalars["min_new_tokens"], max_new)
     logprobs = message.logprobs
     return SamplingParams(
@@ -285,9 +286,9 @@ def sampling_from_pb(
 
 
 def _scalars(message: pb.SamplingParams, model: ModelLimits) -> dict[str, Any]:
-    """Returns the table's scalars by the core's names, which are those of the wire.
+    """Returns the scalar sampling parameters by name. The wire and the core use the same names.
 
-    A top_p of 0 means the most likely token. The core gets it as temperature 0, so that no sampler has to handle such a top_p.
+    A top_p of 0 selects the most likely token. It becomes temperature 0, so that no sampler has to handle a top_p of 0.
     """
     by_model: dict[str, Any] = {**model.defaults.as_dict(), "stream_interval": model.stream_interval}
     found = {row.wire: _scalar(message, row.wire, row, by_model.get(row.wire, row.default)) for row in table.SCALARS}
@@ -316,18 +317,18 @@ def _listed_ids(message: pb.SamplingParams, row: SamplingParameter, model: Model
 def _token_ids(ids: Sequence[int], most: int, model: ModelLimits, field: str) -> tuple[int, ...]:
     within(len(ids), most, field)
     if ids and max(ids) >= model.vocab_size:
-        raise InvalidRequest(field, f"a token id is not below the vocabulary's size, {model.vocab_size}")
+        raise InvalidRequest(field, f"a token id is not below the vocabulary size {model.vocab_size}")
     return tuple(ids)
 
 
 def _logit_bias(message: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
     if len(message.logit_bias_ids) != len(message.logit_bias_values):
-        raise InvalidRequest("logit_bias", "ids and values differ in number")
+        raise InvalidRequest("logit_bias", "the numbers of ids and values differ")
     within(len(message.logit_bias_ids), table.LOGIT_BIAS.most, "logit_bias")
     bias = tuple(zip(message.logit_bias_ids, message.logit_bias_values, strict=True))
     for token, value in bias:
         if token >= vocab_size:
-            raise InvalidRequest("logit_bias", f"a token id is not below the vocabulary's size, {vocab_size}")
+            raise InvalidRequest("logit_bias", f"a token id is not below the vocabulary size {vocab_size}")
         if wrong := table.LOGIT_BIAS.fault(value):
             raise InvalidRequest("logit_bias", f"a value {wrong}")
     return bias
@@ -370,7 +371,7 @@ def _prompt_logprobs_from(logprobs: pb.Logprobs, prompt_len: int) -> int:
     if not logprobs.HasField("prompt_from"):
         return -1
     if logprobs.prompt_from >= prompt_len:
-        raise InvalidRequest("logprobs.prompt_from", f"{logprobs.prompt_from} lies behind the prompt")
+        raise InvalidRequest("logprobs.prompt_from", f"{logprobs.prompt_from} is not below the prompt's length {prompt_len}")
     return int(logprobs.prompt_from)
 
 
@@ -408,7 +409,7 @@ def _dry(message: pb.SamplingParams, model: ModelLimits) -> DryParams | None:
 
 
 def _breaker_ids(texts: Sequence[str], model: ModelLimits) -> tuple[int, ...]:
-    """Returns the last token of each text, because a repeat that contains the text must contain this token."""
+    """Returns the last token of each text: a repetition that contains a breaker's text also contains this token."""
     if model.encode_breaker is None:
         raise InvalidRequest("dry_multiplier", "this worker has no tokenizer")
     encoded = [model.encode_breaker(text) for text in texts]
@@ -419,12 +420,12 @@ def _embedding(message: pb.SamplingParams, in_session: bool, model: ModelLimits)
     if not message.HasField("embedding"):
         return None
     if not model.embedding_size:
-        raise InvalidRequest("embedding", "this model gives none")
+        raise InvalidRequest("embedding", "this model computes no embeddings")
     if message.HasField("grammar") or message.HasField("logprobs") or in_session:
-        raise InvalidRequest("embedding", "excludes grammar, logprobs and session")
+        raise InvalidRequest("embedding", "cannot be combined with grammar, logprobs or session")
     wanted = message.embedding
     if wanted.dimensions > model.embedding_size:
-        raise InvalidRequest("embedding.dimensions", f"{wanted.dimensions} is more than the model's {model.embedding_size}")
+        raise InvalidRequest("embedding.dimensions", f"{wanted.dimensions} exceeds the model's {model.embedding_size}")
     return EmbeddingParams(wanted.dimensions, wanted.normalize if wanted.HasField("normalize") else None)
 
 
@@ -432,7 +433,7 @@ def _score(message: pb.SamplingParams, in_session: bool, model: ModelLimits) -> 
     if not message.HasField("score"):
         return None
     if message.HasField("embedding") or message.HasField("grammar") or message.HasField("logprobs") or in_session:
-        raise InvalidRequest("score", "excludes embedding, grammar, logprobs and session")
+        raise InvalidRequest("score", "cannot be combined with embedding, grammar, logprobs or session")
     labels = _token_ids(message.score.label_token_ids, limits.MAX_LABEL_TOKEN_IDS, model, "score.label_token_ids")
     if not labels:
         raise InvalidRequest("score.label_token_ids", f"has no ids; 1 to {limits.MAX_LABEL_TOKEN_IDS} are allowed")

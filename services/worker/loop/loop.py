@@ -106,7 +106,7 @@ class Spans(Protocol):
 
     def happened(self, events: Sequence[TraceEvent]) -> None: ...
 
-    def told(self, outputs: tuple[PeerOutput, ...]) -> None: ...
+    def sent(self, outputs: tuple[PeerOutput, ...]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -369,7 +369,7 @@ class Loop:
         self._num_traced, events = self._control.trace_since(self._num_traced)
         spans.happened(events)
         if outputs:
-            spans.told(outputs)
+            spans.sent(outputs)
 
     def _check_idle(self) -> None:
         """Checks the invariants once per idle period.

@@ -80,9 +80,9 @@ def test_corpus_has_the_ids_of_the_model_tokenizer(write: Callable[[str, bytes],
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.txt", b"caf\xe9", "is no UTF-8 at byte 3"),
+        ("a.txt", b"caf\xe9", "is not UTF-8 at byte 3"),
         ("a.jsonl", b'"one"\n{"text": 4}', "line 2 of .* neither a string nor an object"),
-        ("a.jsonl", b'"one"\nplain', "line 2 of .* is no JSON"),
+        ("a.jsonl", b'"one"\nplain', "line 2 of .* is not JSON"),
         ("a.jsonl", b'\n""\n', "has no text"),
         ("a.txt", b"x" * 1001, "more than 1000 tokens"),
     ],
@@ -99,7 +99,7 @@ def test_corpus_is_refused_when_missing_too_large_or_unused(
     write: Callable[[str, bytes], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(ValueError, match="there is no file"):
+        with pytest.raises(ValueError, match="does not exist or is not a file"):
             corpus_of(path)
     monkeypatch.setattr(limits, "MAX_CORPUS_BYTES", 1 << 20)
     assert corpus_of(write("a.txt", b"y" * (1 << 20)), 1 << 20) == "y" * (1 << 20)

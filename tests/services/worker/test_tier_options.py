@@ -48,14 +48,14 @@ def test_tiers_are_off_by_default() -> None:
     [
         ({"hicache_storage_backend": "file", "hicache_storage_dir": "kv"}, "needs --enable-hierarchical-cache"),
         ({"enable_hierarchical_cache": True, "enable_radix_cache": False}, "needs the radix cache"),
-        ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "need each other"),
-        ({"enable_hierarchical_cache": True, "hicache_storage_dir": "kv"}, "need each other"),
-        ({"enable_hierarchical_cache": True, "hicache_storage_salt_quota": 1.0}, "without --hicache-storage-backend"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "must be set together"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_dir": "kv"}, "must be set together"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_salt_quota": 1.0}, "salt-quota needs --hicache-storage-backend"),
         ({**SHARED, "hicache_storage_secret_file": ""}, "needs --hicache-storage-url and"),
         ({**SHARED, "redis_url": "redis://store"}, "prefix index's Redis"),
-        ({**SHARED, "hicache_storage_url": "http://store"}, "no redis://"),
+        ({**SHARED, "hicache_storage_url": "http://store"}, "not a redis://"),
         ({**SHARED, "hicache_storage_secret_file": "nowhere/secret"}, "No such file"),
-        ({**SHARED, "hicache_storage_secret_file": os.devnull}, "32 are the least"),
+        ({**SHARED, "hicache_storage_secret_file": os.devnull}, "needs at least 32"),
     ],
 )
 def test_conflicting_settings_are_named(values: dict[str, Any], sentence: str) -> None:
@@ -66,7 +66,7 @@ def test_conflicting_settings_are_named(values: dict[str, Any], sentence: str) -
 @pytest.mark.parametrize("name", ["..", "a/b", "/a"])
 def test_worker_id_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
     flags = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path)}
-    with pytest.raises(ValueError, match="name of its folder"):
+    with pytest.raises(ValueError, match="cannot name the worker's folder"):
         options(worker_id=name, **flags)
     assert list(tmp_path.iterdir()) == []
 
@@ -119,14 +119,14 @@ def test_secret_file_outlives_the_worker_and_is_private(tmp_path: Path) -> None:
 def test_secret_is_refused_when_other_users_can_read_the_file(tmp_path: Path) -> None:
     in_files(tmp_path)
     (tmp_path / "w" / "secret").chmod(0o640)
-    with pytest.raises(ValueError, match="is not only this user's"):
+    with pytest.raises(ValueError, match="belongs to another user or is readable by others"):
         in_files(tmp_path)
 
 
 def test_secret_of_wrong_length_is_refused(tmp_path: Path) -> None:
     in_files(tmp_path)
     (tmp_path / "w" / "secret").write_bytes(b"short")
-    with pytest.raises(ValueError, match="does not hold 32 bytes"):
+    with pytest.raises(ValueError, match="not exactly 32 bytes"):
         in_files(tmp_path)
 
 
@@ -134,19 +134,19 @@ def test_secret_behind_a_link_is_not_read(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "w").mkdir()
     (tmp_path / "elsewhere").write_bytes(bytes(SECRET_BYTES))
     os.symlink(tmp_path / "elsewhere", tmp_path / "w" / "secret")
-    assert in_files(tmp_path).open_storage is None and "without its file tier" in caplog.text
+    assert in_files(tmp_path).open_storage is None and "without the file tier" in caplog.text
 
 
 def test_worker_runs_without_file_tier_when_the_folder_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "w").write_text("a file stands there")
-    assert in_files(tmp_path).open_storage is None and "without its file tier" in caplog.text
+    assert in_files(tmp_path).open_storage is None and "without the file tier" in caplog.text
 
 
 def test_worker_runs_without_file_tier_when_the_store_cannot_be_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = in_files(tmp_path)
     (tmp_path / "w" / "pages").write_text("a file stands there")
     assert found.open_storage is not None
-    assert found.open_storage(PAGE, IDENTITY) is None and "without its file tier" in caplog.text
+    assert found.open_storage(PAGE, IDENTITY) is None and "without the file tier" in caplog.text
 
 
 def test_second_worker_with_the_same_id_cannot_open_the_folder(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ def test_flush_is_refused_when_fields_contradict_each_other(request_: pb.FlushCa
 @pytest.mark.parametrize(
     ("deleted", "code", "words"),
     [
-        (Deleted(3, (), "the storage does not answer"), grpc.StatusCode.UNAVAILABLE, "tried again: the storage does not answer"),
+        (Deleted(3, (), "the storage does not answer"), grpc.StatusCode.UNAVAILABLE, "will retry: the storage does not answer"),
         (RuntimeError("a fault"), grpc.StatusCode.INTERNAL, "a fault"),
         (None, grpc.StatusCode.DEADLINE_EXCEEDED, "continues"),
     ],
@@ -461,11 +461,11 @@ def test_tunables_change_together_without_a_change_of_type() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("chunks", 64, "chunks: no such tunable; there are chunk, mixed, new_token_ratio, policy"),
-        ("chunk", 64.0, "chunk: is a int, not a float"),
-        ("chunk", True, "chunk: is a int, not a bool"),
-        ("mixed", 1, "mixed: is a bool, not a int"),
-        ("new_token_ratio", float("nan"), "new_token_ratio: is not a finite number"),
+        ("chunks", 64, "chunks: no such tunable. The tunables are chunk, mixed, new_token_ratio, policy"),
+        ("chunk", 64.0, "chunk: must be a int, not a float"),
+        ("chunk", True, "chunk: must be a int, not a bool"),
+        ("mixed", 1, "mixed: must be a bool, not a int"),
+        ("new_token_ratio", float("nan"), "new_token_ratio: must be finite"),
         ("policy", "worst", "policy: must be one of fcfs, lpm"),
     ],
 )
@@ -519,7 +519,7 @@ def test_worker_stays_paused_until_all_released_memory_is_resumed() -> None:
             refused = await status_of(stub.Continue(pb.ContinueRequest()))
             assert refused == (
                 grpc.StatusCode.FAILED_PRECONDITION,
-                "kv_cache and weights must be resumed first: released memory cannot serve requests",
+                "memory is released (kv_cache and weights); call ResumeMemory first",
             )
             weights = pb.ResumeMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS])
             said.append(list((await stub.ResumeMemory(weights)).released))
@@ -547,7 +547,7 @@ def test_memory_is_released_once_and_resumed_once() -> None:
             refusals.append(await status_of(stub.ReleaseMemory(pb.ReleaseMemoryRequest())))
             refusals.append(await status_of(stub.ResumeMemory(pb.ResumeMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS]))))
         code = grpc.StatusCode.FAILED_PRECONDITION
-        messages = ["nothing is released", "kv_cache is released already", "weights is not released"]
+        messages = ["no memory is released", "kv_cache is already released", "weights is not released"]
         assert refusals == [(code, message) for message in messages]
         return loop
 
@@ -605,7 +605,7 @@ def test_profile_path_contains_the_worker_id(tmp_path: Path) -> None:
             path = (await stub.StartProfile(pb.StartProfileRequest(name="slow"))).path
             assert path == str(tmp_path / "new" / "slow-worker_0.trace.json")
             assert (await stub.GetInternalState(pb.GetInternalStateRequest())).profile == path
-            assert "is running already" in (await status_of(stub.StartProfile(pb.StartProfileRequest())))[1]
+            assert "is already running" in (await status_of(stub.StartProfile(pb.StartProfileRequest())))[1]
             assert (await stub.StopProfile(pb.StopProfileRequest())).path == path
             assert "no profile is running" in (await status_of(stub.StopProfile(pb.StopProfileRequest())))[1]
             Path(path).touch()

@@ -151,11 +151,11 @@ def test_load_reports_the_state_of_the_index() -> None:
         report = LoadReport(outbox, 4, index, *idle())
         stream = outbox.open(1)
         report.greet(stream)
-        assert stream.told is not None
-        assert (stream.told.lease_held, stream.told.index_generation, stream.told.index_seq) == (False, 3, 0)
+        assert stream.reported is not None
+        assert (stream.reported.lease_held, stream.reported.index_generation, stream.reported.index_seq) == (False, 3, 0)
         index.lease_held, index.generation, index.seq = True, 4, 9
         report.tell()
-        assert (stream.told.lease_held, stream.told.index_generation, stream.told.index_seq) == (True, 4, 9)
+        assert (stream.reported.lease_held, stream.reported.index_generation, stream.reported.index_seq) == (True, 4, 9)
 
     run(check)
 

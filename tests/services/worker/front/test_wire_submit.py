@@ -251,8 +251,8 @@ def test_tiny_repetition_penalty_stays_above_0() -> None:
 
 def test_model_refuses_unsupported_outputs() -> None:
     no_vectors, no_tokens = ModelLimits(CONTEXT, VOCAB, False), ModelLimits(CONTEXT, VOCAB, False, False, 8)
-    assert "gives none" in refused("embedding: ", model=no_vectors, embedding=pb.Embedding())
-    assert "embeddings only" in refused("embedding: ", model=no_tokens)
+    assert "computes no embeddings" in refused("embedding: ", model=no_vectors, embedding=pb.Embedding())
+    assert "only embeddings" in refused("embedding: ", model=no_tokens)
 
 
 class TestSubmit:
@@ -332,7 +332,7 @@ class TestResumedOutput:
     def test_output_ids_beyond_the_context_are_refused(self) -> None:
         whole = self.submit([5] * (CONTEXT - len(PROMPT)))
         assert len(whole.output_ids) == whole.params.max_new_tokens
-        with pytest.raises(InvalidRequest, match=r"^output_ids: .* 100 tokens"):
+        with pytest.raises(InvalidRequest, match=r"^output_ids: .* context is 100"):
             self.submit([5] * (CONTEXT - len(PROMPT) + 1))
 
     def test_output_ids_must_fit_after_a_truncated_prompt(self) -> None:
