@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two schemas at once": (schema(a={"allOf": [{}, {}]}), "#/properties/a/allOf: supported with a single schema only"),
     "nothing satisfies it": ({"guided_json": {"$ref": "#"}}, "json_schema: #"),
     "regex": ({"regex": "(a"}, "position 2: a group is not closed"),
-    "look-ahead": ({"regex": "(?=a)b"}, "pattern: no text satisfies it"),
+    "look-ahead": ({"regex": "(?=a)b"}, "pattern: no text satisfies the pattern"),
     "ebnf": ({"ebnf": 'root ::= "a'}, "ebnf"),
     "ebnf without root": ({"ebnf": 'start ::= "a"'}, "ebnf"),
     "structural tag": ({"structural_tag": {"type": "structural_tag", "format": {"type": "sing"}}}, "structural_tag"),

@@ -1,8 +1,8 @@
-"""The compiled grammars of a worker by content, within a limit of memory. Refusals are remembered for failure_s.
+"""Caches the compiled grammars of a worker by their source, up to cache_mib. Refusals are cached for failure_s.
 
 Requests with the same grammar share one compilation. open() is called on the loop's thread; compilations end on the pool's
-threads. One lock guards the book and is held only briefly. UnusedGrammars returns the memory of unused grammars to the operating
-system, because schemas come in waves.
+threads. One lock guards the book and is never held during a compilation. UnusedGrammars returns the memory of unused grammars to
+the operating system, because clients often use a set of schemas for a short time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
 from rootstock_llm.services.worker.grammar.match.matcher import TOO_SLOW, ForcedText, MatcherSetup, XgrammarMatcher
 from rootstock_llm.services.worker.text.step_meter import StepMeter
 
-MAX_FAILURES = 1024  # remembered refusals
-EVERY_S = 15.0  # seconds between two looks
+MAX_FAILURES = 1024  # cached refusals
+EVERY_S = 15.0  # seconds between two checks for unused grammars
 logger = logging.getLogger(__name__)
 
 
@@ -38,9 +38,9 @@ class _CachedGrammar:
     """A compiled grammar that is ready for use."""
 
     compiled: Compiled
-    size: int  # bytes, with the source
-    used_at: float  # time of the last open() on the book's clock
-    borne: bool = False  # a matcher has overrun its meter once; the next overrun refuses the grammar
+    size: int  # bytes, including the source
+    used_at: float  # time of the last open(), on the book's clock
+    has_overrun: bool = False  # whether a matcher has overrun its meter once; at the next overrun, the grammar is refused
 
 
 class CompiledBook:
@@ -48,11 +48,11 @@ class CompiledBook:
 
     Each open() that returns None is followed by on_ready(spec) or on_failed(spec, reason, busy), on any thread and possibly
     before open() returns. These callbacks may only post a message. `busy` means that the grammar could not be compiled now, but
-    may be valid. After on_ready(), the grammar stays at least until another one is ready. If its matchers overrun their meters
-    twice, it is refused from then on.
+    may be valid. After on_ready(), the grammar stays cached at least until another grammar is ready. A grammar whose matchers
+    overrun their meters twice is refused for failure_s.
 
     on_compiled(seconds, chars) is called after each successful compilation with the time since the first open() and the length of
-    the source. Its calls come from the pool's threads, one at a time, and must return at once.
+    the source. The pool's threads call it, one at a time; it must return at once.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class CompiledBook:
         factor = self._limits.loop_factor
         meter = StepMeter(self._limits.step_ms * factor, self._limits.burst_ms * factor)
         try:
-            return XgrammarMatcher(found.compiled, self._setup, meter, lambda: self._bears(spec, found))
-        except Exception:  # any exception of the library: it refuses this grammar and must not end the loop
-            logger.exception("a matcher could not be made")
-            reason = f"{spec.label}: it cannot be started"
-            self._condemn(spec, reason)
+            return XgrammarMatcher(found.compiled, self._setup, meter, lambda: self._tolerates_overrun(spec, found))
+        except Exception:  # any exception of xgrammar refuses this grammar; it must not end the loop
+            logger.exception("could not create a grammar matcher")
+            reason = f"{spec.label}: an internal error, see the worker's log"
+            self._refuse_compiled(spec, reason)
             self._on_failed(spec, reason, False)
             return None
 
     def drop_unused(self) -> bool:
-        """Drops grammars that were not opened within idle_s, while all grammars exceed unused_mib.
+        """Drops grammars that were not opened within idle_s, oldest first, until all grammars together fit into unused_mib.
 
         Returns:
             Whether a grammar was dropped.
@@ -132,7 +132,7 @@ class CompiledBook:
         """Starts a compilation. The caller holds the lock.
 
         Returns:
-            ("", False) if it is started. Otherwise the reason for the refusal, and whether it is only a full queue.
+            ("", False) if the compilation was started. Otherwise (reason of the refusal, whether the reason is a full queue).
         """
         if len(spec.source) > MAX_GRAMMAR_BYTES or len(spec.source.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
             return f"{spec.label}: longer than {MAX_GRAMMAR_BYTES} bytes", False
@@ -160,21 +160,21 @@ class CompiledBook:
             logger.info("grammar refused: %s", reason)
             self._on_failed(spec, reason, busy)
 
-    def _bears(self, spec: GrammarSpec, kept: _CachedGrammar) -> bool:
-        """Returns whether a matcher of the grammar may continue after an overrun of its meter.
+    def _tolerates_overrun(self, spec: GrammarSpec, kept: _CachedGrammar) -> bool:
+        """Returns whether a matcher of the grammar may continue after it has overrun its meter.
 
-        The first overrun is tolerated, because a machine that stalls for a moment looks the same.
+        The first overrun is tolerated, because a short stall of the machine can cause it, too.
         """
-        if not kept.borne:
-            kept.borne = True
-            logger.info("a grammar has taken too long once, the next time it is refused: %s", spec.kind)
+        if not kept.has_overrun:
+            kept.has_overrun = True
+            logger.info("a grammar has exceeded its CPU time; it is refused if it does so again: %s", spec.kind)
             return True
-        self._condemn(spec, f"{spec.label}: {TOO_SLOW}")
+        self._refuse_compiled(spec, f"{spec.label}: {TOO_SLOW}")
         return False
 
-    def _condemn(self, spec: GrammarSpec, reason: str) -> None:
-        """Refuses a grammar from now on, because a matcher failed where the trial had not: other matchers would fail as well."""
-        logger.info("grammar refused from here on: %s", reason)
+    def _refuse_compiled(self, spec: GrammarSpec, reason: str) -> None:
+        """Drops a compiled grammar whose matcher failed although its trial succeeded, and refuses it for failure_s."""
+        logger.info("a compiled grammar is refused from now on: %s", reason)
         with self._lock:
             dropped = self._ready.pop(spec, None)
             if dropped is not None:
@@ -199,7 +199,7 @@ class CompiledBook:
 
 
 def _digest(spec: GrammarSpec) -> bytes:
-    """Returns a digest of a spec, so that the text of a refused grammar is not kept."""
+    """Returns a digest of a spec, so that the texts of refused grammars need no memory."""
     return hashlib.sha256(f"{spec.kind}\0{spec.source}\0{spec.parts}".encode(errors="surrogatepass")).digest()
 
 
@@ -220,7 +220,7 @@ class UnusedGrammars:
         self._every_s = every_s
 
     async def run(self) -> None:
-        """Runs until cancelled. The heap is trimmed after a drop or a compilation, as soon as an interval had no compilation."""
+        """Runs until cancelled. Trims the heap after drops and compilations, at the end of an interval without compilations."""
         seen, owed = self._book.num_compiled, False
         while True:
             await asyncio.sleep(self._every_s)

@@ -1,4 +1,4 @@
-"""The end-of-sequence tokens of a model folder. Each token that any of its files names ends the output.
+"""Finds the end-of-sequence tokens of a model folder: every EOS token that one of its files names.
 
 Files in published folders disagree: a fine-tuned model often ends its turns with the tokenizer's `eos_token`, while config.json
 and generation_config.json still name the base model's token.
@@ -19,13 +19,13 @@ NESTED = ("text_config", "llm_config", "language_config")  # keys of the languag
 
 
 def end_of_sequence(folder: str | Path, of_config: Sequence[int], tokenizer: HfTokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Returns the token ids that end the output, once each.
+    """Returns the token ids that end the output, without duplicates.
 
     Args:
         folder: the model folder.
-        of_config: ids of the loaded config, including its class's default.
+        of_config: ids of the loaded config; they include the default of the config's class.
         tokenizer: the model's tokenizer.
-        vocab_size: larger ids are left out, because they are never sampled.
+        vocab_size: ids that are not below it are omitted, because they are never sampled.
 
     Raises:
         ValueError: a file is not a JSON object, or its `eos_token_id` is neither an id nor a list of ids.
@@ -42,7 +42,7 @@ def _named_ids(folder: Path) -> Iterator[int]:
 
 
 def _tokenizer_ids(folder: Path, tokenizer: HfTokenizer) -> Iterator[int]:
-    """Yields the ids of the tokenizer files' `eos_token`. A token outside of the vocabulary has no id."""
+    """Yields the id of each tokenizer file's `eos_token`. Skips a token that is not in the vocabulary."""
     for name in TOKENIZER_FILES:
         token = _object(folder / name).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
@@ -55,7 +55,7 @@ def _ids(value: Any, path: Path) -> list[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(each, bool) or not isinstance(each, int) or each < -1 for each in ids):
         raise ValueError(f"{path}: 'eos_token_id' is {json.dumps(value)}; it is a token id or a list of token ids.")
-    return [each for each in ids if each >= 0]  # some folders use -1 for no token
+    return [each for each in ids if each >= 0]  # some folders write -1 if the model has no such token
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -67,5 +67,5 @@ def _object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object.")
+        raise ValueError(f"{path} is not a JSON object.")
     return content

@@ -1,7 +1,7 @@
-"""The identity of a served model: name, weights and tokenizer. If it is equal on two workers, equal tokens have equal KV.
+"""The identity of a served model: name, weights and tokenizer. Workers with equal identities have equal KV for equal tokens.
 
-ServedWeights is the only owner of a worker's identity. It is created when the model is loaded, and changes on the loop's thread
-when other weights are resumed; it then informs the users of the identity.
+ServedWeights is the only owner of a worker's identity. It is created when the model is loaded. If ResumeMemory loads other
+weights, it changes on the loop's thread and calls on_replaced().
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ class ModelIdentity:
 
 
 class ServedWeights:
-    """The present weights of a worker."""
+    """The weights that a worker computes with."""
 
     def __init__(self, folder: str | Path, identity: ModelIdentity, defaults: Callable[[], SamplingDefaults]) -> None:
         """Starts with the weights that were loaded first.
 
         Args:
             folder: the model folder.
-            identity: identity of these weights. Any thread may read the attribute.
-            defaults: reads the sampling defaults that come with the weights. It raises ValueError or OSError.
+            identity: identity of these weights. Any thread may read the attribute `identity`.
+            defaults: returns the sampling defaults from the folder's files. Raises ValueError or OSError.
         """
         self._folder = Path(folder)
         self.identity = identity
         self.defaults = defaults
-        # Called on the loop's thread before anything is computed with new weights. It must not block.
+        # Called on the loop's thread before the first step with new weights. Must not block.
         self.on_replaced: Callable[[ModelIdentity, SamplingDefaults], None] = lambda identity, defaults: None
-        self.reload_s: float | None = None  # seconds of the last reload; unset before the first one
+        self.reload_s: float | None = None  # seconds of the last reload; None: the weights were never reloaded
 
     def reading(self) -> WeightsReading:
-        """Returns a reader of the folder, to be entered before the weights are loaded again."""
+        """Returns a context manager that hashes the folder. Enter it before the weights are loaded again."""
         return WeightsReading(self._folder)
 
     def replaced(self, revision: str, defaults: SamplingDefaults) -> None:
-        """Records new weights, with which the worker computes from now on.
+        """Records that the worker computes with other weights from now on.
 
-        Name and tokenizer do not change, because they are read only at the start.
+        Name and tokenizer do not change, because they are read only when the worker starts.
         """
         self.identity = replace(self.identity, revision=revision)
         self.on_replaced(self.identity, defaults)
 
     def tree_root(self, tree: str) -> bytes:
-        """Returns the hash that precedes the first block of a tree. The tree's name has the revision of its weights."""
+        """Returns the hash that precedes the first block of a tree, whose name contains the revision of the weights."""
         revision, namespace = parts_of(tree)
         return root_hash(self.identity.model, revision, self.identity.tokenizer, namespace)
 
@@ -69,7 +69,7 @@ def identify_model(folder: str | Path, given: str, revision: str) -> ModelIdenti
 
     Args:
         folder: the model folder.
-        given: name that clients use; the folder's name if it is empty.
+        given: name that clients use; empty: the folder's name.
         revision: fingerprint of the weights.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The sampling defaults of a worker: the operator's values, else the model's, else the API's.
+"""Determines the sampling defaults of a worker: the operator's values, else the model's, else the API's.
 
-The model's values are in generation_config.json. `do_sample: false` means temperature 0, whatever the file's temperature is.
-`max_new_tokens` is not used, because each API has a separate default for it.
+The model's values are in generation_config.json. `do_sample: false` means temperature 0, even if the file has a temperature.
+`max_new_tokens` is ignored, because each API has its own default for it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def sampling_defaults(folder: str | Path, from_model: bool, preferred: str) -> S
 
     Args:
         folder: the model folder.
-        from_model: whether the folder's file is used.
-        preferred: the operator's values, see parse_preferences().
+        from_model: whether generation_config.json is used.
+        preferred: the operator's values as a JSON object; empty: no values.
 
     Raises:
         ValueError: the operator's values are invalid, or the file is not a JSON object.
@@ -42,7 +42,7 @@ def parse_preferences(text: str) -> Mapping[str, Any]:
     """Returns the operator's values from JSON text; empty text means no values.
 
     Raises:
-        ValueError: with a sentence for the operator.
+        ValueError: the text is not JSON, or a name or a value is invalid.
     """
     if not text:
         return {}
@@ -54,14 +54,14 @@ def parse_preferences(text: str) -> Mapping[str, Any]:
         raise ValueError("preferred_sampling_params must be a JSON object")
     for name, value in values.items():
         if name not in DEFAULT_NAMES:
-            raise ValueError(f"preferred_sampling_params may hold {', '.join(DEFAULT_NAMES)} only")
+            raise ValueError(f"preferred_sampling_params has {name!r}; it may only have {', '.join(DEFAULT_NAMES)}")
         if wrong := default_fault(name, value):
             raise ValueError(f"preferred_sampling_params: {name} {wrong}")
     return values
 
 
 def _of_model(path: Path) -> Mapping[str, Any]:
-    """Returns the model's values. A value out of range is logged and left out, because the model can be served without it."""
+    """Returns the values of generation_config.json. Logs and omits invalid values, because the API's default replaces them."""
     if not path.is_file():
         return {}
     try:
@@ -69,7 +69,7 @@ def _of_model(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     given = {name: values[name] for name in DEFAULT_NAMES if values.get(name) is not None}
     wrong = {name: text for name, value in given.items() if (text := default_fault(name, value))}
     samples = values.get(DO_SAMPLE)
@@ -79,5 +79,5 @@ def _of_model(path: Path) -> Mapping[str, Any]:
     elif samples is not None and samples is not True:
         wrong[DO_SAMPLE] = "must be true or false"
     for name, text in wrong.items():
-        logger.warning("the model's sampling default is left out", extra=fields(file=str(path), name=name, fault=text))
+        logger.warning("an invalid sampling default of the model is ignored", extra=fields(file=str(path), name=name, fault=text))
     return {name: value for name, value in given.items() if name not in wrong}

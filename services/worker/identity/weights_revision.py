@@ -1,8 +1,9 @@
-"""The revision of a folder of weights: a digest of every byte that determines what the model computes.
+"""Computes the revision of a folder of weights: a digest of all files that determine the model's outputs.
 
-It covers config.json, model.safetensors.index.json if it exists, and every *.safetensors file: names, sizes and all bytes. It
-does not cover the folder's name and the files' times. A few threads hash the files in pieces of a fixed size while another thread
-loads them: xxh3 runs without the interpreter's lock at memory speed, and each file is read from disk only once.
+It covers names, sizes and all bytes of config.json, of model.safetensors.index.json if it exists, and of every *.safetensors
+file. It does not cover the folder's name and the files' times. A few threads hash the files in pieces of a fixed size while
+another thread loads them. xxh3 releases the interpreter's lock and runs at memory speed, and the page cache serves the second
+reader, so that each file is read from disk only once.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
-VERSION = b"2"  # version of the digest's content
-PIECE_BYTES = 64 << 20
-BUFFER_BYTES = 1 << 20  # per thread; fits a core's cache
+VERSION = b"2"  # version of what the digest covers; a change gives every folder a new revision
+PIECE_BYTES = 64 << 20  # bytes that one task hashes
+BUFFER_BYTES = 1 << 20  # read buffer of a thread; fits into a core's cache
 MOST_THREADS = 4
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
 class WeightsChanged(ValueError):
-    """The files changed while they were read, so that the loaded weights may be a mixture."""
+    """The files changed while they were read. The loaded weights may be a mixture of two versions and must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The state of a file at one time. A change of its content changes at least one field, unless size and times are restored."""
+    """The metadata of a file at one time. It differs after a change of the content, unless size and mtime are restored."""
 
     name: str
     size: int
@@ -41,13 +42,13 @@ class _File:
 
 
 class WeightsReading:
-    """A context manager that hashes a folder while its weights are loaded inside of it.
+    """A context manager that hashes a folder while its block loads the folder's weights.
 
-    Leaving the block ends hashing that is still running. Each thread uses BUFFER_BYTES of memory.
+    Leaving the block cancels unfinished hashing. Each thread uses BUFFER_BYTES of memory.
     """
 
     def __init__(self, folder: Path, num_threads: int = 0) -> None:
-        """Prepares the threads. `num_threads` 0 means one per core, at most MOST_THREADS."""
+        """Creates the threads: `num_threads`, or one per core and at most MOST_THREADS if it is 0."""
         threads = num_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._folder = folder
         self._pool = ThreadPoolExecutor(threads, "revision")
@@ -59,7 +60,7 @@ class WeightsReading:
         try:
             self._files = _files_of(self._folder)
         except OSError as error:
-            self._error = error  # loading the folder may raise a better error
+            self._error = error  # revision() raises it; loading, which comes first, may fail with a better message
         for file in self._files:
             path, ends = self._folder / file.name, range(0, file.size, PIECE_BYTES)
             self._pieces.append([self._pool.submit(_digest, path, at, min(PIECE_BYTES, file.size - at)) for at in ends])
@@ -69,12 +70,12 @@ class WeightsReading:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def revision(self) -> str:
-        """Returns the revision in hexadecimal. Called when the weights are loaded.
-
-        No file has changed since the block was entered, so that the revision is that of the loaded weights.
+        """Returns the revision in hexadecimal. Call it after the weights are loaded: it checks that they have this revision.
 
         Raises:
-            OSError: a file cannot be read. WeightsChanged: a file has changed.
+
+            OSError: a file cannot be read.
+            WeightsChanged: a file has changed since the block was entered.
         """
         if self._error is not None:
             raise self._error
@@ -94,7 +95,7 @@ class WeightsReading:
 
 
 def _files_of(folder: Path) -> list[_File]:
-    """Returns the files of the revision. Raises OSError if one cannot be read or config.json is missing."""
+    """Returns the files that the revision covers. Raises OSError if a file cannot be read or config.json is missing."""
     paths = [folder / CONFIG, *([folder / INDEX] if (folder / INDEX).exists() else []), *sorted(folder.glob("*.safetensors"))]
     found = [(path.name, path.stat()) for path in paths]
     return [_File(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found]
@@ -103,7 +104,7 @@ def _files_of(folder: Path) -> list[_File]:
 def _digest(path: Path, begin: int, size: int) -> bytes:
     """Returns the digest of one piece of a file. Raises OSError, or WeightsChanged if the file ends within the piece."""
     chain, buffer, done = xxhash.xxh3_128(), memoryview(bytearray(min(BUFFER_BYTES, size))), 0
-    with path.open("rb", buffering=0) as file:  # opened for each piece, because the system reads ahead for each open file
+    with path.open("rb", buffering=0) as file:  # opened for each piece, because the kernel tracks read-ahead for each open file
         file.seek(begin)
         while done < size:
             count = file.readinto(buffer[: size - done])

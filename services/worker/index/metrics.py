@@ -1,4 +1,4 @@
-"""The metrics of the prefix index's publisher."""
+"""Metrics of the publisher of the prefix index."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ P = "rootstock_worker_index_"
 
 class PublisherMetrics(Readings[IndexPublisher]):
     rows = (
-        Reading(Gauge, "rootstock_worker_redis_up", "1 while this worker's lease in Redis is valid.", lambda p: p.lease_held),
-        Reading(Gauge, P + "pending_blocks", "Changes of blocks that Redis has not received.", lambda p: p.blocks.num_pending),
-        Reading(Gauge, P + "held_blocks", "Blocks of this worker in any tier.", lambda p: p.blocks.num_held),
+        Reading(
+            Gauge,
+            "rootstock_worker_redis_up",
+            "1 while this worker's lease in Redis is valid, otherwise 0.",
+            lambda p: p.lease_held,
+        ),
+        Reading(Gauge, P + "pending_blocks", "Changed blocks whose change is not in Redis yet.", lambda p: p.blocks.num_pending),
+        Reading(Gauge, P + "held_blocks", "Blocks that this worker has cached in any tier.", lambda p: p.blocks.num_held),
         Reading(
             Gauge,
             P + "host_blocks",
@@ -28,11 +33,11 @@ class PublisherMetrics(Readings[IndexPublisher]):
         ),
         Reading(Counter, P + "stored_blocks", "Blocks that were published to Redis.", lambda p: p.counts.stored),
         Reading(Counter, P + "removed_blocks", "Blocks that were removed from Redis.", lambda p: p.counts.removed),
-        Reading(Counter, P + "events", "Batches of changes that Redis has accepted.", lambda p: p.counts.events),
+        Reading(Counter, P + "events", "Batches of changes that were published to Redis.", lambda p: p.counts.events),
         Reading(
             Counter,
             P + "generations",
-            "Generations of this worker's index: at the start, after a flush, after a loss in Redis.",
+            "Begun generations of this worker's index: one at the start, one per flush, one per loss of data in Redis.",
             lambda p: p.counts.generations,
         ),
         Reading(
@@ -41,9 +46,17 @@ class PublisherMetrics(Readings[IndexPublisher]):
             "Blocks that were published again under a new generation.",
             lambda p: p.counts.republished,
         ),
-        Reading(Counter, P + "dropped_changes", "Changes whose publication failed.", lambda p: p.counts.dropped),
         Reading(
-            Counter, P + "failures", "Failed attempts to publish, because Redis was away or refused.", lambda p: p.counts.failures
+            Counter,
+            P + "dropped_changes",
+            "Changed blocks whose publication failed; they are published again under a new generation.",
+            lambda p: p.counts.dropped,
+        ),
+        Reading(
+            Counter,
+            P + "failures",
+            "Failed attempts to publish, because Redis was unreachable or refused.",
+            lambda p: p.counts.failures,
         ),
         Reading(Counter, P + "swept_blocks", "Blocks of dead generations that were removed from Redis.", lambda p: p.num_swept),
     )

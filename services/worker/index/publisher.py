@@ -1,8 +1,9 @@
 """Renews this worker's lease and publishes its blocks to Redis, outside of the step path (docs/design/fleet.md#the-index).
 
-One asyncio task owns everything except the handover. While Redis is away, full or slow, the worker continues to serve: changes
-accumulate, cancel out, and never exceed the content of the cache. If the content of Redis is uncertain, because a write failed,
-Redis was restarted or keys are missing, a new generation begins and all blocks are published again.
+One asyncio task owns all state except CacheEventHandover. The worker also serves while Redis is unreachable, full or slow.
+Meanwhile, changes accumulate; opposite changes of a block cancel out, so that there is at most one change per block. If a write
+failed, Redis was restarted or Redis keys are missing, the content of Redis is uncertain: a new generation begins and all blocks
+are published again.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from rootstock_llm.services.worker.index.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = RENEW_S  # limit of one command in seconds
-# Seconds between two batches, unless BATCH_BLOCKS changes are pending.
+TIMEOUT_S = RENEW_S  # time limit of one Redis command, in seconds
+# Seconds between two batches. If BATCH_BLOCKS changes are pending, the next batch is sent earlier.
 PUBLISH_S = 0.1
-# Additional seconds per worker of the model, because the workers share one stream of events, and each gateway reads all of them.
+# The time between batches is at least this many seconds times the model's workers, because every gateway reads all batches.
 PUBLISH_S_PER_WORKER = 0.0005
-LONGEST_PUBLISH_S = 0.5
-BATCH_BLOCKS = 500
-BATCH_PAUSE_S = 0.01  # seconds between batches without a break
-FIRST_PAUSE_S = 0.1  # seconds after a failure; doubles with each failure in a row
-LONGEST_PAUSE_S = 2.0
-GIVE_UP_S = 1.0
-BLOCKS_A_TURN = 4096  # limit per turn of the asyncio loop, so that its other work continues
+LONGEST_PUBLISH_S = 0.5  # upper limit of the time between batches, in seconds
+BATCH_BLOCKS = 500  # largest number of changed blocks in a batch
+BATCH_PAUSE_S = 0.01  # seconds between two full batches
+FIRST_PAUSE_S = 0.1  # seconds before the retry after a failure; doubled for each further failure in a row
+LONGEST_PAUSE_S = 2.0  # upper limit of the seconds before a retry
+GIVE_UP_S = 1.0  # time limit in seconds of deleting the lease when the worker stops
+BLOCKS_A_TURN = 4096  # blocks that one callback of the asyncio loop handles, so that other callbacks are not delayed
 
 
 class CacheEventHandover:
     """The queue of cache events from the loop's thread to the asyncio loop.
 
-    put() costs the loop's thread one append. The asyncio loop wakes up once for all queued events and takes at most about
-    BLOCKS_A_TURN blocks per turn.
+    put() costs the loop's thread only an append. One callback on the asyncio loop handles all queued events, in portions of about
+    BLOCKS_A_TURN blocks.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[CacheEvents], None]) -> None:
@@ -52,14 +53,14 @@ class CacheEventHandover:
         self._scheduled = False
 
     def put(self, events: CacheEvents) -> None:
-        """Queues events. One thread calls it, in order."""
+        """Queues events, which are delivered in the order of the calls. Must always be called on the same thread."""
         self._queue.append(events)
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        self._scheduled = False  # must come first: events queued later are taken below or schedule another run
+        self._scheduled = False  # first, so that events that are queued from now on are handled below or schedule another run
         left = BLOCKS_A_TURN
         while self._queue and left > 0:
             events = self._queue.popleft()
@@ -81,16 +82,16 @@ class PublisherCounts:
     stored: int = 0  # blocks that Redis has recorded
     removed: int = 0  # blocks that Redis has removed
     events: int = 0  # published batches
-    generations: int = 0  # generations that were begun
+    generations: int = 0  # begun generations
     republished: int = 0  # blocks that were published again under a new generation
-    dropped: int = 0  # changes whose publication failed
-    failures: int = 0  # failed turns
+    dropped: int = 0  # changed blocks whose publication failed
+    failures: int = 0  # failed calls of _turn()
 
 
 class IndexPublisher:
     """Publishes the blocks of one worker.
 
-    Load reports read `lease_held`, `generation` and `seq`, which is the number of the generation's last batch in Redis.
+    Load reports read `lease_held`, `generation` and `seq`, the sequence number of the generation's last batch in Redis.
     """
 
     def __init__(self, url: str, model: str, worker: str, generation: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -100,8 +101,8 @@ class IndexPublisher:
             url: address of Redis.
             model: name of the model.
             worker: name of the worker.
-            generation: name of the first generation.
-            clock: time in seconds.
+            generation: random 63-bit number that names the first generation.
+            clock: returns the time in seconds.
 
         Raises:
             ValueError: the URL is invalid.
@@ -117,8 +118,8 @@ class IndexPublisher:
         self._handover = CacheEventHandover(asyncio.get_running_loop(), self._merge)
         self._clock = clock
         self._news = asyncio.Event()
-        self._registered = False  # Redis has this generation's lease, and nothing has failed since
-        self._held_until: float | None = None  # end of the lease; unset before the first one
+        self._registered = False  # whether the lease of this generation was written to Redis and no command has failed since
+        self._held_until: float | None = None  # end of the lease; None before the first lease
         self._run_id = ""
         self._renew_at = self._publish_at = self._resume_at = clock()
         self._publish_s = PUBLISH_S
@@ -135,17 +136,17 @@ class IndexPublisher:
         return self._sweeper.num_swept
 
     def cached(self, events: CacheEvents) -> None:
-        """Takes cache events from the loop's thread. Returns at once."""
+        """Queues cache events. Called on the loop's thread; returns at once."""
         self._handover.put(events)
 
     async def keep(self) -> None:
-        """Publishes until it is cancelled, and then gives up the lease."""
+        """Publishes until it is cancelled, and then deletes the lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._sweeper.run())
                 tasks.create_task(self._publish_for_ever())
         except Exception:
-            logger.critical("the prefix index is published no more", exc_info=True)
+            logger.critical("publishing of the prefix index has ended with an error", exc_info=True)
             raise
         finally:
             await self._give_up()
@@ -164,18 +165,18 @@ class IndexPublisher:
                 await self._turn()
             except (RedisError, OSError) as error:
                 self._failed(error)
-            except Exception as error:  # an error of the client library; without its lease, the worker would get no requests
+            except Exception as error:  # a fault of the client library; if the lease expired, gateways would send no requests
                 if not self._failing:
-                    logger.exception("publishing the prefix index has failed, and is tried again")
+                    logger.exception("publishing of the prefix index failed and is retried")
                 self._registered = False
                 self._failed(error)
             await self._rest()
 
     async def _turn(self) -> None:
-        """Renews the lease or publishes a batch, if one of them is due.
+        """Renews the lease if this is due, and then begins a generation or publishes a batch if this is due.
 
-        The lease comes first, because the blocks may have been swept while this process was suspended. After a failure, all
-        connections are replaced, because the address may belong to another server after a failover.
+        The renewal comes first, because it detects whether the blocks were swept while this process was suspended. After a
+        failure, all connections are replaced, because after a failover the address may belong to another server.
         """
         if self._failing:
             await self._client.connection_pool.disconnect(inuse_connections=False)
@@ -208,13 +209,13 @@ class IndexPublisher:
         self._publish_s = min(max(PUBLISH_S, found.num_workers * PUBLISH_S_PER_WORKER), LONGEST_PUBLISH_S)
         if found.lease != str(self.generation).encode():
             self._held_until = asked
-            self._lost("the lease is gone" if found.lease is None else "the lease has another generation")
+            self._lost("the lease has expired" if found.lease is None else "the lease names another generation")
             return
         self._held_until = asked + LEASE_TTL_S
         if not self._registered:
             return
         if found.run_id != self._run_id:
-            self._lost("it was restarted")
+            self._lost("Redis was restarted")
         elif not found.listed or any(found.num_blocks[tier] != self.blocks.num_published(tier) for tier in BlockTier):
             self._lost("blocks are missing")
         else:
@@ -222,11 +223,11 @@ class IndexPublisher:
 
     def _lost(self, why: str) -> None:
         if self._registered:
-            logger.warning("redis has lost this worker's part of the prefix index, publishing it again: %s", why)
+            logger.warning("redis has lost this worker's part of the prefix index; all blocks are published again: %s", why)
         self._registered = False
 
     async def _begin(self) -> None:
-        """Begins a generation, which is empty in Redis. All blocks become pending."""
+        """Begins a new generation. It has no blocks in Redis yet, so all blocks become pending."""
         generation = secrets.randbits(63) if self.counts.generations or self._failing else self.generation
         asked = self._clock()
         self._run_id = await self._records.register(generation, self.generation)
@@ -238,7 +239,7 @@ class IndexPublisher:
         self.counts.generations += 1
         self._registered = True
         await self._publish()
-        logger.info("redis holds this worker's lease, %d blocks to publish", self.blocks.num_pending)
+        logger.info("this worker's lease is in redis; %d blocks are still to publish", self.blocks.num_pending)
 
     async def _publish(self) -> None:
         generation, seq = self.generation, self.seq + 1
@@ -260,14 +261,14 @@ class IndexPublisher:
     def _failed(self, error: Exception) -> None:
         self.counts.failures += 1
         if not self._failing:
-            logger.warning("redis is away or refuses, serving on without it: %s", type(error).__name__)
+            logger.warning("redis is unreachable or refuses commands; the worker serves without it: %s", type(error).__name__)
         self._failing = True
         self._resume_at = self._clock() + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
     def _succeeded(self) -> None:
         if self._failing:
-            logger.info("redis takes the prefix index again")
+            logger.info("redis accepts the prefix index again")
         self._failing, self._pause = False, FIRST_PAUSE_S
 
     async def _give_up(self) -> None:
@@ -275,5 +276,5 @@ class IndexPublisher:
             async with asyncio.timeout(GIVE_UP_S):
                 await self._records.give_up(self.generation)
         except (RedisError, OSError) as error:
-            logger.info("the lease is left to expire: %s", type(error).__name__)
+            logger.info("could not delete the lease, which will expire: %s", type(error).__name__)
         await self._client.aclose()

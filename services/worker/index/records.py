@@ -1,6 +1,6 @@
-"""The blocks of this worker by tier, and its records in Redis (rootstock_llm.services.shared.index.prefix_index).
+"""The blocks of this worker by tier, and its records in Redis (services/shared/index/prefix_index.py has their format).
 
-HeldBlocks has the changes that Redis has not received. WorkerRecords writes them, the lease, the generations and the events.
+HeldBlocks has the blocks and the changes that are not in Redis yet. WorkerRecords writes changes, lease, generations and events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rootstock_llm.services.shared.index.prefix_index import (
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
 
 PIPELINE_BLOCKS = 250  # blocks per round trip
-BELOW = (BlockTier.HOST, BlockTier.STORAGE)
+BELOW = (BlockTier.HOST, BlockTier.STORAGE)  # tiers below the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,22 @@ class BlockMove:
     """A change of a block's tier."""
 
     block: bytes
-    before: BlockTier | None  # tier in Redis; unset if Redis does not have the block
-    after: BlockTier | None  # present tier; unset if no tier has the block
+    before: BlockTier | None  # tier in Redis; None: Redis does not have the block
+    after: BlockTier | None  # present tier; None: no tier has the block
 
 
 class HeldBlocks:
-    """The blocks of one worker by tier, and their changes that Redis has not received. Pure data of the asyncio loop.
+    """The blocks of one worker by tier, and the changes that are not in Redis yet. Used only on the asyncio loop; without I/O.
 
-    Changes that cancel out are dropped, so that the size is bounded by the cache and the tiers, for however long Redis is away.
-    Tiers are stored as plain ints, because the garbage collector does not track dicts of these.
+    A change that cancels an unpublished change removes it. The size is therefore bounded by the cached blocks, even if Redis is
+    unreachable for long. Tiers are stored as ints, because the garbage collector does not track a dict of bytes to ints.
     """
 
     def __init__(self) -> None:
         self._held: dict[bytes, int] = {}  # tier by block
-        self._pending: dict[bytes, int | None] = {}  # changed blocks, with their tier in Redis
-        self._published: Counter[int] = Counter()  # number of blocks in Redis, by tier
-        self._counts: Counter[int] = Counter()  # number of blocks, by tier
+        self._pending: dict[bytes, int | None] = {}  # changed blocks with their tier in Redis; None: not in Redis
+        self._published: Counter[int] = Counter()  # number of published blocks by tier
+        self._counts: Counter[int] = Counter()  # number of blocks by tier
 
     @property
     def num_held(self) -> int:
@@ -67,14 +67,14 @@ class HeldBlocks:
         return self._counts[tier]
 
     def num_published(self, tier: BlockTier) -> int:
-        """Returns the blocks of the present generation in Redis, provided that every published change has arrived there."""
+        """Returns the number of blocks that Redis has for the present generation if every write has succeeded."""
         return self._published[tier]
 
     def held(self, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
         return frozenset(block for block, where in self._held.items() if where == tier)
 
     def merge(self, events: CacheEvents) -> None:
-        """Applies cache events. After `cleared`, the caller must begin a new generation with restart()."""
+        """Applies cache events. If `events.cleared` is set, the caller must begin a new generation with restart()."""
         if events.cleared:
             self._held, self._pending = {}, {}
             self._published, self._counts = Counter(), Counter()
@@ -100,7 +100,7 @@ class HeldBlocks:
                 del self._pending[block]
 
     def restart(self) -> None:
-        """Marks all blocks as pending, because a new generation begins, which has no block in Redis."""
+        """Marks all blocks as pending for a new generation, which has no blocks in Redis yet."""
         self._pending = dict.fromkeys(self._held)
         self._published = Counter()
 
@@ -125,9 +125,9 @@ def _tier(value: int | None) -> BlockTier | None:
 class Renewal:
     """The state in Redis that one lease renewal found for this worker."""
 
-    lease: bytes | None  # value of the lease key, or None if it has expired
+    lease: bytes | None  # value of the lease in Redis, a generation; None: the lease has expired
     num_blocks: tuple[int, ...]  # registered blocks by BlockTier
-    listed: bool  # the worker and its generation are in the sets that the sweeper reads
+    listed: bool  # whether the worker and its generation are in the sets that the sweeper reads
     num_workers: int  # registered workers of this model
     run_id: str  # run id of the Redis server; changes when the server restarts
 
@@ -135,8 +135,9 @@ class Renewal:
 class WorkerRecords:
     """This worker's records in Redis.
 
-    Each method takes one or a few round trips, and raises RedisError or OSError if Redis is away, slow or refuses. A block's name
-    is recorded before the block is written and removed after it, so that a sweep finds everything after a crash.
+    Each method takes one or a few round trips, and raises RedisError or OSError if Redis is unreachable, slow or refuses a
+    command. A block is added to the generation's own: set before its hash is written, and removed from the set after the hash is
+    deleted, so that after a crash a sweep finds all blocks.
     """
 
     def __init__(self, client: Redis, model: str, worker: str) -> None:
@@ -144,9 +145,9 @@ class WorkerRecords:
         self._model, self._worker = model, worker
 
     async def register(self, generation: int, before: int) -> str:
-        """Writes the lease of a new generation, which makes all records of older generations void.
+        """Writes the lease of a new generation, which makes all records of older generations invalid.
 
-        `before` is the previous generation. It is listed again, because a sweep may have missed its latest records.
+        The previous generation `before` is listed again, so that a sweep removes records that it wrote after the last sweep.
 
         Returns:
             The run id of the Redis server.
@@ -159,9 +160,9 @@ class WorkerRecords:
             return str((await pipe.execute())[-1]["run_id"])
 
     async def renew(self, generation: int) -> Renewal:
-        """Prolongs the lease and returns the worker's state.
+        """Renews the lease and returns the worker's state in Redis.
 
-        It prolongs the lease of any generation, and works on a full Redis that refuses writes.
+        It renews the lease of any generation. It also works on a full Redis, which refuses commands that need memory.
         """
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.getex(lease_key(self._worker), ex=LEASE_TTL_S)
@@ -177,7 +178,7 @@ class WorkerRecords:
         return Renewal(lease, tuple(num_blocks), bool(in_generations and in_workers), num_workers, info["run_id"])
 
     async def publish(self, generation: int, seq: int, moves: Sequence[BlockMove]) -> None:
-        """Writes the blocks at their new tiers, removes them from their old ones, and then adds the event of the batch."""
+        """Adds the blocks to their new tiers, removes them from their old tiers, and then appends the event of the batch."""
         for at in range(0, len(moves), PIPELINE_BLOCKS):
             await self._store(generation, moves[at : at + PIPELINE_BLOCKS])
         for at in range(0, len(moves), PIPELINE_BLOCKS):
@@ -231,6 +232,6 @@ def _by_tier(placed: Iterable[tuple[BlockTier | None, bytes]]) -> Iterator[tuple
 
 
 async def _executed(pipe: Pipeline) -> None:
-    """Executes a pipeline. An empty one takes no round trip."""
+    """Executes a pipeline. Skips the round trip if the pipeline is empty."""
     if pipe.command_stack:
         await pipe.execute()

@@ -1,8 +1,8 @@
 """Removes the records of dead generations from Redis, a few blocks at a time (docs/design/fleet.md#the-index).
 
-The blocks of a generation are found through its own: sets. Each worker sweeps its own records, those of a few random workers of
-its model, and those of a few workers of one other model, which may have no worker left. A generation is dead if the worker's
-lease names another generation, or if the lease has been missing for LATE_S, because a lease may be renewed late.
+The sets `own:` list the blocks of a generation. Each worker sweeps its own records, those of a few random workers of its model,
+and those of a few workers of one other model, because that model may have no live worker. A generation is dead if the worker's
+lease names another generation, or if the lease has been missing for LATE_S; a lease that is missing for less may be late.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 30.0
-LATE_S = 2.5 * LEASE_TTL_S  # time for which a lease must have been missing
-OTHERS = 8
-BATCH_BLOCKS = 250
-BATCH_PAUSE_S = 0.02
+EVERY_S = 30.0  # seconds between two rounds
+LATE_S = 2.5 * LEASE_TTL_S  # seconds for which a lease must be missing before the worker counts as dead
+OTHERS = 8  # random workers per model and round
+BATCH_BLOCKS = 250  # blocks per round trip
+BATCH_PAUSE_S = 0.02  # seconds between two batches, which limits the load on Redis
 BELOW = (BlockTier.HOST, BlockTier.STORAGE)
 
 
 class Sweeper:
-    """Sweeps records on behalf of one worker. Several sweepers may sweep the same generation at once."""
+    """The sweeper of one worker. Several workers may sweep the same generation at the same time."""
 
     def __init__(self, client: Redis, model: str, worker: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_swept = 0
         self._client = client
         self._model, self._worker = model, worker
         self._clock = clock
-        self._gone: dict[tuple[str, str], float] = {}  # (model, worker) with the time at which its lease was first missing
+        self._gone: dict[tuple[str, str], float] = {}  # by (model, worker): time at which its lease was first found missing
 
     async def run(self) -> None:
         """Sweeps until it is cancelled."""
@@ -56,11 +56,11 @@ class Sweeper:
             try:
                 await self.sweep()
             except (RedisError, OSError) as error:
-                logger.debug("sweeping is put off: %s", type(error).__name__)
+                logger.debug("the sweep failed and is retried in the next round: %s", type(error).__name__)
             await asyncio.sleep(EVERY_S)
 
     async def sweep(self) -> None:
-        """Sweeps one round. Raises RedisError or OSError."""
+        """Runs one round. Raises RedisError or OSError if Redis is unreachable or refuses a command."""
         await self._sweep_worker(self._model, self._worker)
         other = next((name for name in await self._random(MODELS_KEY, 2) if name != self._model), None)
         seen = set(self._gone)
@@ -71,7 +71,7 @@ class Sweeper:
             await self._sweep_worker(model, worker)
         if other is not None:
             await self._forget_model(other)
-        await self._client.sadd(MODELS_KEY, self._model)  # last, because a full Redis refuses it
+        await self._client.sadd(MODELS_KEY, self._model)  # last, because a full Redis refuses it, but not the removals above
 
     async def _sweep_worker(self, model: str, worker: str) -> None:
         lease, generations = await self._state(worker)
@@ -86,7 +86,7 @@ class Sweeper:
             await self._forget(model, worker)
 
     async def _state(self, worker: str) -> tuple[bytes | None, set[bytes]]:
-        """Returns lease and generations of one moment, so that a generation that is being registered does not look dead."""
+        """Returns lease and generations in one transaction, because otherwise a generation that registers could look dead."""
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.get(lease_key(worker))
             pipe.smembers(generations_key(worker))
@@ -96,7 +96,7 @@ class Sweeper:
     async def _sweep_generation(self, model: str, worker: str, generation: int) -> None:
         """Removes the records of one generation.
 
-        Blocks are removed before their names in the own: set, so that after an interruption the next sweep finds the rest.
+        A block is removed from the own: set last, so that after an interruption the next sweep finds the remaining blocks.
         """
         own, owner = own_key(worker, generation), owner_field(worker, generation)
         swept = 0
@@ -117,18 +117,18 @@ class Sweeper:
         return cast(list[bytes], await self._client.srandmember(key, BATCH_BLOCKS) or [])
 
     async def _random(self, key: str, count: int) -> list[str]:
-        """Returns up to `count` random names of a set."""
+        """Returns up to `count` random members of a set of names."""
         found = cast(list[bytes], await self._client.srandmember(key, count) or [])
         return [name.decode(errors="replace") for name in found]
 
     async def _forget(self, model: str, worker: str) -> None:
-        """Removes a worker without lease and generations. A worker that returns lists itself again."""
+        """Removes a worker without lease and generations from its model. If the worker comes back, it adds itself again."""
         lease, generations = await self._state(worker)
         if lease is None and not generations:
             await self._client.srem(workers_key(model), worker)
 
     async def _forget_model(self, model: str) -> None:
-        """Removes a model without workers. Its next worker lists it again."""
+        """Removes a model without workers. The next worker of the model adds it again."""
         if not await self._client.exists(workers_key(model)):
             await self._client.unlink(events_key(model))
             await self._client.srem(MODELS_KEY, model)

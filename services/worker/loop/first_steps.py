@@ -1,7 +1,7 @@
-"""Runs an executor's first steps before the worker serves requests, so that the time of a step is known from the start.
+"""Runs and times an executor's first steps before the worker serves requests, so that the time limit of a step is known.
 
-They run on the loop's thread and are planned by a separate scheduler. Its memory is dropped with it, so that no later request
-finds what these steps have left on the device.
+They run on the loop's thread. A separate scheduler plans them, and its cache is discarded with it, so that no later request reads
+the KV that these steps wrote.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Exec
 
 logger = logging.getLogger(__name__)
 
-SHORT_TOKENS, LONG_TOKENS = 32, 256  # prompt lengths
-SLOW_S = 0.5  # seconds for the first prompt above which the second one is short, because clients wait for it
-MAX_NEW_TOKENS = 2
+SHORT_TOKENS, LONG_TOKENS = 32, 256  # prompt lengths; the first prompt is short
+SLOW_S = 0.5  # if the first prompt takes longer (in seconds), the second one is short, too, so that the worker starts sooner
+MAX_NEW_TOKENS = 2  # output tokens per prompt: one from the prefill step, one from a decode step
 Took = Callable[[BatchPlan, float], None]
 
 
@@ -38,13 +38,13 @@ def run_first_steps(
 ) -> None:
     """Runs two prompts, one after the other, and reports the steps of the second one.
 
-    The first prompt loads and compiles code. The second prompt is long if the first one was quick. A failed step is logged and
-    ends the measurement.
+    The first prompt loads and compiles code, so its steps are not reported. If a step fails, it is logged, and no further step
+    runs.
 
     Args:
         executor: the executor to measure.
         config: configuration of the worker's scheduler.
-        rules: text functions for stop rules.
+        rules: the text functions that the scheduler needs for stop rules.
         generates: whether the model generates tokens; otherwise the prompts are embedded.
         took: called with each step of the second prompt and its seconds.
         clock: time in seconds.
@@ -64,7 +64,7 @@ def run_first_steps(
         serve(0, SHORT_TOKENS, lambda plan, seconds: None)
         serve(1, SHORT_TOKENS if clock() - began > SLOW_S else LONG_TOKENS, took)
     except ExecutorError as error:
-        logger.warning("the first steps failed, so the duration of a step is unknown: %s", error)
+        logger.warning("the first steps failed, so the time of a step is not known yet: %s", error)
 
 
 def _run(core: Scheduler, executor: Executor, took: Took, clock: Callable[[], float]) -> None:

@@ -1,7 +1,7 @@
 """The messages to the loop from gateways, signals, operators and the grammar compiler, and the queue of operators' commands.
 
-Any thread may write messages; only the loop's thread reads them. It then owns the commands: each one runs when its barrier holds,
-or fails at its deadline.
+Any thread may put messages; only the loop's thread takes them. A command runs on the loop's thread when its barrier is met. If
+this takes until the command's deadline, the command fails.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 
 
 class Barrier(enum.Enum):
-    """The condition for running a command. Each barrier includes the conditions of the barriers above it."""
+    """The condition that must be met before a command runs. Each barrier includes the conditions of the barriers above it."""
 
-    NONE = "none"  # between two steps, when the loop reads its messages; a step may be in flight
-    DRAINED = "drained"  # no step is in flight; the loop commits the one in flight first
-    IDLE = "idle"  # no request and no page operation either; the loop serves until then, or until the deadline
+    NONE = "none"  # none: the command runs when the loop reads its messages; a step may be in flight
+    DRAINED = "drained"  # no step is in flight; the loop commits the step in flight before it plans another step
+    IDLE = "idle"  # also no requests and no page operations; the loop continues to serve until then
 
 
 @dataclass(slots=True)
 class Pace:
     """The speed of the loop. Commands change it on the loop's thread."""
 
-    step_delay_s: float = 0.0  # least seconds between the launches of two steps; 0: no limit
+    step_delay_s: float = 0.0  # smallest time in seconds between the launches of two steps; 0: no delay
 
 
 class NotIdle(RuntimeError):
-    """A command has reached its deadline before its barrier held. The message has the reason, for example the open requests."""
+    """A command's barrier was not met before its deadline. The message has the reason, such as the number of open requests."""
 
 
 class LoopEnded(RuntimeError):
-    """The loop has ended or is ending. The command has not run and will not run."""
+    """The loop has ended or is ending, so the command will not run."""
 
 
 Action = Callable[[SchedulerControl, Executor, Pace], Any]
@@ -49,16 +49,16 @@ Action = Callable[[SchedulerControl, Executor, Pace], Any]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A message that makes the loop run an action on its thread when the barrier holds.
+    """A request of an operator to run an action on the loop's thread.
 
-    The future gets the action's result or its exception, NotIdle or LoopEnded. Before it runs the action, the loop calls
-    future.set_running_or_notify_cancel(), and it drops a command that its caller has cancelled.
+    The future gets the action's result or exception, or NotIdle or LoopEnded if the action was not run. A caller may cancel the
+    future; the action is then not run.
     """
 
     barrier: Barrier
     action: Action
     future: concurrent.futures.Future[Any]
-    deadline: float  # on the loop's clock (time.monotonic); the command does not run later
+    deadline: float  # time on the loop's clock (time.monotonic) after which the action is not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """A request that was refused on its gateway stream and has not reached the core."""
+    """A request that the gRPC server has refused, so that the core did not get it."""
 
     peer: int
     handle: int
-    source: KvSource | None  # reservation that the request was to read
+    source: KvSource | None  # KV reservation of the request, which the core releases; None: no reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class OpenSession:
     """Opens a session."""
 
     session_id: str
-    capacity: int  # tokens; 0 for the configured capacity
-    ttl_s: float  # seconds; 0 for the configured lifetime
-    refusal: concurrent.futures.Future[str]  # gets the reason if the session was not opened, or an empty text
+    capacity: int  # largest number of tokens; 0: session_capacity of the settings
+    ttl_s: float  # lifetime in seconds after the last turn; 0: session_ttl_s of the settings
+    refusal: concurrent.futures.Future[str]  # gets the reason why the session was not opened; empty if it was opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class CloseSession:
     """Closes a session."""
 
     session_id: str
-    closed: concurrent.futures.Future[bool]  # gets whether the session was open
+    closed: concurrent.futures.Future[bool]  # gets True if the session was open
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +112,17 @@ class GrammarFailed:
 
     spec: GrammarSpec
     reason: str  # message to the clients that wait for the grammar
-    busy: bool = False  # the compiler was full; the grammar may be submitted again
+    busy: bool = False  # whether the compiler had no capacity; a client may retry
 
 
 @dataclass(frozen=True, slots=True)
 class FactsReady:
-    """The executor has facts of page operations. The message wakes a waiting loop."""
+    """The executor has results of page operations. The message only wakes the loop, which then reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchMore:
-    """Further readable pages of a prompt that an earlier Prefetch of this gateway stream has named."""
+    """Further pages are readable of a prompt for which this gateway stream has sent a Prefetch."""
 
     peer: int
     ready: PagesReady
@@ -130,7 +130,7 @@ class PrefetchMore:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ends the loop. Requests that have not ended get UNAVAILABLE."""
+    """Ends the loop. Unfinished requests end with the error UNAVAILABLE."""
 
 
 Message = (
@@ -159,7 +159,7 @@ class Inbox:
         self._queue.put(message)
 
     def drain(self, wait_s: float) -> list[Message]:
-        """Returns all present messages. Without any, waits up to `wait_s` seconds for one message."""
+        """Returns all queued messages. If the queue is empty, waits up to `wait_s` seconds for a message."""
         messages: list[Message] = []
         try:
             messages.append(self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get_nowait())
@@ -170,12 +170,12 @@ class Inbox:
 
 
 class PendingCommands:
-    """The commands that wait for their barriers. The future of a command is settled once, unless its caller has cancelled it."""
+    """The commands that wait for their barriers. Each command's future is set exactly once, unless the caller cancels it."""
 
     def __init__(
         self, core: Scheduler, control: SchedulerControl, executor: Executor, pace: Pace, begins: Callable[[float | None], None]
     ) -> None:
-        """Starts without commands. `begins` is called with a command's deadline before it runs, and with None after it."""
+        """Starts without commands. Calls `begins` with a command's deadline before the command runs, and with None after it."""
         self._core, self._control = core, control
         self._executor, self._pace = executor, pace
         self._begins = begins
@@ -186,25 +186,25 @@ class PendingCommands:
 
     @property
     def wants_drained(self) -> bool:
-        """Whether a command can run as soon as no step is in flight."""
+        """Whether a command could run if no step were in flight."""
         if self._core.idle and self._core.settled:
             return bool(self._waiting)
         return any(command.barrier is not Barrier.IDLE for command in self._waiting)
 
     @property
     def waits_for_settling(self) -> bool:
-        """Whether a command can run as soon as no operation on device pages is running."""
+        """Whether a command could run if no operation on device pages were running."""
         return self._core.idle and any(command.barrier is Barrier.IDLE for command in self._waiting)
 
     def add(self, command: Command, now: float) -> None:
-        """Runs a command without a barrier at once, and queues any other command."""
+        """Runs a command with the barrier NONE at once, and queues any other command."""
         if command.barrier is Barrier.NONE:
             self._run(command, now)
         else:
             self._waiting.append(command)
 
     def run_drained(self, now: float) -> None:
-        """Runs the queued commands whose barrier holds, in order. Called while no step is in flight."""
+        """Runs the queued commands whose barrier is met, in order. Called while no step is in flight."""
         waiting, self._waiting = self._waiting, []
         for command in waiting:
             if command.barrier is Barrier.DRAINED or (self._core.idle and self._core.settled):
@@ -213,7 +213,7 @@ class PendingCommands:
                 self._waiting.append(command)
 
     def sweep(self, now: float) -> None:
-        """Drops cancelled commands, and fails commands that have reached their deadline."""
+        """Removes cancelled commands and fails commands whose deadline has passed."""
         for command in list(self._waiting):
             if command.future.cancelled():
                 self._waiting.remove(command)
@@ -229,19 +229,19 @@ class PendingCommands:
 
     def _why_not_idle(self) -> str:
         if self._core.idle:
-            return "copies of cached pages are still under way"
-        return f"{self._core.num_requests} requests are still here"
+            return "copies of cached pages are still running"
+        return f"{self._core.num_requests} requests are still open"
 
     def _run(self, command: Command, now: float) -> None:
         if command.deadline <= now:
-            _refuse(command, NotIdle("the operation's time was over before the loop came to it"))
+            _refuse(command, NotIdle("the operation's deadline passed before the loop read it"))
             return
         if not command.future.set_running_or_notify_cancel():
             return
         self._begins(command.deadline)
         try:
             result = command.action(self._control, self._executor, self._pace)
-        except Exception as error:  # any error belongs to the operator; the loop continues
+        except Exception as error:  # the operator gets any error; the loop continues
             command.future.set_exception(error)
         else:
             command.future.set_result(result)

@@ -1,7 +1,7 @@
-"""The worker's loop. It calls inbox, core, executor and outbox in order, and decides nothing.
+"""Runs the worker's loop, which calls inbox, core, executor and outbox in order. All decisions are the core's.
 
 The loop runs on its own thread, the only thread that uses the core and the executor. With overlap, step N+1 is planned and
-launched before step N is committed. Without overlap, the same loop commits first.
+launched before step N is committed. Without overlap, step N is committed first.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from rootstock_llm.services.worker.loop.inbox import (
 
 logger = logging.getLogger(__name__)
 
-IDLE_CHECK_S = 1.0  # idle seconds after which the invariants are checked once
-STUCK_WAIT_S = 0.001  # seconds to wait if nothing can run; the event that changes this may not be a message
-PAUSED_WAIT_S = 0.05  # the same wait while the scheduler is paused
+IDLE_CHECK_S = 1.0  # seconds without requests after which the invariants are checked once
+STUCK_WAIT_S = 0.001  # seconds to wait for messages if no request can run; short, because a page operation may end without one
+PAUSED_WAIT_S = 0.05  # seconds to wait for messages while the scheduler is paused
 STOPPING = "the worker is stopping"
 
 
@@ -56,9 +56,9 @@ class Outbox(Protocol):
 
 
 class MaskSource(Protocol):
-    """Fills grammar masks on the loop's thread while their step computes.
+    """Fills the grammar masks of a step on the loop's thread while the step computes.
 
-    The executor may read the masks until wait() of that step has returned.
+    The executor may read the masks until wait() of the step has returned.
     """
 
     def fill(self, matchers: Sequence[tuple[int, Matcher]]) -> Masks: ...
@@ -70,7 +70,7 @@ class Observer(Protocol):
     """Observes the loop for metrics, the watchdog and load reports. Called on the loop's thread; each call returns at once."""
 
     def rests(self) -> None:
-        """Called before the loop waits for messages for a bounded time. No step is in flight."""
+        """Called before the loop waits for messages. No step is in flight."""
 
     def wakes(self) -> None: ...
 
@@ -78,18 +78,18 @@ class Observer(Protocol):
         """Called before an operator's command runs on this thread, and again after it.
 
         Args:
-            deadline: time on the loop's clock at which the command should have ended, or None after the command.
+            deadline: the command's deadline on the loop's clock; None after the command.
         """
 
     def planned(self, plan: BatchPlan) -> None:
         """Called before a step is launched."""
 
     def ended(self, plan: BatchPlan, seconds: float) -> None:
-        """Called when a step has its result.
+        """Called when the result of a step is ready.
 
         Args:
             plan: the step.
-            seconds: time since its launch, or since the end of the previous step if that is later.
+            seconds: time since the step's launch or since the end of the previous step, whichever is later.
         """
 
     def turned(self, stats: StepStats, busy: bool) -> None: ...
@@ -114,13 +114,13 @@ class _Flight:
     """A launched step."""
 
     plan: BatchPlan
-    run: Run | None  # unset if the launch failed
+    run: Run | None  # None if the launch failed
     launched_at: float
-    error: str = ""  # reason if the launch failed
+    error: str = ""  # reason why the launch failed; empty if it succeeded
 
 
 class Loop:
-    """The loop over one core and one executor."""
+    """The loop of one core and one executor."""
 
     def __init__(
         self,
@@ -141,13 +141,13 @@ class Loop:
             core: the scheduler.
             executor: computes the steps.
             inbox: messages to the loop.
-            outbox: takes outputs.
-            observer: is called at each stage of a turn.
+            outbox: sends outputs to the gateways.
+            observer: is called at each stage of an iteration.
             masks: fills grammar masks.
             overlap: whether step N+1 is planned and launched before step N is committed.
-            consecutive_prefill_overlap: whether this also applies if both steps are extend steps. Otherwise, the first token of
-                step N is sent before step N+1 is launched, which lowers its latency (SGLang's is_disable_overlap_for_batch).
-            clock: time in seconds.
+            consecutive_prefill_overlap: whether two extend steps overlap, too. If not, the first tokens of step N are sent before
+                step N+1 is launched, which lowers their latency (SGLang's is_disable_overlap_for_batch).
+            clock: returns the time in seconds.
             spans: records times for traces; None without tracing.
         """
         self._core = core
@@ -169,9 +169,9 @@ class Loop:
         self._checked = False
 
     def run(self) -> None:
-        """Runs until a Stop message. It then commits the step in flight, and ends all requests.
+        """Runs until a Stop message. Then commits the step in flight and ends all requests.
 
-        Raises nothing: a failed step ends only its own requests, and an invalid submit is logged.
+        Raises no exception: a failed step ends only the step's requests, and an invalid submit is logged.
         """
         prev: _Flight | None = None
         stuck = False
@@ -182,7 +182,7 @@ class Loop:
             self._run_commands(prev is None)
             self._core.begins_copies = not self._commands.waits_for_settling
             plan = self._core.plan(self._clock()) if self._slowed_s() <= 0 else None
-            self._tell_rooms()
+            self._pass_reservations()
             if plan is not None and plan.operations:
                 self._executor.transfer(plan.operations)
             if plan is not None and not plan.num_rows:
@@ -190,25 +190,25 @@ class Loop:
             if plan is not None and prev is not None and not self._may_overlap(prev.plan, plan):
                 self._commit(prev)
                 prev = None
-                self._tell(busy=True)
+                self._report(busy=True)
             flight = self._launch(plan) if plan is not None else None
             stuck = flight is None and prev is None
             self._commit(prev)
             if flight is not None and flight.run is not None:
                 self._sample(flight.plan, flight.run)
-            self._tell(busy=not stuck)
+            self._report(busy=not stuck)
             prev = flight
         self._commit(prev)
         for message in self._inbox.drain(0.0):
             self._apply(message)
         self._core.end_all(STOPPING, self._clock())
         self._commands.end()
-        self._tell(busy=False)
+        self._report(busy=False)
 
     def _sample(self, plan: BatchPlan, run: Run) -> None:
-        """Fills the masks of a launched step and samples it.
+        """Fills the grammar masks of a launched step and samples its tokens.
 
-        The draft tokens of a row are already known, so that the masks after them can be filled, too.
+        If a row has draft tokens, the masks of the positions after them are filled, too.
         """
         matchers = self._core.matchers()
         masks = self._masks.fill(matchers) if matchers else NO_MASKS
@@ -217,11 +217,11 @@ class Loop:
             behind = self._masks.behind(matchers, self._executor.draft_tokens(run))
         self._executor.sample(run, masks, behind)
 
-    def _tell_rooms(self) -> None:
-        """Passes changes of KV reservations to the executor.
+    def _pass_reservations(self) -> None:
+        """Passes opened and closed KV reservations to the executor.
 
-        This precedes any step that may write the pages of a closed reservation, and any output by which a gateway learns of an
-        open one.
+        This must precede the next step, which may overwrite the pages of a closed reservation, and the next outputs, which may
+        tell a gateway about an opened reservation.
         """
         events = self._core.take_reservation_events()
         if events is not None:
@@ -243,7 +243,7 @@ class Loop:
         self._commands.sweep(now)
 
     def _drain(self, may_block: bool, stuck: bool) -> bool:
-        """Applies messages, and waits for one if there is nothing to do. Returns False after a Stop message."""
+        """Applies all messages. If there is nothing to do, waits for a message first. Returns False after a Stop message."""
         idle = may_block and self._core.idle and not len(self._commands)
         messages = self._rest(self._wait_s(idle, stuck)) if may_block else self._inbox.drain(0.0)
         self._take_facts()
@@ -259,7 +259,7 @@ class Loop:
         return messages
 
     def _wait_s(self, idle: bool, stuck: bool) -> float:
-        """Returns the seconds that the loop may wait for messages while no step is in flight."""
+        """Returns the seconds for which the loop waits for messages while no step is in flight."""
         if idle:
             return 0.0 if self._core.has_cache_events else IDLE_CHECK_S
         slowed = max(self._slowed_s(), 0.0)
@@ -268,7 +268,7 @@ class Loop:
         return max(slowed, PAUSED_WAIT_S if self._core.paused else STUCK_WAIT_S)
 
     def _slowed_s(self) -> float:
-        """Returns the seconds by which the operator's pace delays the next step."""
+        """Returns the seconds until Pace.step_delay_s allows the next launch; at most 0 if it is allowed now."""
         return self._launched_at + self._pace.step_delay_s - self._clock() if self._pace.step_delay_s else 0.0
 
     def _apply(self, message: Message) -> bool:
@@ -301,7 +301,7 @@ class Loop:
             case Command():
                 self._commands.add(message, now)
             case FactsReady():
-                pass  # each turn takes the facts
+                pass  # each iteration reads the facts
             case ReservationReleased():
                 core.release_reservation(message)
             case Stop():
@@ -328,11 +328,11 @@ class Loop:
     def _commit(self, flight: _Flight | None) -> None:
         if flight is None:
             return
-        self._take_in(flight)
+        self._commit_result(flight)
         if self._spans is not None:
             self._spans.committed(flight.plan.step_id)
 
-    def _take_in(self, flight: _Flight) -> None:
+    def _commit_result(self, flight: _Flight) -> None:
         """Waits for the result of a step and commits it. A failed step ends its requests."""
         error = flight.error
         if flight.run is not None:
@@ -349,12 +349,12 @@ class Loop:
         logger.error("step %d failed: %s", flight.plan.step_id, error)
         self._core.fail(flight.plan.step_id, "the step that computed this request failed", self._clock())
 
-    def _tell(self, busy: bool) -> None:
-        """Reports a turn to the observer, and then sends its outputs.
+    def _report(self, busy: bool) -> None:
+        """Reports an iteration to the observer, and then sends its outputs.
 
-        A drain that sees the end of the last request therefore finds the present number of KV reservations.
+        This order makes the number of KV reservations current when a drain sees the end of the last request.
         """
-        self._tell_rooms()
+        self._pass_reservations()
         outputs = self._core.take_output()
         self._observer.turned(self._core.stats(), busy)
         if self._spans is not None:
@@ -374,11 +374,11 @@ class Loop:
     def _check_idle(self) -> None:
         """Checks the invariants once per idle period.
 
-        Violations are logged, and the scheduler resets its memory, because an idle worker needs none of its content.
+        If an invariant is violated, this is logged and the scheduler resets its memory, which an idle worker does not need.
         """
         if self._checked:
             return
         self._checked = True
         for violation in self._control.self_check():
-            logger.error("invariant broken while idle, memory reset: %s", violation)
+            logger.error("an invariant was violated while idle; the memory is reset: %s", violation)
         self._observer.turned(self._core.stats(), False)

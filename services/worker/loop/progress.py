@@ -1,7 +1,8 @@
-"""The progress of the loop: its signs of life, the time limit of a step, and the watchdog that reports a hang.
+"""Measures the progress of the loop: the time of its last sign of life, the time limit of a step, and a watchdog for hangs.
 
-The loop's thread writes signs of life and step times, one plain attribute at a time. The watchdog's thread reads the signs of
-life. The load reports to gateways have both, so that a gateway can tell a long step from a hung one.
+The loop's thread writes the attributes of Pulse and StepLimit, one plain attribute at a time, without a lock. The watchdog's
+thread reads Pulse. Load reports to gateways contain the age of the step in flight and the limit of a step, so that a gateway can
+distinguish a long step from a hang.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 
-FLOOR_S = 10.0  # seconds; the limit of a step is never shorter, because other work may block the machine for this long
-SLACK = 3.0  # factor of the estimated time
-FADES = 0.99  # factor of the worst pace at each further step of that size, so that one stall is forgotten
+FLOOR_S = 10.0  # smallest limit of a step in seconds, because other processes may block the machine for this long
+SLACK = 3.0  # the limit of a step is this factor times the estimated time
+FADES = 0.99  # the worst pace is multiplied by this factor at each further step of the same size, so that one stall is forgotten
 QUERY_HEADS = 4.0  # typical number of query heads that share a KV head
 
 logger = logging.getLogger(__name__)
@@ -34,17 +35,17 @@ class Pulse:
         self._until = 0.0
 
     def beat(self) -> None:
-        """Records the beginning or the end of a step or a turn."""
+        """Records the beginning or the end of a step or of an iteration of the loop."""
         self._since = self._clock()
         self._until = 0.0
 
     def works(self, until: float) -> None:
-        """Records the beginning of an operator's command, which may take until `until`. Applies until the next beat."""
+        """Records the beginning of an operator's command, which may run until `until`. Valid until the next beat()."""
         self._since = self._clock()
         self._until = until
 
     def rest(self) -> None:
-        """Records that the loop waits for messages for a bounded time, because it has no work or an operator slows it down."""
+        """Records that the loop waits for messages, because it has no work or an operator has set a step delay."""
         self._since = None
 
     @property
@@ -55,16 +56,16 @@ class Pulse:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last beat without the time that the present command may take; 0 while the loop rests."""
+        """Seconds since the last beat, or since the deadline of the running command if it is later; 0 while the loop rests."""
         since = self._since
         return 0.0 if since is None else max(0.0, self._clock() - max(since, self._until))
 
 
 def attention_span(info: LoadedInfo) -> float:
-    """Returns the number of positions whose attention costs a token as much as all weights; infinite if unknown.
+    """Returns the context length at which attention costs a token as many operations as all weights; infinite if unknown.
 
-    A token takes two operations per weight. For each position, it takes two operations for each element of all layers' keys and
-    values and for each of the query heads that share them.
+    A token takes 2 operations per weight. Per position of its context, it takes 2 operations for each element of all layers' keys
+    and values, times QUERY_HEADS. Weights and KV elements are assumed to have the same size in bytes.
     """
     if not info.weight_bytes or not info.kv_bytes_per_token:
         return float("inf")
@@ -72,25 +73,25 @@ def attention_span(info: LoadedInfo) -> float:
 
 
 def work_of(plan: BatchPlan, span: float) -> float:
-    """Returns the work of a step in tokens. A token at position `span` counts twice."""
+    """Returns the work of a step in tokens: a token at position p counts as 1 + p / span tokens."""
     attended = float((plan.num_tokens * (plan.starts + 0.5 * plan.num_tokens)).sum())
     return float(plan.num_tokens.sum()) + attended / span
 
 
 def largest_work(config: SchedulerConfig, span: float) -> float:
-    """Returns the largest work of a step under these settings: a prefill budget at the end of the context."""
+    """Returns the work of the largest step that the settings allow: the full token budget at the end of the context."""
     budget, chunk = max(config.max_prefill_tokens, config.page_size), config.chunked_prefill_size
     tokens = min(budget, chunk) if chunk else max(budget, config.context_len)
     rows = config.max_running_requests
-    if config.enable_mixed_chunk:  # decode rows take from the budget, which keeps one page
+    if config.enable_mixed_chunk:  # decode rows count in the budget, but at least one page of prompt tokens is computed
         tokens = max(tokens, rows + config.page_size)
     return max(tokens, rows) * (1.0 + config.context_len / span)
 
 
 class StepLimit:
-    """The present time limit of a step: the estimated time of the longest step that the settings allow.
+    """The time limit of a step: SLACK times the estimated time of the largest step that the settings allow.
 
-    The estimate takes the pace of the largest steps that were measured.
+    The estimate is the work of that step times the pace (seconds per token of work) of the largest measured steps.
     """
 
     def __init__(self, config: Callable[[], SchedulerConfig], span: float, cap_s: float) -> None:
@@ -98,17 +99,17 @@ class StepLimit:
 
         Args:
             config: returns the scheduler's present configuration.
-            span: see attention_span().
-            cap_s: largest limit in seconds, which applies until a step was measured.
+            span: result of attention_span().
+            cap_s: largest limit in seconds; it also applies before the first measured step.
         """
         self._config = config
         self._span = span
         self._cap_s = cap_s
-        self._size = 0  # bit length of the work of the largest steps
+        self._size = 0  # bit length of the work of the largest measured steps; 0: no step was measured
         self._pace = 0.0  # worst recent pace of these steps, in seconds per token of work
 
     def took(self, plan: BatchPlan, seconds: float) -> None:
-        """Records the time of a step. Only the largest steps count, because they say most about the longest possible one."""
+        """Records the time of a step. Only steps of the largest size class count, because they are most like the largest step."""
         work = work_of(plan, self._span)
         size = int(work).bit_length()
         if size < self._size:
@@ -133,9 +134,9 @@ class Watchdog:
 
         Args:
             pulse: the loop's signs of life.
-            timeout_s: silence in seconds after which the loop counts as hung.
+            timeout_s: seconds without a sign of life after which the loop counts as hung.
             on_hang: called once per hang, on the watchdog's thread.
-            on_recover: called when the loop turns again, on the same thread.
+            on_recover: called on the watchdog's thread when a hung loop shows a sign of life again.
         """
         self._pulse = pulse
         self._timeout_s = timeout_s
@@ -150,16 +151,16 @@ class Watchdog:
         self._stopped.set()
 
     def look(self) -> None:
-        """Compares the loop's silence with the limit once."""
+        """Checks once whether the loop hangs or has recovered, and calls on_hang() or on_recover()."""
         silent = self._pulse.silent_s
         if silent > self._timeout_s and not self._hung:
             self._hung = True
-            logger.error("the loop has not turned for %.0f s; stacks follow", silent)
+            logger.error("the loop has hung for %.0f s; the stacks of all threads follow", silent)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             self._on_hang()
         elif silent <= self._timeout_s and self._hung:
             self._hung = False
-            logger.warning("the loop turns again")
+            logger.warning("the loop runs again after a hang")
             self._on_recover()
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""The text functions of the core's stop rules, with the model's tokenizer and RE2."""
+"""Implements the text functions of the core's stop rules with the model's tokenizer and RE2."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rootstock_llm.services.worker.core.requests.finish import StopRuleTooExpens
 from rootstock_llm.services.worker.text.patterns import compile_pattern
 from rootstock_llm.services.worker.text.step_meter import StepMeter
 
-MAX_PATTERNS = 256
-SEARCH_MS, BURST_MS = 0.3, 30.0  # limits of a pattern's CPU time on the loop's thread, see StepMeter
+MAX_PATTERNS = 256  # compiled stop patterns that are cached
+SEARCH_MS, BURST_MS = 0.3, 30.0  # step_ms and burst_ms of StepMeter for a pattern's CPU time on the loop's thread
 
 
 class PatternTooExpensive(StopRuleTooExpensive):
-    """A stop pattern has exceeded its CPU time. It is refused as long as it is in the table of patterns."""
+    """A stop pattern has exceeded its CPU time. It is refused while it is one of the MAX_PATTERNS cached patterns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class _Metered:
 class ModelText:
     """Implements TextRules. Only the loop's thread uses it.
 
-    Some tokenizers write the space before a word into the word's token and drop it at the start of a text. An anchor token
-    therefore precedes the tail, and its text is cut off again.
+    Some tokenizers include the space before a word in the word's token, but drop this space at the start of a text. decode()
+    therefore puts an anchor token before the ids, and removes the anchor's text from the result.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -51,7 +51,7 @@ class ModelText:
         Requests with equal patterns share the compiled pattern and its meter.
 
         Raises:
-            PatternTooExpensive: earlier searches of the pattern have taken too long.
+            PatternTooExpensive: earlier searches of the pattern have exceeded its CPU time.
         """
         known = self._patterns.get(pattern)
         if known is None:

@@ -1,4 +1,4 @@
-"""The thread of the loop, the only thread that uses core, executor and grammar matchers."""
+"""Runs the loop on a thread, the only thread that uses core, executor and grammar matchers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rootstock_llm.services.worker.loop.loop import Loop
 
 logger = logging.getLogger(__name__)
 
-EXIT_STATUS = 70  # the loop has died or hangs; a restart is the remedy
+EXIT_STATUS = 70  # exit status if the loop has died or hangs; Kubernetes then restarts the container
 
 
 class SchedulerThread:
     """The thread of one loop."""
 
     def __init__(self, loop: Loop, inbox: Inbox, prepare: Callable[[], None] = lambda: None) -> None:
-        """Prepares the thread; start() starts it. `prepare` runs on the thread before the loop."""
+        """Creates the thread without starting it. `prepare` runs on the thread before the loop."""
         self._loop = loop
         self._inbox = inbox
         self._prepare = prepare
@@ -34,20 +34,20 @@ class SchedulerThread:
         return not self._thread.is_alive()
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends the loop and its requests. Waits up to `timeout_s` seconds for the step in flight."""
+        """Ends the loop and all requests. Waits up to `timeout_s` seconds for the step in flight."""
         self._inbox.put(Stop())
         await asyncio.to_thread(self._thread.join, timeout_s)
         if not self.ended:
             logger.critical("the scheduler's loop has not ended in %.1f s", timeout_s)
 
     def leave_if_alive(self) -> None:
-        """Ends the process if the loop has not ended, because the loop's resources cannot be closed."""
+        """Ends the process if the loop still runs, because the executor cannot be closed while the loop uses it."""
         if not self.ended:
             logging.shutdown()
             os._exit(EXIT_STATUS)
 
     def _run(self) -> None:
-        """Runs the loop. The loop raises nothing, so that any exception is a bug and ends the process."""
+        """Runs the loop. The loop handles all expected errors, so any exception is a bug and ends the process."""
         try:
             self._prepare()
             self._loop.run()

@@ -1,4 +1,4 @@
-"""Metrics of steps on a device: replayed as graphs, launched kernel by kernel, or in pieces."""
+"""Metrics of the executor's steps: replayed from a graph, launched kernel by kernel, or cut into pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of grammar compilation, under SGLang's names if it has the metric."""
+"""Metrics of grammar compilation. A metric that SGLang has, too, has SGLang's name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GrammarMetrics(Collector):
 
         Args:
             seconds: time from the first request for the grammar until it was compiled.
-            chars: characters of its source.
+            chars: characters of the grammar's source.
         """
         self._seconds.observe(seconds)
         self._chars.observe(chars)

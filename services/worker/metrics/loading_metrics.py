@@ -1,4 +1,4 @@
-"""Metrics of a model's loading and size, which are fixed when the engine is built."""
+"""Metrics of the loading and the size of a model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The phase of this worker for metrics, which are available long before the model is loaded.
+"""The phase of this worker as a metric, which is available before the model is loaded.
 
-The asyncio thread and the watchdog's thread write it, one plain attribute at a time; scrapes read it.
+The asyncio thread and the watchdog's thread write it, one plain attribute at a time, without a lock. Scrapes read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WorkerLife:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begun = clock()
-        self.cold_start_s: float | None = None  # seconds from the creation of this object to ready(); unset before
+        self.cold_start_s: float | None = None  # seconds from the creation of this object to ready(); None before ready()
         self.phase = WorkerPhase.LOADING
         self.is_hung = False
         self.hangs = 0  # number of hangs since the start
@@ -64,7 +64,7 @@ class LifeMetrics(Readings[WorkerLife]):
         Reading(
             Gauge,
             "rootstock_worker_cold_start_seconds",
-            "Seconds from the first response of the process to ready.",
+            "Seconds from the process's first response, before the model is loaded, to ready.",
             lambda life: life.cold_start_s,
         ),
     )

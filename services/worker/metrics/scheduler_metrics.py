@@ -1,7 +1,10 @@
-"""The worker's metrics under SGLang's names (docs/reference/metrics.md): sums over the loop's turns, and latencies of requests.
+"""The worker's metrics under SGLang's names (docs/reference/metrics.md): counts of the loop, and histograms of requests.
 
-A scheduler metric is an annotated field of StepStats. A loop metric is a field of LoopCounts with a row here. RequestTimes has
-the latencies and lengths of requests as histograms. Scrapes call collect().
+| kind | source |
+| --- | --- |
+| scheduler metrics | annotated fields of StepStats |
+| loop metrics | fields of LoopCounts, with a row in ROWS |
+| latencies and lengths of requests | histograms of RequestTimes |
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from rootstock_llm.services.worker.core.contracts.messages import Finish, Finish
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
 
-RATE_WINDOW_S = 10.0  # window of throughput, hit rate and acceptance
-SAMPLE_S = 1.0  # least seconds between two samples of this window
+RATE_WINDOW_S = 10.0  # window in seconds of throughput, hit rate, acceptance and occupancy
+SAMPLE_S = 1.0  # smallest time in seconds between two samples in the window
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 8)
@@ -46,7 +49,7 @@ class Distribution:
     name: str
     text: str
     buckets: tuple[float, ...]
-    stages: tuple[str, ...] = ()  # values of the label `stage`, with one histogram each; empty for a single histogram
+    stages: tuple[str, ...] = ()  # values of the label `stage`, one histogram per value; empty: one histogram without the label
 
     def described(self, labels: tuple[str, ...]) -> HistogramMetricFamily:
         """Returns the metric without samples."""
@@ -78,7 +81,7 @@ DISTRIBUTIONS = (TTFT, ITL, E2E, QUEUE, STAGE, PROMPT, UNCACHED, OUTPUT)
 class RequestTimes:
     """The histograms of one worker, and the times of open requests.
 
-    The server's threads call arrived(), the loop's thread calls sent(), and scrapes call collect().
+    The gRPC server calls arrived(), the loop's thread calls sent(), and scrapes call collect().
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +92,7 @@ class RequestTimes:
         self._of = {each: [Histogram(each.buckets) for _ in each.stages or ("",)] for each in DISTRIBUTIONS}
 
     def arrived(self, peer: int, handle: int) -> None:
-        """Records the arrival of a request. Called once per submit, from any thread."""
+        """Records the arrival of a request. Called once per submit, on any thread."""
         self._arrivals[peer, handle] = self._clock()
 
     def sent(self, outputs: tuple[PeerOutput, ...]) -> None:
@@ -137,7 +140,7 @@ class RequestTimes:
         return [finish.queue_s], [prefilled], [] if first is None else [now - first]
 
     def _observe(self, distribution: Distribution, *values: Sequence[float]) -> None:
-        """Adds values to the histograms of a distribution: one list for each stage, or a single list."""
+        """Adds values to the histograms of a distribution. `values` has one list per stage, or one list without stages."""
         for histogram, each in zip(self._of[distribution], values, strict=True):
             histogram.observe_all(each)
 
@@ -150,21 +153,21 @@ class RequestTimes:
 
 
 class LoopCounts:
-    """Sums over the turns of one loop. The loop's thread writes them and replaces each value as a whole."""
+    """Counts over the iterations of one loop. The loop's thread writes them without a lock; each write replaces a whole value."""
 
     def __init__(self, page_size: int, num_pages: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.page_size, self.num_pages = page_size, num_pages
-        self.stats: StepStats | None = None  # stats of the latest turn; unset before the first one
+        self.stats: StepStats | None = None  # stats of the last iteration; None before the first iteration
         self.steps = 0
         self.prefill_tokens = self.decode_tokens = 0
         self.stored_blocks = self.removed_blocks = self.cleared = 0
-        # Seconds of steps, by mode.
+        # Seconds of steps by mode.
         self.forward_s: dict[ForwardMode, float] = {mode: 0.0 for mode in ForwardMode if mode is not ForwardMode.IDLE}
-        # Seconds in which no step was in flight although requests ran, which leaves out idle times of a device between overlapped
-        # steps; seconds in which the loop waited for messages.
+        # bubble_s: seconds in which no step was in flight although requests ran. Device idle time between overlapped steps does
+        # not count, because the host does not see it. idle_s: seconds in which the loop waited for messages.
         self.bubble_s = self.idle_s = 0.0
         self._clock = clock
-        self._plan: BatchPlan | None = None  # plan of the latest step
+        self._plan: BatchPlan | None = None  # plan of the last launched step
         self._ended_step, self._ended_at = -1, 0.0
         self._rests_since = 0.0
         self._samples: deque[tuple[float, StepStats, float]] = deque()  # (time, stats, forward_s of all modes)
@@ -176,7 +179,7 @@ class LoopCounts:
         self.idle_s += self._clock() - self._rests_since
 
     def planned(self, plan: BatchPlan) -> None:
-        """Counts a step that is about to be launched."""
+        """Counts a step. Called before its launch."""
         if self._plan is not None and self._plan.step_id == self._ended_step and self._had_work:
             self.bubble_s += self._clock() - self._ended_at
         self._plan = plan
@@ -191,7 +194,7 @@ class LoopCounts:
 
     @property
     def _had_work(self) -> bool:
-        """Whether requests ran at the latest turn."""
+        """Whether requests were running after the last iteration and the scheduler was not paused."""
         return self.stats is not None and self.stats.num_running > 0 and not self.stats.paused
 
     def turned(self, stats: StepStats) -> None:
@@ -216,7 +219,7 @@ class LoopCounts:
 
     @property
     def decode_context_tokens(self) -> int:
-        """Tokens of context of the decode rows in the latest step, including the tokens of that step."""
+        """Context tokens of the decode rows in the last launched step, including the tokens of the step."""
         plan = self._plan
         if plan is None or self.stats is None or not self.stats.num_running:
             return 0
@@ -237,7 +240,7 @@ class LoopCounts:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per row with draft tokens in the window, including the token that was not drafted; 0 without such rows."""
+        """Tokens per row with draft tokens in the window, including the sampled token; 0 if no row had draft tokens."""
         _, then, now, _ = self._lately()
         rows = now.verified_rows_total - then.verified_rows_total if then and now else 0
         return 1 + (now.accepted_tokens_total - then.accepted_tokens_total) / rows if then and now and rows else 0.0
@@ -256,7 +259,7 @@ class LoopCounts:
         return min(100.0 * forward_s / seconds, 100.0) if seconds else 0.0
 
     def _lately(self) -> tuple[float, StepStats | None, StepStats | None, float]:
-        """Returns the window: its length in seconds, its first stats, the present stats, and the seconds of steps in it."""
+        """Returns (length of the window in seconds, stats at its start, present stats, seconds of steps in the window)."""
         now = self._clock()
         for at, then, forward_s in list(self._samples):
             if now - at <= RATE_WINDOW_S and now > at:
@@ -298,7 +301,7 @@ KEY_BOUNDS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200)  # SGLang's buckets of reques
 
 
 def _keys_by_requests(requests: Sequence[int]) -> Value:
-    """Returns the number of routing keys by the number of their requests, for each bucket: above `gt` and up to `le`."""
+    """Returns the number of routing keys per bucket (gt, le): keys with more than `gt` and at most `le` requests."""
     edges = [*map(str, KEY_BOUNDS), "+Inf"]
     keys = Tally(bisect_left(KEY_BOUNDS, each) for each in requests)
     return {(lower, upper): keys[at] for at, (lower, upper) in enumerate(pairwise(["0", *edges]))}
@@ -307,8 +310,8 @@ def _keys_by_requests(requests: Sequence[int]) -> Value:
 BLOCKS = "rootstock_worker_cache_blocks_"
 ROWS: tuple[Reading[LoopCounts], ...] = (
     *(_of_stats(field, mark) for field, mark in told().items()),
-    Reading(Gauge, "sglang:num_queue_reqs", "Requests that wait for admission.", _waiting),
-    Reading(Gauge, "sglang:num_paused_reqs", "Running requests that keep their memory during a pause.", _paused),
+    Reading(Gauge, "sglang:num_queue_reqs", "Requests that wait for admission, without those at the gate.", _waiting),
+    Reading(Gauge, "sglang:num_paused_reqs", "Running requests while the scheduler is paused, otherwise 0.", _paused),
     Reading(
         Gauge,
         "sglang:num_unique_running_routing_keys",
@@ -338,7 +341,7 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(
         Gauge,
         "sglang:decode_sum_seq_lens",
-        "Tokens of context of all decode rows in the latest step.",
+        "Context tokens of all decode rows in the last step.",
         lambda c: c.decode_context_tokens,
     ),
     Reading(Gauge, "sglang:num_used_tokens", "Tokens of KV that running requests use.", lambda c: c.used_tokens),
@@ -362,34 +365,39 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(
         Gauge,
         "sglang:spec_accept_length",
-        "Tokens per decode row with draft tokens, over the last 10 s.",
+        "Accepted draft tokens plus one per decode row with draft tokens, over the last 10 s.",
         lambda c: c.accept_length,
     ),
     Reading(
         Gauge, "sglang:spec_accept_rate", "Share of draft tokens that were accepted, over the last 10 s.", lambda c: c.accept_rate
     ),
     Reading(
-        Counter, BLOCKS + "stored", "Blocks that became cached on this worker, if cache events are on.", lambda c: c.stored_blocks
+        Counter,
+        BLOCKS + "stored",
+        "Blocks that were added to the device's cache. 0 if the prefix index is disabled.",
+        lambda c: c.stored_blocks,
     ),
-    Reading(Counter, BLOCKS + "removed", "Blocks that left every tier, if cache events are on.", lambda c: c.removed_blocks),
+    Reading(
+        Counter, BLOCKS + "removed", "Blocks that left every tier. 0 if the prefix index is disabled.", lambda c: c.removed_blocks
+    ),
     Reading(
         Counter,
         "rootstock_worker_cache_cleared",
-        "Resets of all cached blocks, if cache events are on.",
+        "Times that all cached blocks were dropped. 0 if the prefix index is disabled.",
         lambda c: c.cleared,
     ),
-    Reading(Counter, "rootstock_worker_forward_steps", "Launched steps.", lambda c: c.steps),
+    Reading(Counter, "rootstock_worker_forward_steps", "Steps that were launched.", lambda c: c.steps),
     Reading(
         Counter,
         "sglang:forward_execution_seconds",
-        "Seconds of steps as the host sees them: from the launch, or from the end of the previous step, to the result.",
+        "Seconds of steps, measured on the host from the launch, or from the end of the previous step if later, to the result.",
         _seconds_by_mode,
         ("category",),
     ),
     Reading(
         Counter,
         "rootstock_worker_bubble_seconds",
-        "Seconds between steps in which no step was in flight although requests ran, as the host sees it.",
+        "Seconds in which no step was in flight although requests ran, measured on the host.",
         lambda c: c.bubble_s,
     ),
     Reading(
@@ -420,8 +428,8 @@ class WorkerMetrics(Collector):
 
         Args:
             model_name: served model name.
-            counts: sums over the loop's turns.
-            clock: time in seconds.
+            counts: counts of the loop.
+            clock: returns the time in seconds.
             engine_type: unified, prefill or decode.
         """
         self.counts = counts

@@ -1,7 +1,7 @@
-"""python -m rootstock_llm.services.worker.text.convert_tokenizer FOLDER [OUT]: writes tokenizer.json for a folder without one.
+"""python -m rootstock_llm.services.worker.text.convert_tokenizer FOLDER [OUT]: writes tokenizer.json for a model folder that lacks it.
 
-transformers makes it from the files that the folder has, such as tokenizer.model, or vocab.json and merges.txt. Services read
-tokenizer.json alone, because most of their images have no transformers.
+transformers converts the folder's other tokenizer files, such as tokenizer.model, or vocab.json and merges.txt. The services read
+only tokenizer.json, because most of their images do not contain transformers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from transformers import AutoTokenizer
 from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer, vocabulary_files
 
 WRITTEN = ("tokenizer.json", "tokenizer_config.json")
-TEXTS = ("", "Hello, world!", "  two  spaces\n\tand a tab", "1234 + 5 = x", "é 你好 😀")  # for the comparison of ids
-LIBRARIES = ("sentencepiece", "tiktoken")  # that transformers needs for some of these files
+TEXTS = ("", "Hello, world!", "  two  spaces\n\tand a tab", "1234 + 5 = x", "é 你好 😀")  # both tokenizers must give equal ids
+LIBRARIES = ("sentencepiece", "tiktoken")  # libraries that transformers needs to read some tokenizer files
 
 
 class NotConverted(ValueError):
-    """transformers makes no tokenizer.json of the folder. The message has the reason and the remedy."""
+    """transformers cannot convert the folder's tokenizer. The message has the reason and the remedy."""
 
 
 def convert(folder: Path, out: Path) -> None:
-    """Writes tokenizer.json into `out`, and tokenizer_config.json unless the folder has one.
+    """Writes tokenizer.json into `out`, and tokenizer_config.json if the folder has none.
 
     Raises:
-        NotConverted: transformers cannot read the folder, or its ids are not those of the written file.
+        NotConverted: transformers cannot read the folder, or tokenizes the TEXTS differently than the converted file.
     """
     try:
         theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -56,9 +56,8 @@ def _reason(folder: Path, why: str) -> str:
     absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     first = f"Install {' and '.join(absent)} with pip" if absent else "Correct the files"
     return (
-        f"transformers makes no tokenizer.json of {folder} ({found}): {why}. {first} and run"
-        f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}` again,"
-        " or copy a tokenizer.json of this model into it."
+        f"transformers cannot convert the tokenizer of {folder} ({found}): {why}. {first} and run"
+        f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}` again, or copy a tokenizer.json of this model into it."
     )
 
 

@@ -1,4 +1,4 @@
-"""Stop patterns: RE2, so that time is linear in the text whatever the pattern; and in its program's size, so that is capped."""
+"""Compiles stop patterns with RE2, whose search time is linear in the text and in the program's size. The size is limited."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import Any
 
 import re2
 
-PATTERN_MEMORY_BYTES = 8 << 20  # of one compiled pattern
-MAX_PROGRAM = 250  # RE2's instructions; a first search in 1,024 characters then takes up to 4 ms, later ones up to 0.4 ms
+PATTERN_MEMORY_BYTES = 8 << 20  # memory that one compiled pattern may use
+# Largest number of RE2 instructions of a pattern. With it, the first search in 1,024 characters takes up to 4 ms, later searches
+# up to 0.4 ms.
+MAX_PROGRAM = 250
 
 
 class InvalidPattern(ValueError):
-    """The message is RE2's reason, or says that the pattern is too complex."""
+    """RE2 cannot compile the pattern, or its program is larger than MAX_PROGRAM. The message has the reason."""
 
 
 def compile_pattern(pattern: str) -> Any:
-    """A compiled pattern with RE2's `search`. Raises InvalidPattern."""
+    """Returns the compiled pattern, an object with RE2's method `search`. Raises InvalidPattern."""
     options = re2.Options()
     options.max_mem = PATTERN_MEMORY_BYTES
     options.log_errors = False
@@ -24,7 +26,7 @@ def compile_pattern(pattern: str) -> Any:
     except re2.error as error:
         reason = error.args[0] if error.args else ""
         raise InvalidPattern(reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)) from None
-    sizes = (compiled.programsize, compiled.reverseprogramsize)  # negative where RE2 has given up on one of them
+    sizes = (compiled.programsize, compiled.reverseprogramsize)  # a size is negative if RE2 could not build the program
     if not all(0 <= size <= MAX_PROGRAM for size in sizes):
-        raise InvalidPattern(f"too complex: its program has {max(sizes)} instructions, and {MAX_PROGRAM} are allowed")
+        raise InvalidPattern(f"it is too complex: its program has {max(sizes)} instructions; the limit is {MAX_PROGRAM}")
     return compiled

@@ -1,12 +1,14 @@
-"""CPU time that somebody else's grammar or pattern may take of the loop's thread."""
+"""Limits the CPU time that a client's grammar or stop pattern may take on the loop's thread."""
 
 from __future__ import annotations
 
 
 class StepMeter:
-    """A leaky bucket of CPU time: each step pays for its work, step_ms of that are free, and what is owed beyond may not pass
-    burst_ms. Lets a rare slow step pass, and no lasting slowness. Once overrun it stays so, unless it
-    is forgiven."""
+    """A leaky bucket of CPU time. It tolerates single slow steps and detects lasting slowness.
+
+    spend() adds to the level, and each step() removes step_ms. If the level exceeds burst_ms, `overrun` becomes True and stays
+    True until forgive().
+    """
 
     def __init__(self, step_ms: float, burst_ms: float) -> None:
         self._step_s = step_ms / 1e3
@@ -19,7 +21,7 @@ class StepMeter:
         self.overrun = self.overrun or self._owed_s > self._burst_s
 
     def forgive(self) -> None:
-        """What has been owed so far, and that it was too much."""
+        """Empties the bucket and resets `overrun`."""
         self._owed_s, self.overrun = 0.0, False
 
     def step(self) -> None:

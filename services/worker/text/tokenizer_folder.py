@@ -1,6 +1,6 @@
-"""Completes a model folder without tokenizer.json: another folder gets links to its files and the converted tokenizer.
+"""Converts the tokenizer of a model folder that lacks tokenizer.json, in a copy of the folder that has links to its files.
 
-This module does not import transformers, so that the launcher can call it.
+This module does not import transformers, so that the launcher starts quickly.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from pathlib import Path
 
 from rootstock_llm.services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
 
-CONVERTER = "rootstock_llm.services.worker.text.convert_tokenizer"  # in a process of its own: it imports transformers
+CONVERTER = "rootstock_llm.services.worker.text.convert_tokenizer"  # runs in a separate process, because it imports transformers
 BUILT = Path("build") / "models"
 
 
 def with_tokenizer(folder: Path, built: Path = BUILT) -> Path:
-    """Returns the folder if it has a tokenizer.json or nothing to make one from, else a completed one below `built`.
+    """Returns a folder with tokenizer.json: the folder itself, or a copy below `built` with the converted tokenizer.
+
+    If the folder has neither tokenizer.json nor files to convert, it is returned unchanged.
 
     Raises:
-        ValueError: transformers cannot convert the tokenizer. The message has the command that does.
+        ValueError: transformers cannot convert the tokenizer. The message has the reason and the remedy.
     """
     source = folder.resolve()
     files = vocabulary_files(source)
@@ -38,7 +40,7 @@ def with_tokenizer(folder: Path, built: Path = BUILT) -> Path:
                 if not Path(made, path.name).exists():
                     Path(made, path.name).symlink_to(path.resolve())
             Path(made).rename(whole)
-            Path(made).mkdir()  # for the end of the block, which removes it
+            Path(made).mkdir()  # TemporaryDirectory needs a folder to remove
     return whole
 
 

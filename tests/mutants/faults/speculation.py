@@ -167,7 +167,7 @@ SPECULATION = (
     *of(
         "speculation",
         "services/worker/grammar/match/matcher.py",
-        ("self._take_back(taken)\n        return filled", "return filled"),
+        ("self._roll_back(taken)\n        return filled", "return filled"),
         ("if self._matcher.is_terminated():\n                    break\n", ""),
         only="test_grammar_matcher",
     ),

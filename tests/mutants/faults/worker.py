@@ -38,7 +38,7 @@ WORKER = (
     *of(
         "worker",
         "services/worker/identity/sampling_defaults.py",
-        ('raise ValueError(f"{path} does not hold a JSON object")', "return {}"),
+        ('raise ValueError(f"{path} is not a JSON object")', "return {}"),
         only="test_sampling_defaults",
     ),
     *of(

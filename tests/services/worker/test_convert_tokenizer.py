@@ -98,10 +98,10 @@ def test_with_tokenizer_raises_the_reason_when_transformers_cannot_convert(tmp_p
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     command = rf"`python -m rootstock_llm\.services\.worker\.text\.convert_tokenizer {folder}`"
     with pytest.raises(
-        NotConverted, match=f"^transformers makes no tokenizer.json of {folder} \\(tokenizer.model\\): .*{command}"
+        NotConverted, match=f"^transformers cannot convert the tokenizer of {folder} \\(tokenizer.model\\): .*{command}"
     ):
         convert(folder, folder)
-    with pytest.raises(ValueError, match=f"^transformers makes no tokenizer.json of {folder} .*{command}"):
+    with pytest.raises(ValueError, match=f"^transformers cannot convert the tokenizer of {folder} .*{command}"):
         with_tokenizer(folder, tmp_path / "built")
     assert not list((tmp_path / "built").iterdir())
 

@@ -1,7 +1,7 @@
-"""A second matcher of the same grammar that advances byte by byte, to find text that the grammar determines.
+"""A second matcher of a grammar that advances byte by byte, to find text that the grammar determines.
 
-The library's own search for forced text has no bound: it never ends for `root ::= "a" root`, and takes seconds for a rule that is
-repeated often. This search looks at one byte at a time, and at no more than MAX_FORCED_BYTES.
+xgrammar's own search for forced text has no limit: it never ends for `root ::= "a" root`, and takes seconds for a rule with many
+repetitions. This search checks one byte at a time, up to MAX_FORCED_BYTES.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     import xgrammar
 
 MAX_FORCED_BYTES = 256
-_STOP = 256  # the id after those of the bytes; a mask allows it if the output may end
-_ALL_IDS = (1 << (_STOP + 1)) - 1
+_STOP = 256  # stop token, the id after the 256 bytes; a mask allows it if the output may end
+_ALL_IDS = (1 << (_STOP + 1)) - 1  # mask of all ids
 
 
 class BytesRefused(RuntimeError):
-    """The grammar over bytes contradicts the grammar over tokens, or its own mask.
+    """The byte matcher refuses bytes that the token matcher or its own mask allows.
 
-    The cause is never the client's grammar. The request continues without jumps.
+    This is a fault of the library, not of the client's grammar. The request continues without jumps.
     """
 
 
@@ -45,7 +45,7 @@ class ByteCursor:
     def advance(self, data: bytes) -> None:
         """Advances by the bytes of accepted tokens. Raises BytesRefused, after which the cursor must not be used."""
         if data and not self._matcher.accept_string(data):
-            raise BytesRefused("bytes of an accepted token are not accepted")
+            raise BytesRefused("the byte matcher refuses the bytes of an accepted token")
 
     def forced(self) -> bytes:
         """Returns the bytes that must follow, at most MAX_FORCED_BYTES. The cursor does not advance. Raises BytesRefused."""
@@ -55,14 +55,14 @@ class ByteCursor:
             if byte is None:
                 break
             if not self._matcher.accept_token(byte):
-                raise BytesRefused("the mask allows a byte that is not accepted")
+                raise BytesRefused("the byte matcher refuses a byte that its mask allows")
             found.append(byte)
         if found:
             self._matcher.rollback(len(found))
         return bytes(found)
 
     def _only_byte(self) -> int | None:
-        """Returns the only byte that may follow. None if the output may end, or if several bytes or no byte may follow."""
+        """Returns the next byte if exactly one byte and not the end may follow, otherwise None."""
         self._matcher.fill_next_token_bitmask(self._mask, 0)
         allowed = int.from_bytes(self._mask.tobytes(), "little") & _ALL_IDS
         if not allowed or allowed & (allowed - 1) or allowed >> _STOP:

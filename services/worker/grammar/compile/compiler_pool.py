@@ -1,13 +1,14 @@
-"""Compiles grammars in child processes first, and in this process once they are known to be good. Owns the compiling process
-and the threads that wait on it.
+"""Compiles grammars: first as a trial in a child process, then in this process if the trial succeeded.
 
-Two queues keep good grammars from waiting behind bad ones. One of `workers` threads compiles each grammar for quick_s at most. A
-grammar that needs longer starts over in the slow queue, whose one thread compiles it for compile_s of CPU time at most. Each
-queue serves the tenants in turn.
+Owns the compiling process and the threads that wait for it.
 
-The quick queue has a lower priority than the worker and the slow queue the lowest, so a child may get little CPU time on a full
-machine. The slow queue therefore counts CPU time: a grammar is never refused because other processes were busy, unless it takes
-WALL_FACTOR * compile_s.
+Two queues keep fast grammars from waiting behind slow grammars. `workers` threads serve the quick queue; each compilation there
+may take quick_s. A grammar that needs longer starts again in the slow queue. One thread serves the slow queue; each compilation
+there may take compile_s of CPU time. Each queue serves the tenants in turn.
+
+Compilations of the quick queue have a lower CPU priority than the worker, and those of the slow queue the lowest. On a busy
+machine, a child may get little CPU time. The slow queue therefore counts CPU time, so that a grammar is not refused because other
+processes were busy. Only after WALL_FACTOR * compile_s of wall time is it refused anyway.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from rootstock_llm.services.worker.grammar.compile.priority import give_way
 from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
-QUICK_NICENESS, SLOW_NICENESS = 10, 19
-ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
-START_S = 120.0  # longest start of the compiling process, which loads xgrammar, on a busy machine
-JOIN_S = 2.0  # longest wait for a thread at close()
-MARGIN_S = 2.0  # time after the child's own alarm, which normally comes first
-DYING_S = 0.2  # time in which a dying process becomes a dead one
-WALL_FACTOR = 10.0  # longest compilation on a full machine, in multiples of its CPU time
-QUEUE_FULL = "too many grammars are waiting to be compiled, try again later"
-TENANTS_FULL = 4  # number of tenants with a full queue that fill the lane
+QUICK_NICENESS, SLOW_NICENESS = 10, 19  # of the compiling threads and processes of each queue; the worker has 0
+ROOT = Path(__file__).resolve().parents[4]  # the folder that contains `services`
+START_S = 120.0  # time limit in seconds of starting the compiling process, which loads xgrammar; seconds on an idle machine
+JOIN_S = 2.0  # longest wait in seconds for each thread in close()
+MARGIN_S = 2.0  # seconds that this process waits longer than the child's own alarm, which normally ends the child
+DYING_S = 0.2  # longest time in seconds between the end of a process's sockets and its exit
+WALL_FACTOR = 10.0  # limit of the wall time in the slow queue, in multiples of compile_s
+QUEUE_FULL = "too many grammars are waiting to be compiled; retry later"
+TENANTS_FULL = 4  # a lane's capacity, in multiples of the capacity of one tenant
 Done = Callable[[GrammarSpec, Compiled | None, str, bool], None]  # spec, compiled, reason, busy
 logger = logging.getLogger(__name__)
 
 
 class CompilerGone(Exception):
-    """The compiling process has died, or cannot be started. The grammar may be valid."""
+    """The compiling process has ended or cannot be started. The grammar may be valid; a client may retry."""
 
 
 class _Slow(Exception):
@@ -58,26 +59,26 @@ class _Slow(Exception):
 
 
 class CompilerPool:
-    """Compiles submitted grammars on its threads, which wait for the compiling process.
+    """Compiles submitted grammars on threads, which wait for the compiling process.
 
     done(spec, compiled, reason, busy) is called on one of the threads for every submitted spec, unless the pool is closed. `busy`
-    means that the grammar was not compiled for a reason outside of the grammar.
+    means that the pool is overloaded or broken, and that the grammar may be valid.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, done: Done, jumps: bool) -> None:
         """Starts the threads.
 
         Args:
-            jumps: whether grammars are also compiled for bytes.
+            jumps: whether grammars are also compiled for bytes, to find text that a grammar determines.
         """
         self._library = _Library(vocabulary, jumps)
         self._limits = limits
         self._done = done
-        self._nursery = _Nursery(self._library.vocabulary, limits, jumps)
+        self._fork_server = _ForkServer(self._library.vocabulary, limits, jumps)
         self._quick, self._slow = FairLane(limits.queue), FairLane(limits.queue)
         self._closed = False
         self._late = threading.Lock()
-        self.timeouts = 0  # grammars that were refused because their compilation took too long
+        self.timeouts = 0  # number of grammars that were refused because their compilation took too long; guarded by _late
         lanes = [(self._quick, limits.quick_s, QUICK_NICENESS)] * limits.workers
         lanes.append((self._slow, limits.compile_s, SLOW_NICENESS))
         self._threads = [
@@ -90,13 +91,13 @@ class CompilerPool:
     @property
     def compiler_pid(self) -> int | None:
         """Id of the process that forks compilers, or None while it is not running."""
-        return self._nursery.pid
+        return self._fork_server.pid
 
     def submit(self, spec: GrammarSpec, tenant: bytes) -> bool:
-        """Queues a grammar. Returns at once.
+        """Queues a grammar without waiting.
 
         Args:
-            tenant: the tenant whose turn the compilation takes; b"" is a tenant, too.
+            tenant: the tenant in whose queue the grammar waits; b"" is a tenant, too.
 
         Returns:
             False if too many grammars wait or the pool is closed. done() is then not called.
@@ -104,24 +105,24 @@ class CompilerPool:
         return self._quick.offer(spec, tenant)
 
     def warm_up(self) -> None:
-        """Loads the library and starts the compiling process, which takes seconds.
+        """Loads xgrammar and starts the compiling process, which takes seconds.
 
-        If the process cannot be started, this is logged and the first grammar tries again.
+        If the process cannot be started, this is logged, and the first compilation tries again.
         """
         self._library.compiler()
         try:
-            self._nursery.ensure()
+            self._fork_server.ensure()
         except CompilerGone as gone:
             logger.warning("%s", gone)
 
     def close(self) -> None:
         """Kills the compiling processes and waits up to JOIN_S for each thread."""
         self._closed = True
-        self._nursery.close()
+        self._fork_server.close()
         for lane in (self._quick, self._slow):
             lane.close()
         for thread in self._threads:
-            thread.join(JOIN_S)  # a thread with a running compilation ends when the process is dead
+            thread.join(JOIN_S)  # the end of the process ends a running compilation
 
     def _serve(self, lane: FairLane, seconds: float, niceness: int) -> None:
         give_way(threading.get_native_id(), niceness)  # this thread compiles, too
@@ -135,7 +136,7 @@ class CompilerPool:
         except GrammarRefused as refused:
             reason = Reason(str(refused), refused.part)
         except CompilerGone as gone:
-            reason, busy = f"{gone}, try again later", True
+            reason, busy = f"{gone}; retry later", True
         except _Slow:
             if lane is self._slow or seconds >= self._limits.compile_s:
                 with self._late:
@@ -145,14 +146,14 @@ class CompilerPool:
                 return
             else:
                 reason, busy = f"{spec.label}: {QUEUE_FULL}", True
-        except Exception:  # any exception: our own fault must not end the thread
-            logger.exception("compiling a grammar failed")
+        except Exception:  # any other exception is a bug, which must not end the thread
+            logger.exception("could not compile a grammar")
             reason = f"{spec.label}: an internal error, see the worker's log"
         if not self._closed:
             self._done(spec, compiled, reason, busy)
 
     def _compile(self, spec: GrammarSpec, seconds: float, niceness: int) -> Compiled:
-        """Compiles a grammar, and once more if the process that forks compilers was gone."""
+        """Compiles a grammar. Retries once if the compiling process has ended."""
         try:
             return self._exchange(spec, seconds, niceness)
         except CompilerGone:
@@ -164,7 +165,7 @@ class CompilerPool:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                forker = self._nursery.hand_over(theirs)
+                forker = self._fork_server.hand_over(theirs)
             started = time.monotonic()
             wall_s = seconds if seconds < self._limits.compile_s else WALL_FACTOR * seconds
             ours.settimeout(wall_s + MARGIN_S)
@@ -175,7 +176,7 @@ class CompilerPool:
                 text = receive_frame(ours).decode() if reply["error"] is None else ""
             except TimeoutError:
                 raise _Slow from None
-            except (OSError, EOFError):  # one thread uses no more CPU time than wall time
+            except (OSError, EOFError):  # the child has ended; after `seconds` of wall time, its CPU time limit may be the cause
                 raise self._why_gone(spec, forker, time.monotonic() - started >= seconds) from None
         if reply["error"] is not None:
             raise GrammarRefused(reply["error"], part=reply["part"])
@@ -184,13 +185,13 @@ class CompilerPool:
     def _why_gone(self, spec: GrammarSpec, forker: int, late: bool) -> Exception:
         if late:
             return _Slow()
-        if not self._nursery.is_alive(forker):
+        if not self._fork_server.is_alive(forker):
             return CompilerGone("the grammar compiler has ended")
-        return GrammarRefused(f"{spec.label}: compiling it ended the compiler: too much memory, or nested too deep")
+        return GrammarRefused(f"{spec.label}: its compiler crashed: it needs too much memory, or is nested too deep")
 
 
 class _Library:
-    """xgrammar and its compiler in this process. They are loaded at first use, because this takes seconds. Thread-safe."""
+    """xgrammar and its compiler in this process, loaded at first use, because loading takes seconds. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, jumps: bool) -> None:
         self._words = vocabulary
@@ -209,8 +210,8 @@ class _Library:
             return self._made
 
 
-class _Nursery:
-    """The process that forks a child for each compilation. It is started at first use and after its death. Thread-safe."""
+class _ForkServer:
+    """The process that forks a child for each compilation. It is started at first use, and again if it has ended. Thread-safe."""
 
     def __init__(self, vocabulary: Callable[[], bytes], limits: GrammarLimits, jumps: bool) -> None:
         """Stores the setup without starting the process.
@@ -222,7 +223,7 @@ class _Nursery:
         self._vocabulary = vocabulary
         self._setup = {"limits": asdict(limits), "jumps": jumps}
         self._lock = threading.Lock()
-        # A process inherits the niceness of the thread that starts it and can never lower it. This thread keeps normal niceness.
+        # A process inherits the niceness of the thread that starts it and cannot lower it. This thread has niceness 0.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
         self._starter.submit(int).result()
         self._process: subprocess.Popen[bytes] | None = None
@@ -234,9 +235,9 @@ class _Nursery:
         return None if self._process is None else self._process.pid
 
     def is_alive(self, pid: int) -> bool:
-        """Returns whether the process with this id is the present one and alive.
+        """Returns whether the compiling process has this id and is alive.
 
-        It waits DYING_S, because a dying process closes its files before it can be reaped.
+        It waits DYING_S, because a process that exits closes its sockets before it can be reaped.
         """
         with self._lock:
             if self._process is None or self._process.pid != pid:
@@ -246,11 +247,11 @@ class _Nursery:
             return self._process.poll() is None
 
     def hand_over(self, link: socket.socket) -> int:
-        """Makes the process fork a child that serves `link`. Returns the id of the forking process. Raises CompilerGone."""
+        """Makes the process fork a child that serves the socket `link`. Returns the process's id. Raises CompilerGone."""
         with self._lock:
             if self._closed:
                 raise CompilerGone("the grammar compiler is stopping")
-            for _ in range(2):  # a dead process is detected at the first use
+            for _ in range(2):  # if the first attempt finds that the process has ended, the second attempt starts it again
                 control = self._running()
                 try:
                     socket.send_fds(control, [b"g"], [link.fileno()])
@@ -268,7 +269,7 @@ class _Nursery:
 
     def close(self) -> None:
         self._closed = True
-        self._kill_group()  # before taking the lock, which a thread that waits for a hanging start holds
+        self._kill_group()  # without the lock: a thread that waits for a hanging start holds it, and this ends the wait
         with self._lock:
             self._kill()
         self._starter.shutdown(wait=False)
@@ -311,7 +312,7 @@ class _Nursery:
         if process is None:
             return
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, or its group exists: the id is not reused
+            os.killpg(process.pid, signal.SIGKILL)  # the id is not reused while the process is not reaped or its group exists
         except ProcessLookupError:
             logger.debug("the grammar compiler's group was empty")
 
@@ -325,22 +326,22 @@ def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), **single},  # the environment of this process is not inherited
-        start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
+        start_new_session=True,  # a terminal's Ctrl-C must not end it before the worker; its children are in the same group
     )
 
 
 class FairLane:
-    """The queue. One tenant cannot fill it."""
+    """A queue of grammars that serves the tenants in turn. One tenant can use at most a quarter of it."""
 
     def __init__(self, most: int) -> None:
-        self._most = most  # grammars of one tenant that may wait
-        self._waiting: OrderedDict[bytes, deque[GrammarSpec]] = OrderedDict()  # by tenant; the next tenant is first
+        self._most = most  # largest number of waiting grammars of one tenant
+        self._waiting: OrderedDict[bytes, deque[GrammarSpec]] = OrderedDict()  # by tenant; the tenant to serve next is first
         self._size = 0
         self._closed = False
         self._changed = threading.Condition()
 
     def offer(self, spec: GrammarSpec, tenant: bytes) -> bool:
-        """Queues a grammar. Returns False at once if too many grammars wait or the lane is closed."""
+        """Queues a grammar without waiting. Returns False if too many grammars wait or the lane is closed."""
         with self._changed:
             own = len(self._waiting.get(tenant, ()))
             if self._closed or own >= self._most or self._size >= self._most * TENANTS_FULL:
@@ -361,11 +362,11 @@ class FairLane:
             spec = specs.popleft()
             self._size -= 1
             if specs:
-                self._waiting[tenant] = specs  # after all other tenants
+                self._waiting[tenant] = specs  # the tenant is served again after all other tenants
             return spec, tenant
 
     def close(self) -> None:
-        """Closes the lane. All present and later calls of take() return None."""
+        """Closes the lane. Running and later calls of take() return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,16 +1,16 @@
 """The program of the compiling process, which compiler_child.py starts.
 
-It loads xgrammar and the vocabulary once, then forks a child for every grammar. A child translates the client's grammar into the
-input of xgrammar's compiler and compiles it with a trial. A child that loops, allocates too much or
-overflows its stack dies by its own alarm and limits, and the next child starts in milliseconds with clean memory. Messages:
+It loads xgrammar and the vocabulary once, then forks a child for each grammar. A child translates the client's grammar into the
+input of xgrammar's compiler, compiles it and runs a trial. Alarms and memory limits end a child that loops, allocates too much or
+overflows its stack. The next child starts in milliseconds with clean memory. Messages:
 
   setup     {"limits": fields of GrammarLimits, "jumps"}, one frame with the vocabulary → {"ready": true}
   a grammar one byte with a socket attached; over that socket {"kind", "source", "parts", "cpu_s", "wall_s", "niceness"}
             → {"error": null or one line, "part" or "is_tag"}, and without an error one frame: the text that was compiled
 
-The worker then compiles this text again in its own process. It is valid and its cost is known. A transfer of the compiled grammar
+The worker compiles this text again in its own process, where it is known to be valid and cheap. Sending the compiled grammar
 would cost more: xgrammar serializes it to a hundred times its size (440 MB for a schema of 500 properties). The process has a
-single thread, because forking would otherwise not be safe. It ends when its stdin ends.
+single thread, because forking a process with several threads is not safe. It ends when its stdin ends.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from rootstock_llm.services.worker.grammar.schema.regex_rules import regex_ebnf
 from rootstock_llm.services.worker.grammar.schema.schema_rules import schema_grammar
 from rootstock_llm.services.worker.grammar.schema.structural_tag import structural_tag
 
-MAX_LOG_BYTES = 1 << 20
+MAX_LOG_BYTES = 1 << 20  # size of the log that replaces a child's stderr
 MAX_RECURSION = 2000  # depth of xgrammar's recursive descent, on a stack of 8 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Workbench:
-    """Data that every child inherits."""
+    """The data that each child inherits through fork()."""
 
     limits: GrammarLimits
     compiler: GrammarCompiler
@@ -54,7 +54,7 @@ class Workbench:
 
 
 def serve() -> None:
-    """Forks children for grammars that arrive over the socket on stdin, until it ends."""
+    """Forks a child for each grammar that arrives over the socket on stdin. Returns when the socket is closed."""
     control = socket.socket(fileno=os.dup(0))
     setup = receive_message(control)
     info = xgrammar.TokenizerInfo.deserialize_json(receive_frame(control).decode())
@@ -81,18 +81,18 @@ def _fork(bench: Workbench, fd: int, control: socket.socket) -> None:
         _serve(bench, socket.socket(fileno=fd))
         status = 0
     finally:
-        os._exit(status)  # skips the exit hooks, which belong to the parent
+        os._exit(status)  # without exit hooks, which the child has inherited but must not run
 
 
 def _serve(bench: Workbench, link: socket.socket) -> None:
-    """Compiles one grammar and replies. Its limits of CPU time and wall time begin when the request has arrived."""
+    """Compiles one grammar and sends the reply. The limits of CPU time and wall time start when the request has arrived."""
     request = receive_message(link)
     spec = GrammarSpec(GrammarKind(request["kind"]), request["source"], tuple(GrammarPart(*part) for part in request["parts"]))
     for alarm, timer, seconds in (
         (signal.SIGPROF, signal.ITIMER_PROF, request["cpu_s"]),
         (signal.SIGALRM, signal.ITIMER_REAL, request["wall_s"]),
     ):
-        signal.signal(alarm, signal.SIG_DFL)  # ends the process, also within a call of xgrammar
+        signal.signal(alarm, signal.SIG_DFL)  # the default action ends the process, even during a call of xgrammar
         signal.setitimer(timer, seconds)
     give_way(os.getpid(), request["niceness"])
     log = _confine(bench.limits)
@@ -123,7 +123,7 @@ def _compile(bench: Workbench, spec: GrammarSpec, log: int) -> Prepared:
 
 
 def prepare(spec: GrammarSpec) -> Prepared:
-    """Checks and translates a grammar. Runs in the compiling process, because a grammar may be made to be slow.
+    """Checks and translates a grammar. Runs in a child, because a malicious grammar may make even this slow.
 
     Raises:
         GrammarRefused: the grammar is malformed, not supported or too large.
@@ -146,11 +146,11 @@ def ebnf_of(spec: GrammarSpec) -> str:
         case GrammarKind.EBNF:
             return spec.source
         case GrammarKind.STRUCTURAL_TAG:
-            raise ValueError("a structural tag is no EBNF")
+            raise ValueError("a structural tag has no EBNF")
 
 
 def _bounded(document: Any, kind: str) -> Any:
-    """Returns the document itself. Raises GrammarRefused if it is too large."""
+    """Returns the document unchanged. Raises GrammarRefused if it is too large."""
     why = too_large(document)
     if why:
         raise GrammarRefused(f"{kind}: {why}")
@@ -158,7 +158,7 @@ def _bounded(document: Any, kind: str) -> Any:
 
 
 def _confine(limits: GrammarLimits) -> int:
-    """Sets this child's limits of memory and files.
+    """Limits the memory and the file sizes of this child.
 
     Returns:
         The file descriptor of a log in memory that replaces stderr; xgrammar writes its warnings there.

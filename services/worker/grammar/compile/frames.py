@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-MAX_FRAME = 1 << 28  # bytes
+MAX_FRAME = 1 << 28  # bytes of a frame
 
 
 def send_frame(link: socket.socket, body: bytes) -> None:
@@ -20,12 +20,12 @@ def receive_frame(link: socket.socket) -> bytes:
     """Waits for a frame and returns its bytes.
 
     Raises:
-        EOFError: the other side has closed, or the frame is longer than MAX_FRAME.
+        EOFError: the other process has closed the socket, or the frame is longer than MAX_FRAME.
         TimeoutError: the socket's timeout has passed.
     """
     (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
     if length > MAX_FRAME:
-        raise EOFError(f"a frame of {length} bytes")
+        raise EOFError(f"a frame has {length} bytes; the limit is {MAX_FRAME}")
     return _exactly(link, length)
 
 
@@ -43,6 +43,6 @@ def _exactly(link: socket.socket, size: int) -> bytes:
     while len(found) < size:
         part = link.recv(min(size - len(found), 1 << 20))
         if not part:
-            raise EOFError("the other side has closed")
+            raise EOFError("the other process has closed the socket")
         found += part
     return bytes(found)

@@ -1,6 +1,6 @@
 """Calls xgrammar's compiler for the model's vocabulary and, if jumps are enabled, for single bytes.
 
-Its errors and warnings become reasons for a client.
+Errors and warnings of the compiler become messages for the client.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import xgrammar
 
-_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # the time and the source line in the compiler's messages
+_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # time and source line at the start of the compiler's messages
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """The input of xgrammar's compiler."""
 
-    is_tag: bool  # the text is a structural tag in xgrammar's form, otherwise EBNF
+    is_tag: bool  # whether the text is a structural tag in xgrammar's form; otherwise it is EBNF
     text: str
 
 
@@ -37,7 +37,7 @@ class Compiled:
     """A compiled grammar, immutable and shared by all its matchers."""
 
     grammar: xgrammar.CompiledGrammar
-    by_bytes: xgrammar.CompiledGrammar | None  # for single bytes, or None if jumps are disabled
+    by_bytes: xgrammar.CompiledGrammar | None  # the grammar compiled for single bytes, or None if jumps are disabled
 
     @property
     def size(self) -> int:
@@ -54,7 +54,7 @@ class GrammarCompiler:
         self._byte_compiler = _compiler(byte_vocabulary()) if jumps else None
 
     def compile(self, prepared: Prepared) -> Compiled:
-        """Compiles a grammar, without the interpreter's lock. Raises GrammarRefused with the compiler's reason."""
+        """Compiles a grammar. Releases the interpreter's lock. Raises GrammarRefused with the compiler's reason."""
         grammar = _compiled(prepared, self._compiler)
         return Compiled(grammar, None if self._byte_compiler is None else _compiled(prepared, self._byte_compiler))
 
@@ -66,7 +66,7 @@ def compiler_reason(message: str) -> str:
 
 
 def warning_in(log: str) -> str:
-    """Returns the first warning in the compiler's log, or "" without warnings. A warning means an ignored part of the grammar."""
+    """Returns the first warning in the compiler's log, or "". A warning means that the compiler ignores a part of the grammar."""
     found = re.search(r"Warning: (.*)", log)
     return "" if found is None else found[1]
 

@@ -1,4 +1,4 @@
-"""Limits of one grammar, for the pool, the compiling process and the matchers."""
+"""Limits of grammars for the pool, the compiling process and the matchers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ MIB = 1 << 20
 class GrammarLimits:
     """Limits of compiling and matching."""
 
-    compile_s: float = 10.0  # CPU time of one compilation with its trial
-    quick_s: float = 1.0  # time after which a grammar goes to the slow queue, where its compilation starts over
-    memory_mib: int = 512  # memory that a compilation may allocate
-    compiled_mib: int = 32  # size of a compiled grammar
+    compile_s: float = 10.0  # CPU time of one compilation including its trial
+    quick_s: float = 1.0  # time after which a compilation ends and starts again in the slow queue
+    memory_mib: int = 512  # memory that one compilation may allocate
+    compiled_mib: int = 32  # size of one compiled grammar
     cache_mib: int = 256  # size of all compiled grammars in the book
-    unused_mib: int = 16  # size down to which grammars that were not opened within idle_s are dropped
+    unused_mib: int = 16  # while all compiled grammars exceed this size, grammars that are unused for idle_s are dropped
     idle_s: float = 60.0
-    workers: int = 2  # threads of the quick queue; the slow queue has one more
-    queue: int = 64  # grammars of one tenant that may wait in each queue
-    failure_s: float = 60.0  # time for which a refusal is remembered
-    step_ms: float = 5.0  # CPU time of one step of a request, see StepMeter
-    burst_ms: float = 50.0  # CPU time that a request may use at once, see StepMeter
-    fill_ms: float = 20.0  # CPU time of the masks of all requests of a step, see MaskFiller
-    loop_factor: float = 2.0  # multiple of step_ms and burst_ms that applies outside of the trial
+    workers: int = 2  # threads of the quick queue; one additional thread serves the slow queue
+    queue: int = 64  # waiting grammars of one tenant in each queue
+    failure_s: float = 60.0  # time for which a refusal is cached
+    step_ms: float = 5.0  # average CPU time per token of a request, see StepMeter
+    burst_ms: float = 50.0  # CPU time by which a request may exceed this average in total, see StepMeter
+    fill_ms: float = 20.0  # CPU time of all masks of a step, see MaskFiller
+    loop_factor: float = 2.0  # factor on step_ms and burst_ms outside of the trial, so that a grammar near the limit stays usable

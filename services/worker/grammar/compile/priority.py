@@ -6,5 +6,5 @@ import os
 
 
 def give_way(native_id: int, niceness: int) -> None:
-    """Increases the niceness of a process or thread to at least `niceness` (-20 to 19). Only root may decrease it."""
+    """Raises the niceness of a process or thread to `niceness` (-20 to 19), which lowers its priority. Never lowers niceness."""
     os.setpriority(os.PRIO_PROCESS, native_id, max(niceness, os.getpriority(os.PRIO_PROCESS, native_id)))

@@ -1,4 +1,4 @@
-"""The trial of a compiled grammar before a request may use it: random walks whose steps are timed."""
+"""Tries a compiled grammar before a request uses it: timed random walks through the grammar."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rootstock_llm.services.worker.grammar.compile.grammar_limits import Grammar
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 from rootstock_llm.services.worker.text.step_meter import StepMeter
 
-TOKENS = 64  # steps of each walk
+TOKENS = 64  # tokens of each walk
 WALKS = 3
-SEED = 20240607
+SEED = 20240607  # fixed, so that the same grammar always gets the same verdict
 
 
 def try_out(compiled: Compiled, tokens: Sequence[bytes], limits: GrammarLimits) -> None:
@@ -28,7 +28,7 @@ def try_out(compiled: Compiled, tokens: Sequence[bytes], limits: GrammarLimits) 
         tokens: the bytes of each token.
 
     Raises:
-        GrammarRefused: masks, accepts and jumps cost more CPU time than the limits allow, or a walk reaches a dead end.
+        GrammarRefused: the walks cost more CPU time than the limits allow, or a walk reaches a dead end.
     """
     chooser = random.Random(SEED)
     for _ in range(WALKS):
@@ -48,21 +48,21 @@ def _walk(compiled: Compiled, tokens: Sequence[bytes], meter: StepMeter, chooser
         allowed = [token for token in allowed_ids(mask[0].view(np.uint32), len(tokens)) if token not in stops]
         if not allowed:
             if not matcher.is_completed():
-                raise GrammarRefused(f"the grammar allows nothing after {step} tokens, and is not complete there")
+                raise GrammarRefused(f"dead end: after {step} tokens, the grammar allows no token and is not complete")
             return
         token = int(chooser.choice(allowed))
         if not matcher.accept_token(token):
-            raise GrammarRefused("the grammar's mask allows a token that it then does not accept")
+            raise GrammarRefused("the grammar's mask allows a token that the grammar refuses")
         if cursor is not None:
             cursor = _look_ahead(cursor, tokens[token])
         meter.step()
         meter.spend(time.thread_time() - started)
         if meter.overrun:
-            raise GrammarRefused("too expensive: working out which tokens may come next takes too long")
+            raise GrammarRefused("too expensive: computing the allowed next tokens takes too long")
 
 
 def _look_ahead(cursor: ByteCursor, data: bytes) -> ByteCursor | None:
-    """Does a matcher's work for jumps. Returns None if the cursor fails; the walk then continues without it."""
+    """Does the work of a matcher that looks for jumps. Returns None if the cursor fails; the walk then continues without it."""
     try:
         cursor.advance(data)
         cursor.forced()

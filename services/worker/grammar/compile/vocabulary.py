@@ -1,4 +1,4 @@
-"""The model's vocabulary for grammars: the bytes of each token."""
+"""Derives the bytes of each token of the model, the vocabulary of grammars."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The tokens of a model."""
 
-    tokens: tuple[bytes, ...]  # by id; b"" for ids that occur in no text: padding, and special tokens other than marks
-    stop_ids: tuple[int, ...]  # ids that end an output, rising; may be empty
+    tokens: tuple[bytes, ...]  # bytes by id; b"" for padding and for special tokens that no grammar may contain
+    stop_ids: tuple[int, ...]  # ids that end an output, ascending; may be empty
 
     @property
     def num_words(self) -> int:
@@ -37,9 +37,9 @@ def vocabulary_of(tokenizer: HfTokenizer, vocab_size: int, stop_ids: Sequence[in
     """Returns the vocabulary of a model.
 
     Args:
-        vocab_size: of the model, which may differ from the tokenizer's.
+        vocab_size: vocabulary size of the model, which may differ from the tokenizer's.
         stop_ids: the model's EOS ids.
-        marks: texts of special tokens that a grammar may contain, such as those around a tool call. A mark that is a stop id is
+        marks: texts of special tokens that a grammar may contain, such as those around a tool call. Stop tokens among them are
             ignored.
     """
     anchor = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]

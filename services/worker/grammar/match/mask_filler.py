@@ -16,8 +16,8 @@ from rootstock_llm.services.worker.grammar.match.matcher import XgrammarMatcher
 if TYPE_CHECKING:
     import xgrammar
 
-MIN_BATCH = 4  # masks; below this number, threads cost more than they save
-SLOW_MASK_S = 5e-3  # average thread time of a mask in a batch, above which the next step fills its masks one by one
+MIN_BATCH = 4  # smallest number of masks for which threads are faster than one thread
+SLOW_MASK_S = 5e-3  # if a batch takes more thread time per mask than this, the next step fills its masks one by one
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 class MaskFiller:
     """Fills masks within a budget of CPU time per step. Used only on the loop's thread.
 
-    The budget covers the masks of a step and the accepts and jumps of its requests since their last masks. CPU time beyond the
-    budget is charged to the most expensive matcher. Otherwise many grammars that are each within their own limit could slow down
-    every step. A batch on several threads has no times of single masks, so no matcher is charged for it. After a slow batch, the
-    masks of the next step are filled one by one, and each matcher's own meter finds the slow one.
+    The budget covers the masks of a step, and the accepts and jumps of its requests since their last masks. CPU time beyond the
+    budget is charged to the most expensive matcher. Otherwise, many grammars that each stay within their own limit could slow
+    down every step. A batch on several threads gives no times of single masks, so no matcher is charged for it. After a slow
+    batch, the masks of the next step are filled one by one, so that the meter of each matcher measures its mask.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MaskFiller:
             max_rows: largest number of masks of a step.
             threads: threads that fill a batch; 1 to fill masks one by one.
             fill_ms: the budget of a step, in milliseconds of CPU time.
-            max_drafts: largest number of draft tokens of a step for which masks are filled.
+            max_guesses: largest number of draft tokens per step after which masks are filled.
         """
         self._buffers = [np.zeros((max_rows, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
         self._ahead = [np.zeros((max_drafts, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
@@ -55,7 +55,7 @@ class MaskFiller:
         self._one_by_one = False
 
     def fill(self, matchers: Iterable[tuple[int, XgrammarMatcher]]) -> dict[int, NDArray[np.uint32]]:
-        """Returns the mask of each plan row, uint32[words]. The masks are valid until the call after the next one."""
+        """Returns the mask of each plan row, uint32[words]. The masks are valid until the second following call of fill()."""
         self._buffers.reverse()
         buffer = self._buffers[0]
         rows = list(matchers)
@@ -75,8 +75,8 @@ class MaskFiller:
     ) -> dict[int, NDArray[np.uint32]]:
         """Returns the masks after each row's draft tokens, by plan row.
 
-        A row has masks up to its first draft token that the grammar does not allow. If the step's budget is used up, the other
-        draft tokens have no masks. The masks are valid as long as those of fill() for the same step.
+        The masks of a row end at its first draft token that the grammar does not allow. When the step's budget is used up, no
+        further masks are filled. The masks are valid as long as those of fill() for the same step.
 
         Returns:
             uint32[n, words] by plan row, with n at most the number of draft tokens.
@@ -109,15 +109,15 @@ class MaskFiller:
         buffer: NDArray[np.uint32],
         indices: list[int],
     ) -> float:
-        """Fills the masks of several matchers with threads. Returns the seconds that this took.
+        """Fills the masks of several matchers with threads. Returns the wall time in seconds.
 
-        If it fails, no mask is adopted. Each matcher then fills its own mask, which shows the faulty one.
+        If it fails, each matcher fills its own mask later, which fails only for the faulty matcher.
         """
         started = time.perf_counter()
         try:
             batch.batch_fill_next_token_bitmask([matcher.raw for matcher in matchers], buffer.view(np.int32), indices)
         except Exception:
-            logger.exception("filling a batch of masks failed; they are filled one by one")
+            logger.exception("could not fill a batch of grammar masks; they are filled one by one")
         else:
             for index, matcher in zip(indices, matchers, strict=True):
                 matcher.adopt(buffer[index])

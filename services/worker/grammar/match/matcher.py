@@ -1,7 +1,7 @@
 """The position of a request in its grammar, on top of xgrammar's matcher. Used only on the loop's thread.
 
-If a matcher costs more CPU time than its meter allows, or the library fails, it accepts no more tokens. Its request then ends,
-and `fault` has the reason. The trial before makes this rare. ForcedText converts text that a grammar determines into tokens.
+If a matcher exceeds the CPU time of its meter, or xgrammar fails, `fault` is set, it accepts no more tokens, and its request
+ends. This is rare, because each grammar has passed a trial. ForcedText tokenizes text that a grammar determines.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
-MIN_CHARS = 2  # a shorter text is nearly always one token, for which a jump does not pay
-TOO_SLOW = "the grammar has become too expensive: working out which tokens may come next takes too long"
+MIN_CHARS = 2  # shortest text for a jump; a shorter text is nearly always one token, which is sampled as fast
+TOO_SLOW = "the grammar has become too expensive: computing the allowed next tokens takes too long"
 BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
-MAX_UNSEEN = 256  # tokens that the cursor may lag behind; this limits the CPU time of catching up in one step
-MIN_FORCED = 2  # tokens of a jump, which costs an extend step; sampling a single token is as fast
+MAX_UNSEEN = 256  # tokens by which the cursor may lag; limits the CPU time of catching up in one step
+MIN_FORCED = 2  # fewest tokens of a jump: a jump costs an extend step, in which one token could be sampled as well
 logger = logging.getLogger(__name__)
 
 
@@ -40,9 +40,9 @@ class MatcherSetup:
 
     tokens: tuple[bytes, ...]  # bytes of each token
     num_words: int  # uint32 words of a mask
-    stop_mask: NDArray[np.uint32]  # the stop ids
-    last_word: np.uint32  # bits of a mask's last word that represent token ids
-    silent: frozenset[int]  # ids that no grammar allows: special tokens and padding, except stop ids
+    stop_mask: NDArray[np.uint32]  # mask that allows only the stop ids
+    last_word: np.uint32  # bits of a mask's last word that belong to token ids
+    silent: frozenset[int]  # ids without text, which no grammar allows: special tokens and padding, except stop ids
     forced: ForcedText | None  # tokenizes forced text, or None if jumps are disabled
 
     @classmethod
@@ -59,8 +59,7 @@ class MatcherSetup:
 class XgrammarMatcher:
     """Implements core.contracts.grammar.Matcher and fills masks.
 
-    on_overrun is called when the meter overruns. If it returns True, the meter is reset. If it returns False, the matcher has a
-    fault from then on.
+    on_overrun() is called when the meter overruns. If it returns True, the meter is reset. If it returns False, `fault` is set.
     """
 
     def __init__(self, compiled: Compiled, setup: MatcherSetup, meter: StepMeter, on_overrun: Callable[[], bool]) -> None:
@@ -71,17 +70,17 @@ class XgrammarMatcher:
         self._meter = meter
         self._on_overrun = on_overrun
         self._cursor = ByteCursor(compiled.by_bytes) if setup.forced is not None and compiled.by_bytes is not None else None
-        self._unseen: list[int] = []  # accepted tokens that the cursor has not followed yet
+        self._unseen: list[int] = []  # accepted tokens by which the cursor has not advanced yet
         self._mask = np.zeros((1, setup.num_words), np.uint32)
         self._row: NDArray[np.uint32] = self._mask[0]
         self._mask_is_current = False
-        self._terminated: bool | None = None  # as last computed, or None if a token was accepted since then
+        self._terminated: bool | None = None  # cached value of `terminated`; None if a token was accepted since
         self._fault = ""
         self._cost_s = 0.0
 
     @property
     def fault(self) -> str:
-        """The reason why the matcher accepts no more tokens; "" without a fault."""
+        """The reason why the matcher accepts no more tokens; "" if it works."""
         return self._fault
 
     @property
@@ -100,7 +99,7 @@ class XgrammarMatcher:
             return False
         started = time.thread_time()
         try:
-            accepted = self._takes(token)
+            accepted = self._advances(token)
         except Exception:
             self._break()
             return False
@@ -113,9 +112,9 @@ class XgrammarMatcher:
         return accepted
 
     def mask(self) -> NDArray[np.uint32]:
-        """Returns the tokens that may come next, uint32[words]. The mask is valid until the next accept().
+        """Returns the mask of the tokens that may come next, uint32[words]. It is valid until the next accept().
 
-        After the end it has the stop ids. If the library fails, it has all tokens, and any sampled token is refused.
+        After the end of the output, it allows the stop ids. If xgrammar fails, it allows all tokens, and accept() refuses each.
         """
         if not self._mask_is_current:
             started = time.thread_time()
@@ -127,23 +126,23 @@ class XgrammarMatcher:
         return self._row
 
     def look_ahead(self, tokens: Sequence[int], masks: NDArray[np.uint32], until: float) -> int:
-        """Fills the masks after each of the tokens, as if they came next. No token is accepted.
+        """Fills the masks of the positions after each draft token. The matcher's position does not change.
 
-        The CPU time is not charged to the request, because drafting is not its choice.
+        The CPU time is not charged to the request, because the client did not choose to draft.
 
         Args:
-            tokens: draft tokens.
-            masks: uint32[>= len(tokens), words], whose first rows are filled.
-            until: time.thread_time() at which the work stops.
+            tokens: draft tokens in order.
+            masks: uint32[>= len(tokens), words]; the first rows are filled.
+            until: value of time.thread_time() at which the work stops.
 
         Returns:
             The number of filled masks. It is smaller than the number of tokens if a token is not allowed or ends the output, or
-            the time is over.
+            if `until` has passed.
         """
         taken = filled = 0
         try:
             for token in tokens if not self._fault else ():
-                if time.thread_time() > until or not self._takes(token):
+                if time.thread_time() > until or not self._advances(token):
                     break
                 taken += 1
                 if self._matcher.is_terminated():
@@ -152,17 +151,17 @@ class XgrammarMatcher:
                 masks[filled, -1] &= self._setup.last_word
                 filled += 1
         except Exception:
-            logger.exception("looking ahead in a grammar has failed; later draft tokens are not verified")
-        self._take_back(taken)
+            logger.exception("could not fill the masks after draft tokens; the draft tokens are not verified")
+        self._roll_back(taken)
         return filled
 
-    def _takes(self, token: int) -> bool:
-        """Advances the library's matcher by a token. Returns False if the grammar does not allow it."""
+    def _advances(self, token: int) -> bool:
+        """Advances xgrammar's matcher by a token. Returns False if the grammar does not allow the token."""
         if not 0 <= token < len(self._setup.tokens) or token in self._setup.silent or self._matcher.is_terminated():
             return False
         return bool(self._matcher.accept_token(token))
 
-    def _take_back(self, count: int) -> None:
+    def _roll_back(self, count: int) -> None:
         if count:
             try:
                 self._matcher.rollback(count)
@@ -171,22 +170,22 @@ class XgrammarMatcher:
 
     @property
     def needs_fill(self) -> bool:
-        """Whether mask() would fill a mask, which a batch can do as well."""
+        """Whether the mask of the present position is not filled yet, so that a batch may fill it."""
         return not self._mask_is_current and not self._matcher.is_terminated()
 
     @property
     def raw(self) -> xgrammar.GrammarMatcher:
-        """xgrammar's matcher, for filling a batch of masks, which does not change it."""
+        """xgrammar's matcher, for filling a batch of masks. The caller must not change it."""
         return self._matcher
 
     def adopt(self, mask: NDArray[np.uint32]) -> None:
-        """Takes a mask that was filled in a batch for the present state."""
+        """Copies a mask that a batch has filled for the present position."""
         self._row[:] = mask
         self._row[-1] &= self._setup.last_word
         self._mask_is_current = True
 
     def take_cost(self) -> float:
-        """Returns the seconds of CPU time spent since the last call."""
+        """Returns the seconds of CPU time that were spent since the last call."""
         cost, self._cost_s = self._cost_s, 0.0
         return cost
 
@@ -224,7 +223,7 @@ class XgrammarMatcher:
             return b""
 
     def _catch_up(self) -> ByteCursor | None:
-        """Advances the cursor to the matcher's position and returns it. None without a cursor, or if it fails."""
+        """Advances the cursor to the matcher's position and returns it. Returns None if there is no cursor or it fails."""
         if self._cursor is not None:
             try:
                 self._cursor.advance(b"".join([self._setup.tokens[token] for token in self._unseen]))
@@ -234,16 +233,16 @@ class XgrammarMatcher:
         return self._cursor
 
     def _drop_cursor(self) -> None:
-        """Drops the cursor after its failure, in an exception handler. The request continues without jumps."""
-        logger.exception("the grammar over bytes has failed; the request continues without jumps")
+        """Drops the cursor, which has failed. Must be called in an exception handler. The request continues without jumps."""
+        logger.exception("the byte matcher has failed; the request continues without jumps")
         self._cursor = None
         self._unseen.clear()
 
     def _accept_forced(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Accepts forced tokens and returns the accepted ones.
 
-        The last token is taken back unless the output ends after it, because the tokenizer might merge it with the text that
-        follows. Fewer than MIN_FORCED tokens are all taken back.
+        The last token is not accepted unless the output ends after it, because the tokenizer might merge it with the following
+        text. If fewer than MIN_FORCED tokens remain, none of them is accepted.
         """
         taken = 0
         for token in tokens:
@@ -272,7 +271,7 @@ class XgrammarMatcher:
         self.charge(seconds)
 
     def _break(self) -> None:
-        """Sets the fault after an exception of the library, in its handler."""
+        """Sets the fault after an exception of xgrammar. Must be called in the exception handler."""
         logger.exception("a grammar's matcher has failed; its request ends")
         self._fault = self._fault or BROKEN
         self._terminated = False
@@ -293,9 +292,9 @@ class XgrammarMatcher:
 
 
 class ForcedText:
-    """Tokenizes forced text.
+    """Tokenizes text that a grammar determines.
 
-    If the tokenizer adds a space to the first word of a text, the text gets an anchor token before it, which is then removed.
+    If the tokenizer adds a space to the first word of a text, an anchor token is put before the text and removed from the result.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -304,7 +303,7 @@ class ForcedText:
         self._anchor = "" if tokenizer.anchor_id is None else tokenizer.decode([tokenizer.anchor_id], False)
 
     def tokens(self, data: bytes) -> list[int]:
-        """Returns the tokens of bytes that must come next, as if the text ended after them. Empty below MIN_CHARS characters."""
+        """Returns the tokens of bytes that must come next. Empty if the bytes have fewer than MIN_CHARS characters."""
         text = _whole_characters(data)
         if len(text) < MIN_CHARS:
             return []
@@ -317,7 +316,8 @@ class ForcedText:
 def _whole_characters(data: bytes) -> str:
     """Returns the text up to the first incomplete character.
 
-    The bytes may end inside a character. They may also begin inside one, if the last token ended there; the result is then "".
+    The bytes may end inside a character. If the last token ended inside a character, they also begin there; the result is then
+    "".
     """
     try:
         return data.decode()

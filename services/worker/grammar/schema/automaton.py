@@ -1,7 +1,7 @@
 """Deterministic automata over characters: intersections, complements and lengths of regular languages.
 
-A state is an index; state 0 is the start. A character without an edge leads nowhere, so the text is not in the language.
-Every construction is bounded by MAX_EXPLORED states and raises TooLarge above it.
+A state is an index; state 0 is the start. If a state has no edge for a character, the text is not in the language. A construction
+with more than MAX_EXPLORED states raises TooLarge.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from rootstock_llm.services.worker.grammar.schema.ebnf import Alternatives, Node, Ranges, Ref, Seq, choice, complement
 
-MAX_EXPLORED = 5_000  # states of one construction
-MAX_STATES = 1_000  # states that are written as rules; xgrammar takes about 3 ms for each, with 150,000 tokens
+MAX_EXPLORED = 5_000  # largest number of states during a construction
+MAX_STATES = 1_000  # largest number of states that become rules; xgrammar compiles each in about 3 ms for 150,000 tokens
 
-Span = tuple[int, int, int]  # first and last code point, target state
+Span = tuple[int, int, int]  # an edge: first and last code point, target state
 S = TypeVar("S", bound=Hashable)
 Step = Callable[[S], tuple[bool, Sequence[tuple[int, int, S]]]]
 
@@ -28,25 +28,25 @@ class TooLarge(ValueError):
 class Automaton:
     """A language: the texts that lead from state 0 to an accepting state."""
 
-    accepts: tuple[bool, ...]  # per state: the text may end here
-    spans: tuple[tuple[Span, ...], ...]  # per state: sorted and disjoint
+    accepts: tuple[bool, ...]  # per state: whether a text may end there
+    spans: tuple[tuple[Span, ...], ...]  # per state: its edges, sorted and disjoint
 
     @property
     def is_empty(self) -> bool:
-        """Whether no text is in the language. Valid for minimal automata, whose states all reach an end."""
+        """Whether the language has no text. Valid only for minimal automata, whose states all lead to an accepting state."""
         return not any(self.accepts)
 
     def loops_on_everything(self, state: int) -> bool:
-        """Whether every text from this state on is accepted."""
+        """Whether every continuation from this state is accepted."""
         targets = {target for _, _, target in self.spans[state]}
         covered = sum(high - low + 1 for low, high, _ in self.spans[state])
         return self.accepts[state] and targets == {state} and covered == _ALL_CHARS
 
     def lengths(self) -> tuple[int, int | None]:
-        """Returns the smallest and the largest number of characters of its texts.
+        """Returns the smallest and the largest number of characters of the language's texts.
 
         Returns:
-            None as the largest number if there is no limit. (0, 0) for a language without texts.
+            (smallest, largest). `largest` is None if it is unlimited. (0, 0) if the language has no text.
         """
         layer, shortest = {0}, 0
         while not any(self.accepts[state] for state in layer):
@@ -81,7 +81,7 @@ class Automaton:
 
 _ALL = complement(())
 _ALL_CHARS = sum(high - low + 1 for low, high in _ALL)
-END_ALONE = Automaton((True,), ((),))  # the empty text
+END_ALONE = Automaton((True,), ((),))  # the language that has only the empty text
 
 
 def explored(start: S, step: Step[S]) -> Automaton:
@@ -89,7 +89,7 @@ def explored(start: S, step: Step[S]) -> Automaton:
 
     Args:
         start: the first state, of any hashable type.
-        step: returns whether a state accepts, and its spans (first, last code point, next state), disjoint.
+        step: returns (whether the state accepts, its disjoint edges as (first code point, last code point, next state)).
     """
     numbers: dict[S, int] = {start: 0}
     waiting = [start]
@@ -111,7 +111,7 @@ def explored(start: S, step: Step[S]) -> Automaton:
 
 
 def intersection(left: Automaton, right: Automaton) -> Automaton:
-    """Returns the language of the texts that are in both."""
+    """Returns the language of the texts that are in both languages."""
 
     def step(pair: tuple[int, int]) -> tuple[bool, list[tuple[int, int, tuple[int, int]]]]:
         first, second = pair
@@ -127,7 +127,7 @@ def intersection(left: Automaton, right: Automaton) -> Automaton:
 
 
 def inverted(automaton: Automaton) -> Automaton:
-    """Returns the language of all other texts."""
+    """Returns the language of all texts that are not in this language."""
     sink = len(automaton.accepts)
     spans = []
     for edges in (*automaton.spans, ()):
@@ -140,7 +140,7 @@ def of_length(low: int, high: int | None) -> Automaton:
     """Returns the language of all texts with low to high characters. None means no upper limit."""
     last = low if high is None else high
     if last >= MAX_EXPLORED:
-        raise TooLarge(f"lengths above {MAX_EXPLORED}")
+        raise TooLarge(f"a length of {last} characters; the limit is {MAX_EXPLORED - 1}")
     spans = [tuple((a, b, state + 1) for a, b in _ALL) for state in range(last)]
     spans.append(tuple((a, b, last) for a, b in _ALL) if high is None else ())
     return Automaton(tuple(state >= low for state in range(last + 1)), tuple(spans))
@@ -163,9 +163,10 @@ def of_texts(texts: Iterable[str]) -> Automaton:
 
 
 def minimal(automaton: Automaton) -> Automaton:
-    """Returns the automaton of the same language that has the fewest states. Each state is reached and reaches an end.
+    """Returns the automaton of the same language with the fewest states. Each state is reachable and reaches an accepting state.
 
-    The partition into blocks is refined by signatures. A state gets a new signature only if one of its targets changes its block.
+    Partition refinement: states with equal edges into blocks stay in one block. A state is checked again only if a target of its
+    edges has moved to another block.
     """
     alive = _alive(automaton)
     spans = [tuple(span for span in edges if span[2] in alive) for edges in automaton.spans]
@@ -204,7 +205,7 @@ def minimal(automaton: Automaton) -> Automaton:
 
 
 def _merged(accepts: Sequence[bool], spans: Sequence[Sequence[Span]], block: Sequence[int]) -> Automaton:
-    """Returns the automaton with one state for each block that the start reaches."""
+    """Returns the automaton that has one state for each block that is reachable from the start."""
     numbers = {block[0]: 0}
     waiting = [0]
     found_accepts, found_spans = [], []
@@ -221,7 +222,7 @@ def _merged(accepts: Sequence[bool], spans: Sequence[Sequence[Span]], block: Seq
 
 
 def _alive(automaton: Automaton) -> set[int]:
-    """Returns the states from which an accepting state is reached, and the start."""
+    """Returns the states from which an accepting state is reachable, and the start."""
     before: list[list[int]] = [[] for _ in automaton.spans]
     for state, edges in enumerate(automaton.spans):
         for _, _, target in edges:
@@ -237,7 +238,7 @@ def _alive(automaton: Automaton) -> set[int]:
 
 
 def _joined(edges: Iterable[Span]) -> tuple[Span, ...]:
-    """Returns sorted, disjoint edges in which neighbours with the same target are one edge."""
+    """Merges adjacent edges with the same target. The edges must be sorted and disjoint."""
     joined: list[Span] = []
     for low, high, target in edges:
         if joined and joined[-1][1] + 1 == low and joined[-1][2] == target:
@@ -248,18 +249,18 @@ def _joined(edges: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def rules_of(automaton: Automaton, chars: Callable[[Ranges], Node], end: Node, prefix: str) -> dict[str, Node]:
-    """Writes an automaton as rules.
+    """Converts an automaton to rules.
 
     Args:
-        chars: makes the node of one character of these ranges.
-        end: the node for a position where a text may end.
-        prefix: begins the name of each rule. The start rule has the prefix as its name.
+        chars: returns the node that matches one character of the ranges.
+        end: node that is matched at the end of a text.
+        prefix: name of the start rule, and beginning of the other rules' names.
 
     Raises:
-        TooLarge: it has more than MAX_STATES states.
+        TooLarge: the automaton has more than MAX_STATES states.
     """
     if len(automaton.accepts) > MAX_STATES:
-        raise TooLarge(f"{len(automaton.accepts)} states, {MAX_STATES} are supported")
+        raise TooLarge(f"{len(automaton.accepts)} states; the limit is {MAX_STATES}")
     entries = [0] * len(automaton.accepts)
     for edges in automaton.spans:
         for target in {target for _, _, target in edges}:
@@ -269,7 +270,7 @@ def rules_of(automaton: Automaton, chars: Callable[[Ranges], Node], end: Node, p
     rules: dict[str, Node] = {}
     for state in range(len(automaton.accepts)):
         if state and runs_on[state]:
-            continue  # the rule before contains it
+            continue  # the rule of the only state before it contains it
         options = [end] if automaton.accepts[state] else []
         for target, ranges in onward[state].items():
             items = [chars(ranges)]

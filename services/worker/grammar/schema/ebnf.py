@@ -15,7 +15,7 @@ SURROGATES = (0xD800, 0xDFFF)
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """A character of some ranges of code points. Without ranges it matches nothing."""
+    """Matches one character of the ranges. If there are no ranges, it matches no text."""
 
     ranges: Ranges  # inclusive, sorted, without surrogates
 
@@ -34,7 +34,7 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """A choice between options. There is at least one."""
+    """A choice between one or more options."""
 
     options: tuple[Node, ...]
 
@@ -45,7 +45,7 @@ class Repeat:
 
     item: Node
     low: int
-    high: int | None  # largest count, or None for no limit
+    high: int | None  # largest number of repetitions; None: unlimited
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Grammar:
     """Rules by name. A match begins with the rule `root`."""
 
     rules: dict[str, Node] = field(default_factory=dict)
-    imported: dict[str, str] = field(default_factory=dict)  # rules as EBNF text, each of which matches a finite text
+    imported: dict[str, str] = field(default_factory=dict)  # further rules as EBNF text; each matches at least one finite text
 
     def render(self) -> str:
         lines = [f"{name} ::= {_render(node)}" for name, node in self.rules.items()]
@@ -69,7 +69,7 @@ class Grammar:
         return "\n".join(lines) + "\n"
 
     def can_end(self) -> bool:
-        """Returns whether the root rule matches a finite text. An endless recursion does not."""
+        """Returns whether the root rule matches any finite text. A rule that always refers to itself does not."""
         users: dict[str, list[str]] = {}
         for name, node in self.rules.items():
             for used in references(node):
@@ -109,7 +109,7 @@ def choice(options: Iterable[Node]) -> Node:
 
 
 def chars(*ranges: tuple[int, int]) -> Chars:
-    """Returns the characters of any ranges: sorted, joined and without surrogates."""
+    """Returns the node of one character of the ranges, which are sorted and merged; surrogates are removed."""
     return Chars(normalized(ranges))
 
 
@@ -126,7 +126,7 @@ def normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Returns all other code points except surrogates."""
+    """Returns all code points outside of the ranges, except surrogates."""
     gaps, start = [], 0
     for a, b in normalized(ranges):
         gaps.append((start, a - 1))
@@ -170,7 +170,7 @@ def _render(node: Node) -> str:
         case Seq(items):
             return " ".join(_atom(item) for item in items) or '""'
         case Alternatives(options):
-            assert options, "a choice of nothing cannot be written"
+            assert options, "a choice has at least one option"
             return " | ".join(_atom(option) for option in options)
         case Repeat(item, low, high):
             return _atom(item) + _count(low, high)
@@ -189,9 +189,9 @@ def _count(low: int, high: int | None) -> str:
 
 
 def _escape(code: int) -> str:
-    """Returns letters, digits and blanks unchanged, and other characters as escapes.
+    """Returns ASCII letters, digits and blanks unchanged, and other characters as escapes.
 
-    An escape has four or eight digits, because xgrammar may read more than two digits after a short escape.
+    An escape has four or eight digits, because xgrammar may read further digits after a two-digit escape as a part of it.
     """
     char = chr(code)
     if code < 0x80 and (char.isalnum() or char == " "):

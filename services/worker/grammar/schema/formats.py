@@ -1,6 +1,7 @@
-"""String formats as patterns. Each text that a pattern matches has the format, but not every text of the format matches.
+"""String formats of JSON Schema as patterns.
 
-Host names are an exception: a label may exceed 63 characters, because counting costs a state per character.
+A pattern matches only valid texts of its format, but not all valid texts. Host names are an exception: the pattern also matches
+labels with more than 63 characters, because counting characters costs a state per character.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _DOMAIN = rf"(?:{_LABEL}\.)+[A-Za-z]{{2,}}"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _ANY_NAME = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 _ANY_PART = rf"(?:{_ANY_NAME}|[/?])*"
-# The last label of a host begins with a letter, because parsers of URLs would read a number as an address.
+# The last label of a host begins with a letter, because URL parsers read a host that ends with a number as an IPv4 address.
 _URI_HOST = rf"(?:(?:{_LABEL}\.)*[A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)*|{_IPV4})(?::[1-9]\d{{0,3}})?"
 _URI = rf"^[a-z][a-z0-9+-]{{0,15}}://{_URI_HOST}(?:/{_ANY_NAME}*)*(?:\?{_ANY_PART})?(?:#{_ANY_PART})?$"
 
@@ -57,7 +58,7 @@ PATTERNS: Mapping[str, str] = {
     "ipv6": f"^(?:{_IPV6})$",
     "uuid": r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
     "uri": _URI,
-    # Formats of pydantic and zod, which validators of JSON Schema do not know.
+    # Formats of pydantic and zod, which are not in JSON Schema.
     **{f"uuid{version}": f"^{_uuid(str(version))}$" for version in (1, 3, 4, 5, 6, 7, 8)},
     "ipvanyaddress": f"^(?:{_IPV4}|{_IPV6})$",
     "ipv4interface": f"^{_IPV4}(?:{_LENGTH_4})?$",
@@ -73,7 +74,8 @@ PATTERNS: Mapping[str, str] = {
     "multi-host-uri": _URI,
     **dict.fromkeys(("path", "file-path", "directory-path"), r"^[^\x00-\x1f\x7f]+$"),
 }
-# Wider patterns of JSON Schema's formats, for schemas that also have a pattern, which then narrows the format.
+# Less strict patterns of JSON Schema's formats. They are used if a schema also has a `pattern`, so that texts which satisfy both
+# the format and that pattern are not excluded.
 BESIDE_PATTERN: Mapping[str, str] = {
     "date": f"^{_ANY_DATE}$",
     "time": rf"^{_CLOCK}(?:\.\d+)?{_OFFSET}$",
@@ -86,5 +88,5 @@ BESIDE_PATTERN: Mapping[str, str] = {
     "uuid": r"^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
     "uri": _URI,
 }
-# Formats that limit no text: raw bytes, and input that is displayed as dots.
+# Formats that allow every text: raw bytes, and passwords.
 ANY_TEXT = frozenset({"binary", "password"})

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
-MAX_DEPTH = 64  # nested arrays and objects; a recursion over them needs a small part of Python's stack
+MAX_DEPTH = 64  # nested arrays and objects; recursive functions over them stay far below Python's recursion limit
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
 def parse_json(source: str, what: str) -> Any:
-    """Parses a document. Raises GrammarRefused, whose message begins with `what`."""
+    """Parses a document. Raises GrammarRefused if it is not JSON or nested too deep; the message begins with `what`."""
     if depth_of(source) > MAX_DEPTH:
         raise GrammarRefused(f"{what}: nested more than {MAX_DEPTH} levels deep")
     try:
@@ -36,4 +36,4 @@ def depth_of(source: str) -> int:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")

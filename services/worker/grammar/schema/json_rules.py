@@ -1,8 +1,8 @@
 """The rules of JSON itself: values, strings, numbers, whitespace.
 
-The output is readable for every parser: strings are UTF-8 without unpaired surrogates, and control characters are escaped.
-Whitespace between tokens is empty, one blank, or a line break with an indentation. People and models write it so, and it is
-bounded.
+Every JSON parser can read the output: strings are UTF-8 without unpaired surrogates, and control characters are escaped.
+Whitespace between tokens is empty, one blank, or a line break with an indentation. These are the usual forms, and their length is
+limited, so that a model cannot generate whitespace forever.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rootstock_llm.services.worker.grammar.schema.ebnf import (
 )
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
-MAX_INDENT = 16  # blanks or tabs after a line break
-MAX_SPELLED = 16  # minimum length up to which each character of a string gets a rule
+MAX_INDENT = 16  # largest number of blanks or tabs after a line break
+MAX_SPELLED = 16  # up to this minimum length, each required character of a string gets a rule that also allows escapes
 ESCAPED: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 SAFE = Chars(complement(ESCAPED))  # characters that need no escape in a JSON string
 _HEX = Chars(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
@@ -47,15 +47,15 @@ QUOTE = Text('"')
 
 
 def base_rules() -> dict[str, Node]:
-    """Returns new rules of any JSON value.
+    """Returns the rules of any JSON value, in a new dict.
 
-    The rule `text` is the rest of a string after its first quote. It is a recursion, because masks of a repetition take 300 times
-    as long (100 ms instead of 0.3 ms for 150,000 tokens, xgrammar 0.2.8).
+    The rule `text` is the rest of a string after its opening quote. It is recursive instead of a repetition, whose masks take 300
+    times as long (100 ms instead of 0.3 ms for 150,000 tokens, xgrammar 0.2.8).
     """
     digits = Repeat(Chars(((0x30, 0x39),)), 1, None)
     natural = Alternatives((Text("0"), Seq((Chars(((0x31, 0x39),)), Repeat(Chars(((0x30, 0x39),)), 0, None)))))
     minus = Repeat(Text("-"), 0, 1)
-    power = Repeat(Chars(((0x30, 0x39),)), 1, 2)  # a double is infinite with an exponent above 308
+    power = Repeat(Chars(((0x30, 0x39),)), 1, 2)  # at most two digits, because a double overflows to infinity above 1e308
     exponent = Seq((Chars(((0x45, 0x45), (0x65, 0x65))), Repeat(Chars(((0x2B, 0x2B), (0x2D, 0x2D))), 0, 1), power))
     pair = Seq((STRING, WS, Text(":"), WS, VALUE))
     return {
@@ -73,7 +73,7 @@ def base_rules() -> dict[str, Node]:
 
 
 def finished(rules: dict[str, Node], imported: dict[str, str], root: Node) -> Grammar:
-    """Returns a grammar with `root`, the given rules and the base rules, without rules that the root does not reach."""
+    """Returns a grammar of `root`, the given rules and the base rules, without the rules that are not reachable from the root."""
     every = {**base_rules(), **rules, "root": root}
     reached: dict[str, Node] = {}
     waiting = ["root"]
@@ -88,12 +88,12 @@ def finished(rules: dict[str, Node], imported: dict[str, str], root: Node) -> Gr
 def string_of(low: int, high: int | None, define: Callable[[Node], Ref]) -> Node:
     """Returns a JSON string of low to high characters.
 
-    If `high` is set or `low` exceeds MAX_SPELLED, the string has no escapes, because masks that count characters of two spellings
-    are slow.
+    If `high` is set or `low` exceeds MAX_SPELLED, the string has no escapes, because masks are slow if each counted character has
+    two spellings.
 
     Args:
-        high: largest number of characters, or None for no limit.
-        define: makes a rule of a node.
+        high: largest number of characters; None: unlimited.
+        define: turns a node into a rule and returns a reference to it.
     """
     if high is not None or low > MAX_SPELLED:
         return Seq((QUOTE, Repeat(SAFE, low, high), QUOTE))
@@ -104,10 +104,10 @@ def string_of(low: int, high: int | None, define: Callable[[Node], Ref]) -> Node
 
 
 def literal(value: Any, where: str) -> Text:
-    """Returns the only spelling of a constant, without blanks. Raises GrammarRefused for an unpaired surrogate."""
+    """Returns the one spelling of a constant that the output may have, without blanks. Raises GrammarRefused."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
-        raise GrammarRefused(f"{where}: half of a surrogate pair")
+        raise GrammarRefused(f"{where}: has an unpaired surrogate")
     return Text(text)
 
 
@@ -116,7 +116,7 @@ def _short_escapes() -> Chars:
 
 
 def _unicode_escape() -> Node:
-    """Returns the four digits after `\\u`. A high surrogate is followed by the escape of its low surrogate."""
+    """Returns the four digits after `\\u`. After a high surrogate, the escape of a low surrogate must follow."""
     first = Chars(((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)))
     d = Chars(((0x44, 0x44), (0x64, 0x64)))
     high = Chars(((0x38, 0x39), (0x41, 0x42), (0x61, 0x62)))

@@ -1,7 +1,7 @@
 """Rules for numbers within bounds and for multiples.
 
-Bounds use the rules of xgrammar's own schema converter, as text. Multiples within bounds, and multiples of fractions, use an
-automaton of ours. Its state has the remainder of the digits so far and their comparison with both bounds.
+Numbers within bounds, and integer multiples without bounds, use the rules of xgrammar's schema converter, as EBNF text. Other
+multiples use an automaton. Its state has the remainder of the digits so far and their comparison with both bounds.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import Schema, 
 
 _RULE = re.compile(r"^(root\w*) ::= (.*)$", re.MULTILINE)
 _NAME = re.compile(r"\broot\w*\b")
-MAX_MULTIPLE = 1000  # largest divisor that xgrammar's converter gets
+MAX_MULTIPLE = 1000  # largest divisor that is passed to xgrammar's converter
 INT64 = 1 << 63
-MAX_SCALED = 10**15 - 1  # largest multiple without its decimal point; a double holds binary fractions of 15 digits exactly
+MAX_SCALED = 10**15 - 1  # largest multiple if the decimal point is removed; a double represents all of them exactly
 _DIGIT = ord("0")
-Digits = TypeVar("Digits", int, str)  # a number of digits, or one digit
+Digits = TypeVar("Digits", int, str)  # a number of digits (int), or one digit (str)
 
 
 def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | int]:
-    """Returns the schema's bounds for the converter: at most one at each end, and whole numbers for integers.
+    """Returns the schema's bounds for the converter: at most one lower and one upper bound; for integers, whole numbers.
 
     Returns:
-        {} without bounds.
+        The bounds by keyword; {} if the schema has none.
 
     Raises:
         GrammarRefused: a bound of an integer is outside of 64 bits.
@@ -49,12 +49,12 @@ def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | 
         if kind == "integer":
             found[name] = found.pop(key)
             if abs(found[name]) >= INT64:
-                raise refuse(child(path, key), "outside 64 bits")
+                raise refuse(child(path, key), "must fit into 64 bits")
     return found
 
 
 def import_rules(keywords: dict[str, float | int], kind: str, prefix: str, path: str) -> dict[str, str]:
-    """Returns the converter's EBNF rules by name. The number begins with the rule `prefix`. Raises GrammarRefused."""
+    """Returns the converter's EBNF rules by name. `prefix` is the name of the start rule. Raises GrammarRefused."""
     schema = json.dumps({"type": kind, **keywords})
     try:
         text = str(xgrammar.Grammar.from_json_schema(schema))
@@ -62,13 +62,13 @@ def import_rules(keywords: dict[str, float | int], kind: str, prefix: str, path:
         raise refuse(path, str(error).split(": ", 1)[-1]) from None
     rules = dict(_RULE.findall(text))
     if not rules:
-        raise GrammarRefused(f"json_schema: {path}: these bounds give no grammar")
+        raise GrammarRefused(f"json_schema: {path}: no number is within these bounds")
     renamed = {name: _NAME.sub(lambda found: prefix + found[0][4:], body) for name, body in rules.items()}
     return {prefix + name[4:]: body for name, body in renamed.items()}
 
 
 def _bound(schema: Schema, name: str, tighter: Any, path: str) -> tuple[float | int, bool] | None:
-    """Returns the tighter one of a bound and its exclusive form, and whether it is exclusive. None without a bound."""
+    """Returns (tighter value of the bound and its exclusive form, whether it is exclusive), or None if there is no bound."""
     plain = number(schema, name, path)
     strict = number(schema, f"exclusive{name.title()}", path)
     if plain is None or strict is None:
@@ -84,7 +84,7 @@ def _whole(value: float | int, name: str, strict: bool) -> int:
 
 
 def whole_multiple(schema: Schema, kind: str, path: str) -> int | None:
-    """Returns the divisor if the schema limits integers only to multiples of a small whole number. Otherwise None."""
+    """Returns the divisor of an integer schema without bounds if it is a whole number up to MAX_MULTIPLE, otherwise None."""
     value = number(schema, "multipleOf", path)
     is_bounded = any(key in schema for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
     if value is None or kind != "integer" or is_bounded or value != int(value) or not 1 <= value <= MAX_MULTIPLE:
@@ -93,7 +93,7 @@ def whole_multiple(schema: Schema, kind: str, path: str) -> int | None:
 
 
 def multiples(schema: Schema, kind: str, prefix: str, path: str) -> dict[str, Node]:
-    """Returns the rules of the multiples within the bounds. The number begins with the rule `prefix`. Raises GrammarRefused."""
+    """Returns the rules of the multiples within the bounds. `prefix` is the name of the start rule. Raises GrammarRefused."""
     where = child(path, "multipleOf")
     value = number(schema, "multipleOf", path)
     if value is None or value <= 0:
@@ -101,28 +101,28 @@ def multiples(schema: Schema, kind: str, prefix: str, path: str) -> dict[str, No
     divisor = Fraction(str(value))
     decimals = 0 if kind == "integer" else divisor.denominator.bit_length() - 1
     if kind == "number" and divisor.denominator != 1 << decimals:
-        raise refuse(where, f"{value} has no exact binary fraction, so validators differ about its multiples")
+        raise refuse(where, f"{value} is not an exact binary fraction, so validators disagree about its multiples")
     scale = 10**decimals
     step = divisor.numerator if kind == "integer" else int(divisor * scale)
     low = _scaled(_bound(schema, "minimum", max, path), scale, 1, -MAX_SCALED)
     high = _scaled(_bound(schema, "maximum", min, path), scale, -1, MAX_SCALED)
     low, high = max(low, -MAX_SCALED), min(high, MAX_SCALED)
     if -(-low // step) * step > high:
-        raise refuse(path, "no multiple is within the bounds and 15 digits")
+        raise refuse(path, "no multiple with at most 15 digits is within the bounds")
     try:
         sides = (_Side.of(max(low, 0), high, decimals), _Side.of(max(-high, 1), -low, decimals))
         found = explored(_Number(), lambda number: _step(number, sides, step, decimals))
         return rules_of(found, Chars, Text(""), prefix)
     except TooLarge as error:
-        raise refuse(where, f"too large, together with the bounds: {error}") from None
+        raise refuse(where, f"multipleOf and the bounds need too many states: {error}") from None
 
 
 def _scaled(bound: tuple[float | int, bool] | None, scale: int, inwards: int, default: int) -> int:
-    """Returns the outermost whole number within a bound that is multiplied by `scale`.
+    """Multiplies a bound by `scale` and rounds it to the nearest whole number that is within the bound.
 
     Args:
-        inwards: 1 for a lower bound, -1 for an upper one.
-        default: the result without a bound.
+        inwards: 1 for a lower bound, -1 for an upper bound.
+        default: result if there is no bound.
     """
     if bound is None:
         return default
@@ -134,7 +134,7 @@ def _scaled(bound: tuple[float | int, bool] | None, scale: int, inwards: int, de
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The range of magnitudes of the numbers with one sign."""
+    """The bounds of the absolute value for one sign."""
 
     low: tuple[str, str]  # digits before and after the decimal point
     high: tuple[str, str]
@@ -151,16 +151,16 @@ def _parts(magnitude: int, decimals: int) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """The state of the automaton after the digits so far."""
+    """The state of the automaton: what the characters so far determine."""
 
     side: int = 0  # 0 positive, 1 negative
-    begun: bool = False  # a sign or a digit was written
-    digits: int = 0  # before the decimal point
-    places: int = -1  # digits after the decimal point; -1 before it
-    remainder: int = 0
-    low: int = 0  # -1, 0 or 1: the digits are below, equal to or above those of the lower bound
-    high: int = 0  # the same for the upper bound
-    is_zero: bool = False  # the digit before the decimal point is 0
+    begun: bool = False  # whether a sign or a digit was written
+    digits: int = 0  # number of digits before the decimal point
+    places: int = -1  # number of digits after the decimal point; -1 if it was not written yet
+    remainder: int = 0  # remainder of all digits so far, divided by the step
+    low: int = 0  # -1, 0 or 1: the digits so far are below, equal to or above those of the lower bound
+    high: int = 0  # the same comparison with the upper bound
+    is_zero: bool = False  # whether the part before the decimal point is 0
 
 
 def _step(
@@ -200,7 +200,7 @@ def _with_digit(number: _Number, digit: str, side: _Side, step: int, decimals: i
 
 
 def _settled(number: _Number, side: _Side) -> _Number:
-    """Returns the state at the decimal point, with the comparisons completed: a number with more digits is larger."""
+    """Returns the state at the decimal point. It corrects both comparisons, because a number with more digits is larger."""
     low = _sign(number.digits, len(side.low[0])) or number.low
     high = _sign(number.digits, len(side.high[0])) or number.high
     return replace(number, places=0, digits=0, low=low, high=high, is_zero=False)

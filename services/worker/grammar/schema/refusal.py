@@ -1,20 +1,20 @@
-"""The refusal of a grammar, with a reason of one line for the client."""
+"""The exception for a refused grammar, with a reason of one line for the client."""
 
 from __future__ import annotations
 
-MAX_REASON_CHARS = 400
+MAX_REASON_CHARS = 400  # longer reasons are cut
 
 
 class GrammarRefused(ValueError):
     """The grammar is malformed, unsupported or too expensive. The message is one line without a stack trace."""
 
     def __init__(self, reason: str, path: str = "", why: str = "", part: int | None = None) -> None:
-        """Makes the refusal.
+        """Builds the message.
 
         Args:
-            path: JSON pointer of the refused keyword of a schema, or "" if no keyword is the cause.
+            path: JSON pointer of the refused keyword of a schema, or "" if no keyword is refused.
             why: the reason without the pointer.
-            part: index of the refused part of a structural tag, or None for the whole grammar.
+            part: index of the refused part of a structural tag, or None if the whole grammar is refused.
         """
         super().__init__(one_line(reason))
         self.path = path

@@ -1,10 +1,8 @@
-"""Rules for regular expressions, for a whole output and for a JSON string, in which characters may need an escape.
+"""Rules for regular expressions, either for a whole output or for a JSON string, in which some characters must be escaped.
 
-A pattern without lookaheads is translated directly. A pattern with lookaheads or with further limits becomes an automaton first,
-whose states become rules.
-
-The automaton is built from threads. A thread is a position in the pattern with the lookaheads that the rest of the text must
-still satisfy. A lookahead is an automaton of its own, for its body followed by any text.
+A pattern without lookaheads and length limits is translated directly. Other patterns become an automaton, whose states become
+rules. A state of the automaton is a set of threads. A thread is a position in the pattern, with the lookaheads that the rest of
+the text must still satisfy. Each lookahead is a separate automaton, for the lookahead's body followed by any text.
 """
 
 from __future__ import annotations
@@ -44,18 +42,18 @@ from rootstock_llm.services.worker.grammar.schema.regex_syntax import (
     parse,
 )
 
-COUNTED_CHARS = 16  # characters of a repeated group; a longer group becomes a rule, which is compiled only once
+COUNTED_CHARS = 16  # a repeated group with more characters becomes a rule, so that it is compiled only once
 
 _ANY = Times(Class(complement(()), complement(())), 0, None)  # any text
 _FILLER = Times(Class(SAFE.ranges, SAFE.ranges), 0, None)  # any text without escapes
 Define = Callable[[Node], Ref]
-Pending = frozenset[tuple[int, int]]  # lookaheads by number, each with its state
-Threads = frozenset[tuple[int, Pending]]
+Pending = frozenset[tuple[int, int]]  # unsatisfied lookaheads as (index of the lookahead's automaton, its state)
+Threads = frozenset[tuple[int, Pending]]  # (position, unsatisfied lookaheads)
 _Known = dict[tuple[Tree, bool, bool, bool], Automaton]  # by body, negative, wide, at_start
 
 
 def regex_ebnf(pattern: str) -> str:
-    """Returns the EBNF of a pattern that the whole output must match, with or without `^` and `$`. Raises GrammarRefused."""
+    """Returns the EBNF of a pattern that the whole output must match, even without `^` and `$`. Raises GrammarRefused."""
     tree = parse(pattern)
     branches = [branch for branch, _, _ in _branches(tree)]
     if not any(map(_looks, branches)):
@@ -71,15 +69,15 @@ def regex_ebnf(pattern: str) -> str:
 class StringLimits:
     """The limits that the text of a JSON string must satisfy together."""
 
-    patterns: tuple[str, ...]  # each must match somewhere in the text
+    patterns: tuple[str, ...]  # each pattern must match somewhere in the text
     low: int = 0  # smallest number of characters
-    high: int | None = None  # most characters, or None for no end
+    high: int | None = None  # largest number of characters; None: unlimited
 
     def as_it_stands(self, define: Define) -> Node | None:
-        """Returns the direct translation of the pattern.
+        """Returns the direct translation of the only pattern.
 
         Returns:
-            None if there are several patterns, the pattern has lookaheads, or the length limits exclude some of its texts.
+            None if there are several patterns, the pattern has lookaheads, or the length limits exclude some texts that match.
 
         Raises:
             GrammarRefused: the pattern is malformed or not supported.
@@ -95,7 +93,7 @@ class StringLimits:
         return _found_lengths(parse(self.patterns[0]))[1] is not None
 
     def automaton(self) -> Automaton:
-        """Returns the automaton of all texts within the limits. Raises GrammarRefused and TooLarge."""
+        """Returns the automaton of all texts that satisfy the limits. Raises GrammarRefused and TooLarge."""
         low, high = self.low, self.high
         found: Automaton | None = None
         for pattern in self.patterns:
@@ -111,12 +109,12 @@ class StringLimits:
 
 
 def _without_length(tree: Tree) -> tuple[Tree, int, int | None]:
-    """Removes a leading lookahead for the length of the whole text, such as `^(?=.{1,253}$)`.
+    """Removes a leading lookahead that limits the length of the whole text, such as `^(?=.{1,253}$)`.
 
-    Counting characters as a part of the automaton would multiply its states.
+    If the lookahead stayed, its count would multiply the states of the automaton.
 
     Returns:
-        The pattern without the lookahead, and the smallest and largest number of characters. They are 0 and None without one.
+        (pattern without the lookahead, smallest number of characters, largest number). Without such a lookahead, 0 and None.
     """
     if not isinstance(tree, Sequence) or tree.items[:1] != (START,) or len(tree.items) < 2:
         return tree, 0, None
@@ -143,14 +141,14 @@ def _string_with(tree: Tree, define: Define) -> Node | None:
 
 
 def _found_lengths(tree: Tree) -> tuple[int, int | None]:
-    """Returns the smallest and largest number of characters of texts in which the pattern matches. None means no limit."""
+    """Returns the smallest and largest number of characters of texts in which the pattern matches. None means unlimited."""
     found = [(_lengths(branch), starts and ends) for branch, starts, ends in _branches(tree)]
     highs = [high if bounded else None for (_, high), bounded in found]
     return min(low for (low, _), _ in found), None if None in highs else max(high or 0 for high in highs)
 
 
 def _branches(tree: Tree) -> list[tuple[Tree, bool, bool]]:
-    """Returns the alternatives of the whole pattern without `^` and `$` at their ends, and whether they had these."""
+    """Returns the pattern's alternatives as (alternative without `^` and `$`, whether it had `^`, whether it had `$`)."""
     found: list[tuple[Tree, bool, bool]] = []
     for branch in tree.options if isinstance(tree, Choice) else (tree,):
         items = branch.items if isinstance(branch, Sequence) else (branch,)
@@ -160,10 +158,10 @@ def _branches(tree: Tree) -> list[tuple[Tree, bool, bool]]:
 
 
 def string_of(found: Automaton, prefix: str) -> dict[str, Node]:
-    """Returns the rules of JSON strings with an automaton's texts.
+    """Returns the rules of the JSON strings whose text the automaton accepts.
 
     Args:
-        prefix: the name of the start rule, which follows the opening quote.
+        prefix: name of the start rule, which begins after the opening quote.
 
     Raises:
         GrammarRefused: the automaton accepts no text.
@@ -174,7 +172,7 @@ def string_of(found: Automaton, prefix: str) -> dict[str, Node]:
 
 def _not_empty(found: Automaton) -> Automaton:
     if found.is_empty:
-        raise GrammarRefused("pattern: no text satisfies it, together with the other limits")
+        raise GrammarRefused("pattern: no text satisfies the pattern and the other limits of the string")
     return found
 
 
@@ -182,7 +180,7 @@ def _json_chars(ranges: Ranges, vague: bool) -> Node:
     """Returns the node of one character in a JSON string. Each character has one spelling.
 
     Args:
-        vague: whether characters that need an escape are left out.
+        vague: whether characters that need an escape are omitted.
     """
     plain = intersection(ranges, SAFE.ranges)
     options: list[Node] = [Chars(plain)] if plain else []
@@ -190,14 +188,14 @@ def _json_chars(ranges: Ranges, vague: bool) -> Node:
         codes = [code for low, high in intersection(ranges, ESCAPED) for code in range(low, high + 1)]
         options += [Text(json.dumps(chr(code))[1:-1]) for code in codes]
     if not options:
-        raise GrammarRefused("pattern: a character class without any character that JSON text can show")
+        raise GrammarRefused("pattern: a character class has no character that is possible in a JSON string")
     return choice(options)
 
 
 def _raw_chars(ranges: Ranges, vague: bool) -> Node:
     """Returns the node of one character of plain text."""
     if not ranges:
-        raise GrammarRefused("pattern: a character class without characters")
+        raise GrammarRefused("pattern: a character class has no characters")
     return Chars(ranges)
 
 
@@ -215,7 +213,7 @@ def _node(tree: Tree, chars: Callable[[Ranges, bool], Node], define: Define | No
             is_long = (_lengths(item)[1] or 0) > COUNTED_CHARS
             counted = high is not None and high > 1
             return Repeat(define(node) if define is not None and is_long and counted else node, low, high)
-    raise AssertionError("anchors and lookaheads have become an automaton")
+    raise AssertionError("a tree with anchors or lookaheads is not translated directly")
 
 
 def _looks(tree: Tree) -> bool:
@@ -231,7 +229,7 @@ def _looks(tree: Tree) -> bool:
 
 
 def _lengths(tree: Tree) -> tuple[int, int | None]:
-    """Returns the smallest and largest number of characters that the tree matches. None means no limit."""
+    """Returns the smallest and largest number of characters that the tree matches. None means unlimited."""
     match tree:
         case Class():
             return 1, 1
@@ -253,12 +251,14 @@ def _lengths(tree: Tree) -> tuple[int, int | None]:
 class _Threads:
     """A pattern's positions and the moves between them. Position 0 is the start, position 1 the end of the pattern."""
 
-    wide: bool  # classes have the members of all dialects, as inside a negative lookahead
-    plain_text: bool  # if False, a vague class has no characters that JSON escapes
-    known: _Known  # automata of lookaheads, shared with nested patterns; without it, each nesting doubles the work
-    silent: list[list[tuple[int, tuple[int, int] | None]]] = field(default_factory=lambda: [[], []])  # target, condition
-    reads: list[tuple[Ranges, int] | None] = field(default_factory=lambda: [None, None])  # ranges of a character, target
-    looks: list[Automaton] = field(default_factory=lambda: [automaton.END_ALONE])  # automata of lookaheads by number
+    wide: bool  # whether classes have the members of all dialects, as inside a negative lookahead
+    plain_text: bool  # whether the text is plain; in a JSON string, a vague class has no characters that need an escape
+    known: _Known  # cached automata of lookaheads, shared with nested patterns; without it, each nesting doubles the work
+    # Per position: moves that read no character, as (target, condition). A condition is a pair of indices into `looks`: for the
+    # start of the text and for other positions. (-1, -1) allows the move only at the start of the text.
+    silent: list[list[tuple[int, tuple[int, int] | None]]] = field(default_factory=lambda: [[], []])
+    reads: list[tuple[Ranges, int] | None] = field(default_factory=lambda: [None, None])  # per position: (character, target)
+    looks: list[Automaton] = field(default_factory=lambda: [automaton.END_ALONE])  # automata of lookaheads; 0 is the end of text
 
     def position(self) -> int:
         if len(self.reads) >= MAX_EXPLORED:
@@ -268,7 +268,7 @@ class _Threads:
         return len(self.reads) - 1
 
     def lay(self, tree: Tree, first: int, last: int) -> None:
-        """Adds the moves of a part between two positions."""
+        """Adds the moves of a part of the pattern between two positions."""
         match tree:
             case Class(ranges, wide, vague):
                 sure = ranges if self.plain_text or not vague else intersection(ranges, SAFE.ranges)
@@ -314,7 +314,7 @@ class _Threads:
         self.silent[first].append((last, None))
 
     def _look(self, body: Tree, negative: bool) -> tuple[int, int]:
-        """Returns the numbers of the lookahead's automata: for the start of the text, and for other positions."""
+        """Returns the indices of the lookahead's automata: for the start of the text, and for other positions."""
         wide = self.wide != negative
         numbers = []
         for at_start in (True, False):
@@ -329,8 +329,8 @@ class _Threads:
     def closure(self, threads: Iterable[tuple[int, Pending]], at_start: bool) -> Threads:
         """Returns the threads that the given threads reach without reading a character.
 
-        A result is at the end of the pattern or reads a character next. A thread is left out if another one at the same position
-        has only a part of its pending lookaheads.
+        Each returned thread is at the end of the pattern or reads a character next. A thread is omitted if another thread at the
+        same position has a subset of its pending lookaheads, because that thread accepts at least as many texts.
         """
         waiting = list(threads)
         seen = set(waiting)
@@ -351,7 +351,7 @@ class _Threads:
         return frozenset((position, pending) for position, all_of in easiest.items() for pending in all_of)
 
     def _with(self, pending: Pending, condition: tuple[int, int] | None, at_start: bool) -> Pending | None:
-        """Returns the pending lookaheads after a move, or None if the move is not possible here."""
+        """Returns the pending lookaheads after a move, or None if the condition forbids the move."""
         if condition is None:
             return pending
         if condition == (-1, -1):
@@ -390,7 +390,7 @@ class _Threads:
         return accepted, found
 
     def _advanced(self, ranges: Ranges, pending: Pending) -> list[tuple[int, int, Pending]]:
-        """Returns the spans of the ranges for which all lookaheads can advance, with the lookaheads that remain pending."""
+        """Returns the parts of the ranges on which all lookaheads can advance, each with its remaining pending lookaheads."""
         spans: list[tuple[int, int, Pending]] = [(low, high, frozenset()) for low, high in ranges]
         for number, at in pending:
             look = self.looks[number]
@@ -406,13 +406,13 @@ class _Threads:
 def _language(
     tree: Tree, *, plain_text: bool, wide: bool = False, at_start: bool = True, known: _Known | None = None
 ) -> Automaton:
-    """Returns the texts that the tree matches from their first to their last character.
+    """Returns the automaton of the texts that the tree matches completely.
 
-    Recursion follows nested lookaheads, whose depth is bounded.
+    It recurses into nested lookaheads, whose depth is limited.
 
     Args:
         at_start: whether `^` matches at the first character.
-        known: automata of lookaheads that exist already, or None.
+        known: cache of the automata of lookaheads; None: a new cache.
     """
     threads = _Threads(wide, plain_text, {} if known is None else known)
     threads.lay(tree, 0, 1)

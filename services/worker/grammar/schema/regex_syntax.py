@@ -1,8 +1,8 @@
 """Parses regular expressions (the regular part of ECMA 262) into a tree.
 
-xgrammar's own parser is not used: it ignores anchors and lookaheads with a warning, and does not escape characters for JSON.
-Constructs that are not regular, or that differ between dialects, are refused. The tokenizer has its own parser
-(services/tokenizer/pattern.py) for Oniguruma's dialect in pre-tokenizers.
+xgrammar's own parser is not used, because it ignores anchors and lookaheads with a warning and does not escape characters for
+JSON. Constructs that are not regular, or that differ between dialects, are refused. services/tokenizer/pattern.py parses another
+dialect, Oniguruma's in pre-tokenizers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from rootstock_llm.services.worker.grammar.schema.ebnf import MAX_CODE_POINT, Ranges, complement, normalized
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
-MAX_GROUP_DEPTH = 64
-MAX_COUNT = 100_000  # largest count of a {m,n}
+MAX_GROUP_DEPTH = 64  # nested groups
+MAX_COUNT = 100_000  # largest m or n of a quantifier {m,n}
 
 DIGITS: Ranges = ((0x30, 0x39),)
 WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -22,7 +22,7 @@ SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 LINE_FEED: Ranges = ((0x0A, 0x0A),)
 BEYOND_ASCII: Ranges = ((0x80, MAX_CODE_POINT),)
-# White space of ECMA 262 or Python that is not in SPACE.
+# White space according to ECMA 262 or Python that is not in SPACE.
 OTHER_SPACE: Ranges = (
     *((0x1C, 0x1F), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E), (0x2000, 0x200A)),
     *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
@@ -44,7 +44,7 @@ class Class:
 
     ranges: Ranges  # members in every dialect
     wide: Ranges  # members in at least one dialect
-    vague: bool = False  # the pattern defines it by exclusion (`.`, [^…], \\D \\W \\S)
+    vague: bool = False  # whether the pattern defines the class by exclusion (`.`, [^…], \\D, \\W, \\S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice between options. There is at least one."""
+    """A choice between one or more options."""
 
     options: tuple[Tree, ...]
 
@@ -65,12 +65,12 @@ class Times:
 
     item: Tree
     low: int
-    high: int | None  # largest count, or None for no limit
+    high: int | None  # largest number of repetitions; None: unlimited
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A lookahead: the text from here on must begin (or, if negative, must not begin) with the body."""
+    """A lookahead: the rest of the text must begin with the body, or must not if it is negative."""
 
     body: Tree
     negative: bool
@@ -93,7 +93,7 @@ class _Level:
 
     options: list[Tree] = field(default_factory=list)  # complete alternatives
     items: list[Tree] = field(default_factory=list)  # items of the alternative that is being parsed
-    look: bool | None = None  # whether a lookahead is negative, or None for another group
+    look: bool | None = None  # whether the lookahead is negative; None: the group is not a lookahead
 
     def closed(self) -> Tree:
         found = (*self.options, sequence(self.items))
@@ -101,7 +101,7 @@ class _Level:
 
 
 def parse(pattern: str) -> Tree:
-    """Returns the tree of a pattern, a Choice if it has several alternatives. Raises GrammarRefused with the position."""
+    """Returns the tree of a pattern; a Choice if it has several alternatives. Raises GrammarRefused with the position."""
     return _Parser(pattern).parse()
 
 
@@ -114,7 +114,7 @@ class _Parser:
         self._pattern = pattern
         self._at = 0
         self._levels = [_Level()]
-        self._repeatable = False  # a quantifier may follow the last item
+        self._repeatable = False  # whether a quantifier may follow the last item
 
     def parse(self) -> Tree:
         while self._at < len(self._pattern):
@@ -156,14 +156,14 @@ class _Parser:
 
     def _quantify(self, char: str, count: re.Match[str] | None) -> None:
         if not self._repeatable:
-            raise self._refuse(f"nothing before '{char}' to repeat")
+            raise self._refuse(f"'{char}' has nothing to repeat")
         low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char, (0, None))
         if count is not None:
             if len(count[0]) > 2 * len(str(MAX_COUNT)) + 3:
                 raise self._refuse(f"repeat counts must be at most {MAX_COUNT}")
             low, high = int(count[1]), int(count[3]) if count[3] else None if count[2] else int(count[1])
         if max(low, high or 0) > MAX_COUNT or (high is not None and high < low):
-            raise self._refuse(f"repeat counts must rise and be at most {MAX_COUNT}")
+            raise self._refuse(f"in {{m,n}}, m must be at most n, and both at most {MAX_COUNT}")
         self._at += len(count[0]) if count is not None else 1
         if self._pattern.startswith("?", self._at):  # a lazy quantifier matches the same texts
             self._at += 1
@@ -185,13 +185,13 @@ class _Parser:
         elif self._pattern.startswith("?", self._at):
             raise self._refuse("lookbehind and flags are not supported")
         if len(self._levels) > MAX_GROUP_DEPTH:
-            raise self._refuse(f"groups are nested more than {MAX_GROUP_DEPTH} deep")
+            raise self._refuse(f"groups are nested more than {MAX_GROUP_DEPTH} levels deep")
         self._levels.append(_Level(look=look))
         self._repeatable = False
 
     def _close(self) -> None:
         if len(self._levels) == 1:
-            raise self._refuse("')' closes no group")
+            raise self._refuse("')' has no matching '('")
         level = self._levels.pop()
         self._at += 1
         if level.look is None:
@@ -243,7 +243,7 @@ class _Parser:
             raise self._refuse("a character class is not closed")
         first, last = _single(low), _single(self._class_char())
         if first is None or last is None or last < first:
-            raise self._refuse("not a range of characters")
+            raise self._refuse("a range in a character class must lead from a character to a later one")
         return Class(((first, last),), ((first, last),))
 
     def _class_char(self) -> Class:
@@ -252,9 +252,9 @@ class _Parser:
         return self._escape(in_class=True) if char == "\\" else _one(ord(char))
 
     def _escape(self, in_class: bool) -> Class:
-        """Returns the class after a backslash. A named class surely has only ASCII members, because dialects differ beyond."""
+        """Returns the class of an escape. A named class has only ASCII members for sure; dialects differ about other members."""
         if self._at >= len(self._pattern):
-            raise self._refuse("the pattern ends in a backslash")
+            raise self._refuse("the pattern ends with a backslash")
         char = self._pattern[self._at]
         self._at += 1
         if char.lower() in _NAMED:
@@ -281,7 +281,7 @@ class _Parser:
     def _hex(self, kind: str) -> int:
         match = _HEX[kind].match(self._pattern, self._at)
         if match is None:
-            raise self._refuse(f"'\\{kind}' without its digits")
+            raise self._refuse(f"'\\{kind}' needs hexadecimal digits")
         self._at += len(match[0])
         code = int(match[0].strip("{}"), 16)
         low = re.compile(r"\\u([Dd][C-Fc-f][0-9A-Fa-f]{2})").match(self._pattern, self._at)
@@ -289,7 +289,7 @@ class _Parser:
             self._at += len(low[0])
             return 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         if code > MAX_CODE_POINT or 0xD800 <= code <= 0xDFFF:
-            raise self._refuse(f"'\\{kind}{match[0]}' is no character")
+            raise self._refuse(f"'\\{kind}{match[0]}' is not a character")
         return code
 
     def _refuse(self, why: str) -> GrammarRefused:
@@ -301,6 +301,6 @@ def _one(code: int) -> Class:
 
 
 def _single(found: Class) -> int | None:
-    """Returns the code of the only character of a class, or None if it has several."""
+    """Returns the code point of a class with one character, or None if the class has several."""
     ranges = found.ranges
     return ranges[0][0] if ranges == found.wide and len(ranges) == 1 and ranges[0][0] == ranges[0][1] else None

@@ -1,4 +1,4 @@
-"""Rules for the objects and arrays of a schema: one rule per position in the order of members, and per count if counts matter."""
+"""Rules for the objects and arrays of a schema: one per position, and also per count if the number of properties is limited."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import (
     types_of,
 )
 
-MAX_COUNTED_STATES = 2000  # positions times counts of an object
-MANY_PROPERTIES = 64  # properties of an object; above this number, each optional pair becomes a rule
-RUN_ITEMS = 32  # required pairs in one rule
+MAX_COUNTED_STATES = 2000  # largest product of positions and counts of an object
+MANY_PROPERTIES = 64  # if an object has more properties, each optional pair becomes a rule
+RUN_ITEMS = 32  # largest number of consecutive required pairs in one rule
 _COLON = Seq((WS, Text(":"), WS))
 
 
 class Builder(Protocol):
-    """Builds the nodes of members and keys, and makes rules of nodes."""
+    """Builds the nodes of members and keys, and turns nodes into rules."""
 
     def node(self, schema: Any, path: str) -> Node: ...
 
     def define(self, node: Node) -> Ref: ...
 
     def matching(self, pattern: str, path: str) -> Node:
-        """Returns a string in which the pattern matches somewhere. Raises GrammarRefused."""
+        """Returns the node of JSON strings in which the pattern matches somewhere. Raises GrammarRefused."""
 
     def text(self, schema: Any, path: str) -> Node:
         """Returns a string that satisfies the schema. Raises GrammarRefused if the schema allows other types."""
@@ -49,16 +49,16 @@ class Builder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """The pairs of an object."""
+    """The key-value pairs that an object may have."""
 
-    pairs: tuple[tuple[Node, bool], ...]  # declared properties in order, and whether they are required
-    extra: Node | None  # an undeclared pair, or None if all pairs must be declared
+    pairs: tuple[tuple[Node, bool], ...]  # declared properties in order, as (pair, whether it is required)
+    extra: Node | None  # a pair of an undeclared property, or None if such properties are not allowed
     low: int  # smallest number of pairs
-    high: int | None  # largest number of pairs, or None for no limit
+    high: int | None  # largest number of pairs; None: unlimited
 
     @property
     def counted_to(self) -> int:
-        """The largest number of pairs that has to be counted."""
+        """The number up to which the rules must count pairs; 0 if the number of pairs is not limited."""
         return self.low if self.high is None else self.high
 
 
@@ -67,7 +67,7 @@ def object_node(builder: Builder, schema: Schema, path: str) -> Node:
     if members is None:
         return OBJECT
     if members.counted_to and (len(members.pairs) + 1) * (members.counted_to + 1) > MAX_COUNTED_STATES:
-        raise refuse(path, "too many properties to count")
+        raise refuse(path, "has too many properties for minProperties or maxProperties")
     return builder.define(Seq((Text("{"), WS, _PairStates(builder, members).first())))
 
 
@@ -80,7 +80,7 @@ def array_node(builder: Builder, schema: Schema, path: str) -> Node:
     prefix = [builder.node(item, child(where, index)) for index, item in enumerate(prefix_schemas)]
     rest = _rest_items(builder, schema, path, len(prefix), low)
     if rest is None and low > len(prefix):
-        raise refuse(child(path, "minItems"), "more than there may be items")
+        raise refuse(child(path, "minItems"), "exceeds the number of items that the array may have")
     end = Seq((WS, Text("]")))
     state = _rest_of_array(rest, end, max(low - len(prefix), 0), None if high is None else high - len(prefix), not prefix)
     for index in reversed(range(len(prefix))):
@@ -99,7 +99,7 @@ def _rest_items(builder: Builder, schema: Schema, path: str, num_prefix: int, lo
     if "items" not in schema:  # without `items`, a tuple ends after its prefix unless minItems needs more
         return None if num_prefix and low <= num_prefix else VALUE
     if isinstance(schema["items"], list):
-        raise refuse(child(path, "items"), "an array of schemas is not supported: prefixItems is its name")
+        raise refuse(child(path, "items"), "an array of schemas is not supported; use prefixItems")
     return builder.node(schema["items"], child(path, "items"))
 
 
@@ -122,27 +122,27 @@ def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
     required = set(names(schema, "required", path))
     extra = _extra_pair(builder, schema, path, properties)
     if extra is not None and low > 1:
-        raise refuse(child(path, "minProperties"), "above 1 supported for objects without additional properties only")
+        raise refuse(child(path, "minProperties"), "a value above 1 needs additionalProperties: false")
     where = child(path, "properties")
     pairs = []
     for name, member in properties.items():
         if member is not False:
             at = child(where, name) if name in written else child(path, "additionalProperties")
             pair = _pair(_key(name, where), builder.node(member, at))
-            # An optional pair occurs in several rules. As a rule of its own, it costs a tenth if there are hundreds.
+            # An optional pair occurs in several rules. With hundreds of pairs, separate rules reduce the cost to a tenth.
             shared = len(properties) > MANY_PROPERTIES and name not in required
             pairs.append((builder.define(pair) if shared else pair, name in required))
         elif name in required:
-            raise refuse(child(where, name), "required, and false allows nothing")
+            raise refuse(child(where, name), "is required, but its schema false allows no value")
     for name in dict.fromkeys(names(schema, "required", path)):
         if name not in properties:
             pairs.append((_pair(_key(name, where), _undeclared(builder, schema, path, name)), True))
     if not (pairs or low or high is not None or _is_narrow(schema)):
         return None
     if low > len(pairs) and extra is None:
-        raise refuse(child(path, "minProperties"), "more than there may be properties")
+        raise refuse(child(path, "minProperties"), "exceeds the number of properties that the object may have")
     if high is not None and high < sum(needed for _, needed in pairs):
-        raise refuse(child(path, "maxProperties"), "fewer than are required")
+        raise refuse(child(path, "maxProperties"), "is less than the number of required properties")
     return _Members(tuple(pairs), extra, low, high)
 
 
@@ -161,17 +161,17 @@ def _additional(schema: Schema) -> Any:
 
 
 def _undeclared(builder: Builder, schema: Schema, path: str, name: str) -> Node:
-    """Returns the value of a property that is required but not declared. Raises GrammarRefused."""
+    """Returns the node of the value of a required property that is not declared. Raises GrammarRefused."""
     additional = _additional(schema)
     if additional is False or _key_limits(schema):
-        raise refuse(child(path, "required"), f"'{name}' is not among the properties")
+        raise refuse(child(path, "required"), f"'{name}' is not in properties")
     return VALUE if additional is None else builder.node(additional, child(path, "additionalProperties"))
 
 
 def _extra_pair(builder: Builder, schema: Schema, path: str, properties: Mapping[str, Any]) -> Node | None:
-    """Returns the pair of an undeclared property, or None if the object must not have any.
+    """Returns the pair of an undeclared property, or None if the object must not have such properties.
 
-    Its key has one spelling and is never a declared key.
+    The key is written without escapes and is never a declared key.
     """
     additional = _additional(schema)
     limits = _key_limits(schema)
@@ -197,7 +197,7 @@ def _pattern_pair(builder: Builder, schema: Schema, path: str, properties: Mappi
     if additional not in (None, False):
         raise refuse(child(path, "additionalProperties"), "must be false or absent if patternProperties is set")
     if len(patterns) > 1:
-        raise refuse(where, "supported with a single pattern only")
+        raise refuse(where, "more than one pattern is not supported")
     for pattern, member in patterns.items():
         at = child(where, pattern)
         key = builder.matching(pattern, at)
@@ -216,9 +216,9 @@ def _found(pattern: str, name: str, path: str) -> bool:
 
 
 def _with_named(builder: Builder, schema: Schema, path: str) -> Schema:
-    """Turns the names that `propertyNames` lists into declared properties, each of which occurs at most once.
+    """Converts a `propertyNames` with an enum or a const into declared properties, each of which occurs at most once.
 
-    A `propertyNames` that limits nothing is removed.
+    A `propertyNames` that allows every name is removed.
     """
     where = child(path, "propertyNames")
     found = builder.followed(schema.get("propertyNames", True), where)
@@ -230,10 +230,10 @@ def _with_named(builder: Builder, schema: Schema, path: str) -> Schema:
     listed = listing(found, "enum", where) if "enum" in found else [found["const"]]
     allowed = dict.fromkeys(value for value in listed if isinstance(value, str))
     if not 0 < len(allowed) <= MAX_OPTIONAL_PROPERTIES:
-        raise refuse(where, f"{len(allowed)} of the names are strings; supported are 1 to {MAX_OPTIONAL_PROPERTIES}")
+        raise refuse(where, f"must list 1 to {MAX_OPTIONAL_PROPERTIES} different strings; it lists {len(allowed)}")
     for name in names(schema, "required", path):
         if name not in allowed:
-            raise refuse(child(path, "required"), f"'{name}' is not among the names")
+            raise refuse(child(path, "required"), f"'{name}' is not in propertyNames")
     additional = _additional(schema)
     member = True if additional is None else additional
     properties = mapping(schema, "properties", path)
@@ -255,10 +255,10 @@ def _pair(key: Node, value: Node) -> Node:
 
 
 def _key_except(builder: Builder, declared: set[str]) -> Ref:
-    """Returns a key without escapes that differs from all declared keys.
+    """Returns the node of a key without escapes that differs from all declared keys.
 
-    A parser would take the second value of a declared key that occurs twice. There is one rule per beginning of a declared key,
-    with the characters that may follow.
+    Otherwise a declared key could occur twice, and most parsers use the last value. There is one rule per prefix of a declared
+    key, with the characters that may follow the prefix.
     """
     following: dict[str, set[str]] = {"": set()}
     for name in sorted(declared):
@@ -281,12 +281,13 @@ def _is_safe(char: str) -> bool:
 
 
 class _PairStates:
-    """Makes the rules of an object: a rule matches the rest of the object after a number of declared and of written pairs."""
+    """Builds the rules of an object. A rule matches the rest of the object, given the next declared pair and the pairs so far."""
 
     def __init__(self, builder: Builder, members: _Members) -> None:
         self._builder = builder
         self._members = members
-        self._rules: dict[tuple[int, int, bool], Node | None] = {}  # the rule, or None if no text can follow
+        # By (index of the next declared pair, pairs so far, whether the next pair is the first); None if no text can follow.
+        self._rules: dict[tuple[int, int, bool], Node | None] = {}
 
     def first(self) -> Node:
         """Returns the node of the whole object. Builds the rules from the last declared pair backwards, without recursion."""
@@ -301,9 +302,9 @@ class _PairStates:
         return start
 
     def _state(self, place: int, options: list[Node]) -> Node:
-        """Returns a reference to a new rule, or the node itself if it can continue a run of required pairs.
+        """Returns a reference to a new rule, or the node itself if it continues a run of required pairs.
 
-        A run of required pairs in one rule is compiled four times as fast as a rule for each pair.
+        A run of required pairs in one rule compiles four times as fast as one rule per pair.
         """
         node = choice(options)
         follows_required = place > 0 and self._members.pairs[place - 1][1] and not self._members.counted_to

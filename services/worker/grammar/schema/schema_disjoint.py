@@ -1,6 +1,6 @@
 """Decides whether two schemas exclude each other, by types, constants and required properties.
 
-`oneOf` means that exactly one schema holds. The grammar may write a value of any of them only if they exclude each other.
+`oneOf` means that exactly one schema is satisfied. If the schemas exclude each other, the grammar may treat it like `anyOf`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def disjoint(document: Any, left: Any, right: Any, path: str) -> bool:
         values, types = (found_left, types_right) if found_left is not None else (found_right or [], types_left)
         return not any(is_of(value, types) for value in values)
     shared = [name for name in types_left if _overlaps(name, types_right)]
-    return all(name == "object" and _told_apart(document, left, right, path) for name in shared)
+    return all(name == "object" and _differ_by_constant(document, left, right, path) for name in shared)
 
 
-def _told_apart(document: Any, left: dict[str, Any], right: dict[str, Any], path: str) -> bool:
-    """Returns whether both schemas require a property with different constants."""
+def _differ_by_constant(document: Any, left: dict[str, Any], right: dict[str, Any], path: str) -> bool:
+    """Returns whether both schemas require the same property, with constants that have no value in common."""
     first, second = _required(left), _required(right)
     for name in first.keys() & second.keys():
         values = [_values(follow(document, side[name], path)) for side in (first, second)]
@@ -57,7 +57,7 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 def _types(schema: dict[str, Any], path: str) -> tuple[str, ...]:
-    """Returns the declared types. Without `type`, values of other types satisfy the keywords as well, so it returns none."""
+    """Returns the types in `type`. Empty if it is missing, because then values of any type may satisfy the schema."""
     return types_of(schema, path) if "type" in schema else ()
 
 
@@ -70,7 +70,7 @@ def _keys(values: list[Any]) -> set[tuple[str, str]]:
 
 
 def _key(value: Any) -> tuple[str, str]:
-    """Returns a token that is equal for values that are equal in JSON Schema, such as 1 and 1.0."""
+    """Returns a hashable value that is equal for values that JSON Schema treats as equal, such as 1 and 1.0."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return type_of_value(value), json.dumps(value, sort_keys=True)

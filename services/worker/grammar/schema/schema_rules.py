@@ -1,7 +1,7 @@
 """Translates a JSON schema into grammar rules. Every text that the grammar matches satisfies the schema.
 
-The reverse is deliberately false: properties have the schema's order, constants have one spelling, and an object with declared
-properties has no other properties unless the schema allows them explicitly.
+The grammar does not match all texts that satisfy the schema: properties have the schema's order, constants have one spelling, and
+an object with declared properties has other properties only if the schema allows them explicitly.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import (
     types_of,
 )
 
-FEW = 16  # number of constants up to which nothing is shared
-MAX_DEPTH = 64  # nested common beginnings
-MAX_RULES = 20_000
+FEW = 16  # up to this number, constants are listed as they are; above it, common prefixes are shared
+MAX_DEPTH = 64  # nested common prefixes
+MAX_RULES = 20_000  # rules of one schema
 
 
 def schema_grammar(document: Any, partial: bool = False) -> Grammar:
     """Returns the grammar of a parsed schema.
 
     Args:
-        partial: whether unsupported keywords are left out while all others are enforced.
+        partial: whether unsupported keywords are ignored instead of refused.
 
     Raises:
-        GrammarRefused: a keyword is not supported, or no finite value satisfies the schema. It has the keyword's JSON pointer.
+        GrammarRefused: a keyword is not supported, or no finite value satisfies the schema. The error has the JSON pointer.
     """
     grammar = _grammar(PartialRuleBuilder(document) if partial else RuleBuilder(document))
     if grammar.can_end():
         return grammar
-    if partial:  # no finite value satisfies the keywords together, so that only the type is enforced
+    if partial:  # no finite value satisfies all supported keywords, so only the type is enforced
         kind = document.get("type") if isinstance(document, dict) else None
         return _grammar(PartialRuleBuilder({"type": kind} if isinstance(kind, str) else True))
-    raise refuse("#", "no finite value satisfies it")
+    raise refuse("#", "no finite value satisfies the schema")
 
 
 def _grammar(builder: RuleBuilder) -> Grammar:
@@ -68,13 +68,13 @@ def _grammar(builder: RuleBuilder) -> Grammar:
 
 
 class RuleBuilder:
-    """Makes nodes of schemas. Recursion follows the document's nesting, which is bounded. References are built afterwards."""
+    """Builds nodes of schemas. Recurses into nested schemas, whose depth is limited. Referenced schemas are built afterwards."""
 
     def __init__(self, document: Any) -> None:
         self.rules: dict[str, Node] = {}
         self.imported: dict[str, str] = {}
         self.document = document
-        self._referenced: dict[str, str] = {}  # pointer -> rule
+        self._referenced: dict[str, str] = {}  # name of the rule by JSON pointer
         self._waiting: list[tuple[str, str, Any]] = []
         self._strings: dict[StringLimits, Node] = {}
 
@@ -93,9 +93,9 @@ class RuleBuilder:
         return choice(self._typed(name, found, path) for name in types) if types else VALUE
 
     def define(self, node: Node) -> Ref:
-        """Makes a rule of a node and returns a reference to it. Raises GrammarRefused above MAX_RULES."""
+        """Adds a rule for a node and returns a reference to it. Raises GrammarRefused if there are more than MAX_RULES."""
         if len(self.rules) >= MAX_RULES:
-            raise GrammarRefused(f"json_schema: more than {MAX_RULES} rules")
+            raise GrammarRefused(f"json_schema: too large: needs more than {MAX_RULES} rules")
         name = f"r{len(self.rules)}"
         self.rules[name] = node
         return Ref(name)
@@ -109,7 +109,7 @@ class RuleBuilder:
         schema = self.followed(schema, path)
         found = check_keywords(schema, path)
         if any(key in COMBINERS for key in found) or types_of({"type": "string", **found}, path) != ("string",):
-            raise refuse(path, "supported with enum, const, and keywords of strings")
+            raise refuse(path, "must be a schema of strings: enum, const, or keywords of the type string")
         return self._string(found, path)
 
     def followed(self, schema: Any, path: str) -> Any:
@@ -117,7 +117,7 @@ class RuleBuilder:
         return follow(self.document, schema, path)
 
     def _limited(self, limits: StringLimits, path: str) -> Node:
-        """Returns the strings within the limits. Equal limits share their rules."""
+        """Returns the node of JSON strings within the limits. Equal limits share their rules."""
         known = self._strings.get(limits)
         if known is None:
             try:
@@ -125,14 +125,14 @@ class RuleBuilder:
             except GrammarRefused as error:
                 raise refuse(path, str(error)) from None
             except TooLarge as error:
-                raise refuse(path, f"too large, together with the other limits on the string: {error}") from None
+                raise refuse(path, f"the limits of the string need too many states: {error}") from None
         return known
 
     def _limited_string(self, limits: StringLimits) -> Node:
-        """Returns the strings within the limits.
+        """Returns the node of JSON strings within the limits.
 
-        A pattern with unlimited repetitions becomes an automaton, whose loops are recursions: masks of unlimited repetitions take
-        a hundred times as long. If the automaton has too many states, the pattern is translated directly if possible.
+        A pattern with unlimited repetitions becomes an automaton, whose loops become recursive rules, because masks of unlimited
+        repetitions take a hundred times as long. If the automaton is too large, the pattern is translated directly if possible.
         """
         own = limits.as_it_stands(self.define)
         if own is not None and limits.has_end:
@@ -173,15 +173,15 @@ class RuleBuilder:
                 if not disjoint(self.document, options[other], option, where):
                     raise refuse(
                         where,
-                        f"options {other} and {index} may both hold; supported are options that types, constants or a "
-                        "required constant property tell apart (or use anyOf)",
+                        f"options {other} and {index} may both be satisfied; use anyOf, or options that differ in type, in "
+                        "constants or in the constants of a required property",
                     )
         return self._options(schema, "oneOf", path)
 
     def _all_of(self, schema: Schema, path: str) -> Node:
         options = listing(schema, "allOf", path)
         if len(options) != 1:
-            raise refuse(child(path, "allOf"), "supported with a single schema only")
+            raise refuse(child(path, "allOf"), "more than one schema is not supported")
         return self.node(options[0], child(child(path, "allOf"), 0))
 
     def _options(self, schema: Schema, key: str, path: str) -> Node:
@@ -189,14 +189,14 @@ class RuleBuilder:
         where = child(path, key)
         found = [self.node(option, child(where, index)) for index, option in enumerate(options) if option is not False]
         if not found:
-            raise refuse(where, "must have an option that allows something")
+            raise refuse(where, "must have at least one option other than false")
         return self.define(choice(found))
 
     def _values(self, values: list[Any], schema: Schema, path: str) -> Node:
         types = types_of(schema, path) if "type" in schema else ()
         found = [value for value in values if is_of(value, types)]
         if not found:
-            raise refuse(path, "no value of the schema's type")
+            raise refuse(path, "has no value of the schema's type")
         return self.define(any_of([json_rules.literal(value, f"json_schema: {path}").text for value in found], self.define))
 
     def _typed(self, name: str, schema: Schema, path: str) -> Node:
@@ -232,7 +232,7 @@ class RuleBuilder:
         encoding = text(schema, "contentEncoding", path)
         if encoding is not None and pattern is None and format_name is None:
             if encoding not in ("base64", "base64url"):
-                raise refuse(child(path, "contentEncoding"), "supported are base64 and base64url; with a pattern, any encoding")
+                raise refuse(child(path, "contentEncoding"), "must be base64 or base64url, unless the schema has a pattern")
             format_name = encoding
         if pattern is None and format_name is not None and format_name not in (*PATTERNS, *ANY_TEXT):
             known = ", ".join(BESIDE_PATTERN)
@@ -248,9 +248,9 @@ class RuleBuilder:
 
 
 class PartialRuleBuilder(RuleBuilder):
-    """Leaves out the keywords that it cannot enforce.
+    """Ignores the keywords that it cannot enforce: builds a schema again without the refused keyword.
 
-    Nodes are stored by path, so that members are built only once if their schema is tried again without a keyword.
+    Nodes are cached by path, so that members are not built again.
     """
 
     def __init__(self, document: Any) -> None:
@@ -273,9 +273,9 @@ class PartialRuleBuilder(RuleBuilder):
 def _enforceable(schema: Any) -> Any:
     """Returns the schema without keywords that cannot be combined with its other keywords.
 
-    - With a constant, it keeps the constant and `type`.
-    - Otherwise, with limits, it keeps the limits and `type`, but no combiner.
-    - Without limits, it keeps only the first combiner.
+    - If the schema has `const` or `enum`, only this keyword and `type` remain.
+    - If it has keywords of a type, such as minLength, they and `type` remain, and combiners are removed.
+    - Otherwise only the first combiner remains.
     """
     if not isinstance(schema, dict):
         return True
@@ -291,9 +291,9 @@ def _enforceable(schema: Any) -> Any:
 
 
 def _without(schema: Any, keyword: str) -> Any:
-    """Returns a schema with fewer limits: without a keyword, or only with its type if the keyword is not in it.
+    """Returns the schema without a keyword, or only its type if it does not have the keyword.
 
-    `oneOf` becomes `anyOf`, because it is refused only if its options do not exclude each other.
+    `oneOf` becomes `anyOf`, because `oneOf` is refused if its options do not exclude each other.
     """
     if not isinstance(schema, dict):
         return True
@@ -309,8 +309,8 @@ def any_of(texts: Sequence[str], define: Callable[[Node], Ref], depth: int = 0) 
     """Returns a node that matches exactly these texts.
 
     Args:
-        define: makes a rule of a node.
-        depth: number of common beginnings around these texts.
+        define: turns a node into a rule and returns a reference to it.
+        depth: number of common prefixes that were already removed from these texts.
     """
     distinct = sorted(set(texts))
     if len(distinct) <= FEW or depth == MAX_DEPTH:
@@ -322,5 +322,5 @@ def any_of(texts: Sequence[str], define: Callable[[Node], Ref], depth: int = 0) 
 
 
 def _shared(first: str, last: str) -> int:
-    """Returns the length of the common beginning of the first and last of sorted texts, which all texts between them share."""
+    """Returns the length of the common prefix of the first and the last of sorted texts, which is common to all of them."""
     return next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))

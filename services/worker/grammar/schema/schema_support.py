@@ -1,7 +1,7 @@
-"""The supported keywords of JSON Schema, and the refusal of all others with their position in the schema.
+"""The supported keywords of JSON Schema. All other keywords are refused with their position in the schema.
 
-A silently ignored keyword would give outputs that break the client. A keyword that is not in these tables is therefore refused.
-The keywords are those of draft 2020-12, and `definitions` of older drafts.
+If a keyword were ignored silently, outputs could break the client. The keywords are those of draft 2020-12, and `definitions` of
+older drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TYPES = (*KEYWORDS_OF_TYPE, "integer")
 COMBINERS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 TYPED = frozenset().union(*KEYWORDS_OF_TYPE.values())
 _KNOWN = TYPED | {"type", *COMBINERS}
-MAX_REFERENCES = 64  # references in a chain of schemas that have only a reference
+MAX_REFERENCES = 64  # longest chain of references, each of which leads to a schema that is only a reference
 
 
 def refuse(path: str, why: str) -> GrammarRefused:
@@ -41,12 +41,12 @@ def refuse(path: str, why: str) -> GrammarRefused:
 
 
 def child(path: str, key: str | int) -> str:
-    """Returns the JSON pointer of a member."""
+    """Returns the JSON pointer of a member of the value at `path`."""
     return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
 
 
 def keyword_below(path: str, refused: str) -> str:
-    """Returns the keyword of the schema at `path` that contains the refused pointer; "" if the pointer is not below the path."""
+    """Returns the keyword of the schema at `path` below which the pointer `refused` lies; "" if it is not below the path."""
     if not refused.startswith(f"{path}/"):
         return ""
     return refused[len(path) + 1 :].partition("/")[0].replace("~1", "/").replace("~0", "~")
@@ -55,24 +55,24 @@ def keyword_below(path: str, refused: str) -> str:
 def check_keywords(schema: Any, path: str) -> Schema:
     """Returns the schema. Raises GrammarRefused if a keyword is unknown or cannot be combined with another one."""
     if not isinstance(schema, dict):
-        raise refuse(path, "no schema" if schema is not False else "false allows nothing")
+        raise refuse(path, "must be an object, or true" if schema is not False else "the schema false allows no value")
     for key in schema:
         if key not in _KNOWN and not is_annotation(key):
             raise refuse(child(path, key), "this keyword is not supported")
     if "$id" in schema and path != "#":
-        raise refuse(child(path, "$id"), "supported at the root only")
+        raise refuse(child(path, "$id"), "is only supported at the root of the schema")
     combiners = [key for key in COMBINERS if key in schema]
     beside = [key for key in schema if key in TYPED or key in COMBINERS or key == "type"]
     if combiners:
         allowed = {combiners[0], "type"} if combiners[0] in ("enum", "const") else {combiners[0]}
         for key in beside:
             if key not in allowed:
-                raise refuse(child(path, key), f"not supported together with '{combiners[0]}'")
+                raise refuse(child(path, key), f"is not supported together with '{combiners[0]}'")
     return schema
 
 
 def types_of(schema: Schema, path: str) -> tuple[str, ...]:
-    """Returns the types that the schema allows, from `type` or, without it, from keywords of one type. Empty for any value."""
+    """Returns the allowed types: those in `type`, or the type to which the schema's keywords belong. Empty: all types."""
     declared = schema.get("type")
     if declared is not None or "type" in schema:
         names = declared if isinstance(declared, list) else [declared]
@@ -82,7 +82,7 @@ def types_of(schema: Schema, path: str) -> tuple[str, ...]:
         return tuple(name for name in found if name != "integer") if "number" in found else found
     implied = [name for name, keywords in KEYWORDS_OF_TYPE.items() if keywords & schema.keys()]
     if len(implied) > 1:
-        raise refuse(path, f"'type' is needed with keywords of {' and '.join(implied)}")
+        raise refuse(path, f"needs 'type', because it has keywords of {' and '.join(implied)}")
     return tuple(implied)
 
 
@@ -122,7 +122,7 @@ def count(schema: Schema, key: str, path: str, default: int | None) -> int | Non
 def bounds(schema: Schema, low_key: str, high_key: str, path: str) -> tuple[int, int | None]:
     low, high = count(schema, low_key, path, 0) or 0, count(schema, high_key, path, None)
     if high is not None and low > high:
-        raise refuse(child(path, low_key), f"greater than {high_key}")
+        raise refuse(child(path, low_key), f"is greater than {high_key}")
     return low, high
 
 
@@ -172,13 +172,13 @@ def resolve(document: Any, reference: Any, path: str) -> tuple[str, Any]:
         if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
             inside = target[int(key)]
         if inside is None:
-            raise refuse(child(path, "$ref"), f"'{reference}' leads nowhere")
+            raise refuse(child(path, "$ref"), f"the schema has no '{reference}'")
         target = inside
     return reference, target
 
 
 def follow(document: Any, schema: Any, path: str) -> Any:
-    """Returns the schema at the end of a chain of references. Raises GrammarRefused if the chain is too long."""
+    """Returns the schema to which a chain of references leads. Raises GrammarRefused if the chain is too long."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema

@@ -1,7 +1,7 @@
-"""Structural tags: text with parts that follow a schema, pattern or grammar of their own.
+"""Translates structural tags: formats of the whole output, with a schema, pattern or grammar for some parts of it.
 
-The layout of a tag is xgrammar's. Schemas and patterns inside it become our own grammars, so that they mean the same as outside
-of a tag.
+A tag has xgrammar's format. Its schemas and patterns are replaced by grammars of this package, so that they have the same meaning
+as outside of a tag.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     "repeat": frozenset({"content", "min", "max"}),
 }
 _LISTS = ("elements", "tags")
-DEFINITIONS = ("#/$defs/", "#/definitions/")  # pointers that are the same in a part's schema and in the client's schema
-Parts = Mapping[str, tuple[int, GrammarPart]]  # parts with their indices, by pointer
+DEFINITIONS = ("#/$defs/", "#/definitions/")  # pointers with these prefixes are equal in a part's and in the client's schema
+Parts = Mapping[str, tuple[int, GrammarPart]]  # (index, part) by the part's JSON pointer
 
 
 def structural_tag(source: str, parts: Sequence[GrammarPart] = ()) -> str:
-    """Returns the tag in xgrammar's form. Raises GrammarRefused, with the index of the part whose schema is refused."""
+    """Returns the tag for xgrammar's compiler. Raises GrammarRefused, with the index of a part if its schema is refused."""
     document = parse_json(source, KIND)
     if not isinstance(document, dict):
         raise _refuse("#", "must be an object")
@@ -52,7 +52,7 @@ def structural_tag(source: str, parts: Sequence[GrammarPart] = ()) -> str:
 
 
 def _legacy(document: dict[str, Any]) -> Any:
-    """Returns the layout of a tag in the older form, with `structures` (begin, schema, end) and `triggers`."""
+    """Returns the format of a tag of the older kind, which has `structures` (begin, schema, end) and `triggers`."""
     structures, triggers = document.get("structures"), document.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise _refuse("#", "needs 'format', or 'structures' and 'triggers'")
@@ -60,7 +60,7 @@ def _legacy(document: dict[str, Any]) -> Any:
     for index, structure in enumerate(structures):
         where = child("#/structures", index)
         if not isinstance(structure, dict) or not {"begin", "end"} <= structure.keys():
-            raise _refuse(where, "needs begin, schema and end")
+            raise _refuse(where, "needs 'begin' and 'end'")
         _no_others(structure, {"begin", "schema", "end"}, where)
         schema = structure.get("schema", True)
         content = {"type": "json_schema", "json_schema": schema if schema != {} else True}
@@ -69,10 +69,10 @@ def _legacy(document: dict[str, Any]) -> Any:
 
 
 def _format(layout: Any, path: str, parts: Parts) -> dict[str, Any]:
-    """Returns a layout with our grammars in place of schemas and patterns. Recursion depth is bounded by parse_json()."""
+    """Returns a format in which grammars replace schemas and patterns. parse_json() limits the depth of the recursion."""
     kind = layout.get("type") if isinstance(layout, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
-        raise _refuse(path, f"must be a format of one of the types {', '.join(_FIELDS)}")
+        raise _refuse(path, f"must be an object whose 'type' is one of {', '.join(_FIELDS)}")
     _no_others(layout, _FIELDS[kind] | {"type"}, path)
     if kind == "json_schema":
         return {"type": "grammar", "grammar": _schema(layout, path, parts)}
@@ -109,7 +109,7 @@ def _inside(build: Callable[[], str], path: str, parts: Parts) -> str:
 
 
 def _tag_ends(layout: dict[str, Any], path: str) -> None:
-    """Checks that `begin` and `end` are text. Token ids are not supported there."""
+    """Checks that `begin` and `end` are texts. xgrammar also allows token ids, which are not supported."""
     _text(layout, "begin", path)
     ends = layout.get("end")
     if not isinstance(ends, str) and not (isinstance(ends, list) and all(isinstance(end, str) for end in ends)):
