@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     out = Terminal.of(sys.stdout)
     for model in models_of(Server(target_of(args, os.environ))):
         length = model.get("max_model_len")
-        told = f"{model['id']}  {length:,} tokens" if isinstance(length, int) else model["id"]
-        out.write(json.dumps(model) if args.json else told)
+        text = f"{model['id']}  {length:,} tokens" if isinstance(length, int) else model["id"]
+        out.write(json.dumps(model) if args.json else text)
         out.line()
     return Exit.DONE

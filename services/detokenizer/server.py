@@ -1,7 +1,7 @@
 """The Detokenizer service: one Session per Decode stream, and a call for the texts of single tokens.
 
-The event loop decodes small batches, a thread decodes large ones. Every end of a stream (client gone, bad batch, shutdown)
-closes its session and frees the state of all its requests.
+The event loop decodes small batches; a thread decodes large batches. When a stream ends for any reason (client gone, bad batch,
+shutdown), its session is closed and the state of all its requests is freed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
         self._stopping = asyncio.Event()
 
     async def drain(self) -> None:
-        """Makes every stream answer the batches on their way and end with UNAVAILABLE, so that gateways reconnect elsewhere."""
+        """Makes every stream answer the received batches and then end with UNAVAILABLE; gateways reconnect to other replicas."""
         self._stopping.set()
 
     async def Decode(self, _: object, context: grpc.aio.ServicerContext) -> None:
@@ -87,7 +87,7 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
         if tokens <= self._settings.inline_tokens:
             answer = session.answer(batch)
         else:
-            # Shielded: a cancelled stream must not close the session under the thread that is using it.
+            # Shielded, because a cancelled stream must not close the session while the thread uses it.
             work = asyncio.ensure_future(asyncio.to_thread(session.answer, batch))
             try:
                 answer = await asyncio.shield(work)

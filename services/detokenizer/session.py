@@ -1,6 +1,6 @@
-"""The open requests of one Decode stream, and the metrics of all streams. No I/O; calls of one session must not overlap.
+"""The open requests of one Decode stream, and the metrics of all streams. No I/O. Calls of one session must not overlap.
 
-DecodeOpen creates the state of a request. Its finished row, a handle in `closes`, or the end of the session frees the state.
+DecodeOpen creates the state of a request. The request's finished row, its handle in `closes`, or the end of the session frees it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ class DetokenizerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         prefix = "rootstock_detokenizer_"
         self.batches = Counter(prefix + "batches", "Decoded batches.", registry=registry)
-        self.tokens = Counter(prefix + "tokens", "Decoded token ids, without replayed ones.", registry=registry)
+        self.tokens = Counter(prefix + "tokens", "Decoded token ids, without replayed token ids.", registry=registry)
         self.chars = Counter(prefix + "chars", "Characters of decoded text sent to gateways.", registry=registry)
-        self.held_rows = Counter(prefix + "held_rows", "Rows with token ids whose text was held back.", registry=registry)
+        self.held_rows = Counter(
+            prefix + "held_rows",
+            "Rows with token ids that gave no text yet, because it may belong to a stop string or an incomplete character.",
+            registry=registry,
+        )
         self.replayed_tokens = Counter(
             prefix + "replayed_tokens", "Token ids decoded again to rebuild the state of requests.", registry=registry
         )
@@ -56,11 +60,11 @@ class DetokenizerMetrics:
 
 
 class BadBatch(ValueError):
-    """A message breaks the contract of detokenizer.proto. The text names the field; the stream must end."""
+    """A message violates the contract of detokenizer.proto. The error names the field; the stream must end."""
 
 
 class TooManyOpen(Exception):
-    """A stream opens more requests than its limit; the stream must end."""
+    """A stream has opened more requests than its limit; the stream must end."""
 
 
 class _Request:
@@ -72,12 +76,12 @@ class _Request:
     def __init__(self, tokenizer: HfTokenizer, opened: pb.DecodeOpen) -> None:
         self.log_fields = _log_fields(opened)
         self._span: Span | None = None  # None if the request is not traced
-        self._num_ids = 0  # output ids that this stream has decoded, without replayed ones
+        self._num_ids = 0  # output ids that this stream has decoded, without replayed ids
         skip_special = opened.skip_special_tokens if opened.HasField("skip_special_tokens") else True
         self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special, opened.kept_tokens)
-        # Unset if the request has no stop strings, because no text is held back then.
+        # None if the request has no stop strings; then no text is buffered.
         self._stops = StopStringBuffer(opened.stop, opened.include_stop) if opened.stop else None
-        self._to_skip = opened.emitted_chars  # characters still to drop because an earlier stream has sent them
+        self._to_skip = opened.emitted_chars  # characters that are still to be skipped, because an earlier stream has sent them
         self._replayed = self._unsent(self._decoder.push(opened.replay_ids))
 
     def push(self, ids: list[int]) -> str:
@@ -107,7 +111,7 @@ class _Request:
             self._span.end()
 
     def _unsent(self, text: str) -> str:
-        """Returns the part of the decoded text that belongs to no stop string and that no earlier stream has sent."""
+        """Returns the decoded text without stop strings and without the characters that an earlier stream has sent."""
         return self._skipping(text if self._stops is None else self._stops.push(text))
 
     def _skipping(self, text: str) -> str:
@@ -129,10 +133,10 @@ class Session:
         self._requests: dict[int, _Request] = {}
 
     def answer(self, batch: pb.DecodeBatch) -> pb.TextBatch:
-        """Returns the new text of each row. A row whose decoding fails is listed as unknown; the other rows are unaffected.
+        """Returns the new text of each row. If a row's decoding fails, it is listed as unknown; other rows are not affected.
 
         Raises:
-            BadBatch: the batch breaks the contract.
+            BadBatch: the batch violates the contract.
             TooManyOpen: the batch opens more requests than the limit.
         """
         _check(batch)
@@ -164,7 +168,7 @@ class Session:
     def _open(self, opened: pb.DecodeOpen) -> None:
         self._forget(opened.handle, CLOSED)
         if len(self._requests) >= self._max_open:
-            raise TooManyOpen(f"opens: this stream already has {self._max_open} open requests, its limit")
+            raise TooManyOpen(f"opens: this stream already has {self._max_open} open requests, which is the limit")
         try:
             request = _Request(self._tokenizer, opened)
         except Exception:

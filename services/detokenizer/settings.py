@@ -18,17 +18,18 @@ class DetokenizerSettings(ServiceSettings):
     model: Path = Field(description="Folder of the Hugging Face model. Only its tokenizer files are read.")
     served_model_name: str = Field("", description="Model name that clients use. Empty: the name of the model folder.")
     max_open_requests: int = Field(
-        65536, ge=1, description="Maximum number of open requests per stream. One more ends the stream."
+        65536, ge=1, description="Largest number of open requests per stream. A stream that opens more is ended."
     )
     inline_tokens: int = Field(
         2048,
         ge=0,
-        description="Maximum number of tokens in a message that the event loop decodes. A thread decodes longer messages.",
+        description="Largest number of tokens of a message that the event loop decodes. A thread decodes longer messages.",
     )
     max_connection_age_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds after which a connection takes no new calls, so that gateways find new replicas by DNS. 0: never.",
+        description="Seconds after which a connection accepts no new calls, so that gateways look up replicas by DNS again. 0:"
+        " never.",
     )
 
     @property

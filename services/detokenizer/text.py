@@ -1,4 +1,4 @@
-"""Decodes output ids to text: incrementally for a request, with stop strings held back, and one token at a time.
+"""Decodes output ids to text: incrementally for a request, without stop strings, or for single tokens.
 
 Definition of the incremental text: let C be the last ids of the prompt and O all output ids, both without skipped and unknown
 ids. The text of O is `decode(C + O)[len(decode(C)):]`. With an empty C it is `decode(O)`. Metaspace and WordPiece decoders drop
@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
 REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 8  # text tokens that precede a decoded one; most decoders need only one to keep a leading space
-MAX_PENDING_TOKENS = 4  # a character has at most 4 bytes; 4 text tokens that still end in U+FFFD never complete one
+CONTEXT_TOKENS = 8  # text tokens that are decoded before the new tokens; most decoders need one to keep a leading space
+MAX_PENDING_TOKENS = 4  # a character has at most 4 bytes, so 4 tokens that still end in U+FFFD never become a character
 ONE_PER_BYTE = "rootstock-replace-each-byte"  # name of the codec error handler below
 
 
@@ -39,8 +39,8 @@ codecs.register_error(ONE_PER_BYTE, _replace_each_byte)
 class IncrementalDetokenizer:
     """The decoding state of one request. Calls must not overlap.
 
-    `push` returns each character once, as soon as no later id can change it. The concatenated text does not depend on how the
-    ids are split among calls.
+    `push` returns each character once, as soon as no later id can change it. The concatenated text is the same however the ids
+    are distributed over calls.
     """
 
     def __init__(
@@ -49,17 +49,18 @@ class IncrementalDetokenizer:
         """Decodes the end of the prompt as context, without returning its text.
 
         Args:
-            kept_tokens: texts of special tokens to keep even if special tokens are skipped; unknown texts are ignored.
+            kept_tokens: texts of special tokens that are not skipped even if skip_special_tokens is set. Unknown texts are
+                ignored.
         """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         if self._skipped and kept_tokens:
             self._skipped -= {tokenizer.token_id(text) for text in kept_tokens}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace" if tokenizer.is_byte_level else ONE_PER_BYTE)
-        # Returned text tokens; decoding them first shows the decoder that the next one does not start the sequence.
+        # Tokens whose text was returned. They are decoded before new tokens, so that these are not at the start of the sequence.
         self._context: list[int] = []
         self._context_chars = 0
-        self._pending: list[int] = []  # text tokens after the context whose text is not returned yet
+        self._pending: list[int] = []  # tokens after the context whose text was not returned yet
         self.push(prompt_tail)
         self._flush_text()
 
@@ -87,7 +88,7 @@ class IncrementalDetokenizer:
         return "".join(out)
 
     def finish(self) -> str:
-        """Returns the text that push() has held back, with U+FFFD for bytes that form no character."""
+        """Returns the text that push() has not returned yet, with U+FFFD for bytes that form no character."""
         return self._flush_text() + self._utf8.decode(b"", final=True)
 
     def _final_text(self) -> str:
@@ -103,7 +104,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._context + self._pending, False)[self._context_chars :]
 
     def _release(self, text: str) -> str:
-        """Makes the pending tokens the context of the next ones and returns their text."""
+        """Makes the pending tokens the context of later tokens, and returns `text`."""
         self._set_context(self._pending[-CONTEXT_TOKENS:])
         self._pending = []
         return text
@@ -118,7 +119,8 @@ class _StopMatcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0  # length of the longest prefix of the stop string that is a suffix of the text so far
-        self._borders = [0]  # border length per prefix length, computed when it is first needed
+        # Per prefix length: length of the longest proper prefix that is also a suffix. Computed when it is first needed.
+        self._borders = [0]
 
     def feed(self, text: str) -> int | None:
         """Returns the index in `text` after the first complete match, or None. Must not be called again after a match."""
@@ -148,28 +150,30 @@ class _StopMatcher:
 
 
 class StopStringBuffer:
-    """Holds back text that is or may become a stop string of one request. Calls must not overlap.
+    """Buffers text of one request that is, or may become, a stop string. Calls must not overlap.
 
-    The worker decides that a stop string ends the request and names it; this buffer only cuts the text. The worker's search
-    (`first_stop` in the scheduler core) is separate because it answers another question. It reads a text tail once per token and
-    prefers the stop string that begins first, like SGLang. This buffer reads each character once and cuts at the stop string
-    that ends first, because it must not wait for longer ones and its result must not depend on how the text is split.
-
-    A text without the first character of any stop string costs one search per stop string.
+    The worker decides whether a stop string ends the request, and names the stop string. This buffer only cuts the text. Both
+    search for stop strings, but differently:
+    | | worker (`first_stop` in the scheduler core) | this buffer |
+    | --- | --- | --- |
+    | reads | the end of the text, once per token | each character once |
+    | prefers the stop string | that begins first, like SGLang | that ends first |
+    The buffer cannot wait for a longer stop string, and its result must not depend on how the text is split. A text without the
+    first character of any stop string costs one search per stop string.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
         self._matchers = [_StopMatcher(stop) for stop in stops if stop]
         self._include_stop = include_stop
         self._held = ""
-        self._match: tuple[int, int] | None = None  # (start, end) in _held of the stop string that was complete first
+        self._match: tuple[int, int] | None = None  # (start, end) in _held of the first complete stop string
 
     @property
     def held_chars(self) -> int:
         return len(self._held)
 
     def push(self, text: str) -> str:
-        """Appends text and returns the part that belongs to no stop string. Returns "" after the first complete stop string."""
+        """Appends text and returns the part that cannot belong to a stop string. Returns "" after a complete stop string."""
         if not self._matchers:
             return text
         if self._match is not None:
@@ -178,11 +182,11 @@ class StopStringBuffer:
         return self._release(text)
 
     def finish(self, matched_stop: str) -> str:
-        """Returns the held text, cut at the stop string that ended the request.
+        """Returns the buffered text, cut at the stop string that ended the request.
 
         Args:
-            matched_stop: the stop string that the worker names; "" if none ended the request. A complete stop string that
-                begins earlier, or any complete one if the worker names none, cuts the text instead.
+            matched_stop: the stop string that the worker names; "" if no stop string ended the request. If a complete stop string
+                begins earlier, or the worker names no stop string, the text is cut at the complete stop string.
         """
         held, self._held = self._held, ""
         start = held.find(matched_stop) if matched_stop else -1

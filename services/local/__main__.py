@@ -30,11 +30,11 @@ from rootstock_llm.services.shared.settings import WRONG_SETTINGS
 from rootstock_llm.services.worker.exec.pools.host_memory import free_memory
 from rootstock_llm.services.worker.text.tokenizer_folder import with_tokenizer
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell: 128 + SIGINT
 
 
 async def run(settings: LocalSettings) -> int:
-    """Starts everything and stays until a signal. Leaves no process behind. Raises ValueError, OSError."""
+    """Starts all processes, runs until a signal, and stops them. Raises ValueError or OSError if the settings are wrong."""
     needs_weights = worker_settings(settings).executor != "fake"
     model_path = with_tokenizer(model_folder(settings.model, needs_weights))
     memory = Memory(weight_bytes(model_path), free_memory(), num_memory_kills())
@@ -84,20 +84,20 @@ def _check_ports(started: list[Part]) -> None:
 
 
 def _make_folders(settings: LocalSettings) -> None:
-    """Makes the folders of logs and state. Raises ValueError with the name of the setting."""
+    """Creates the folders for logs and state. Raises ValueError with the name of the setting."""
     folders = {"log_dir": log_folder(settings)} | ({"state_dir": state_folder(settings)} if settings.state_dir else {})
     for name, folder in folders.items():
         flag = f"--{name.replace('_', '-')}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"{flag} {folder} cannot be made: {str(error.strerror).lower()}; choose another folder") from None
+            raise ValueError(f"{flag} {folder} cannot be created: {str(error.strerror).lower()}; choose another folder") from None
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ValueError(f"{flag} {folder} is not writable; choose another folder")
 
 
 def serve(words: Sequence[str]) -> int:
-    """Runs `rootstock serve`: a model, if the first word is no flag, and the launcher's flags. Returns the exit status."""
+    """Runs `rootstock serve [MODEL] [FLAGS]`: the first argument is the model unless it is a flag. Returns the exit status."""
     model = ["--model", words[0]] if words and not words[0].startswith("-") else []
     return main([*model, *words[bool(model) :]], "rootstock serve")
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "local") -> int:
     logging.basicConfig(level="WARNING", format="  %(message)s")
     if sys.platform != "linux":
         print(
-            "cannot serve: the services need Linux. On macOS use `docker compose up`; on Windows that, or WSL 2.", file=sys.stderr
+            "cannot serve: the services need Linux. On macOS, use `docker compose up`; on Windows, also WSL 2.", file=sys.stderr
         )
         return 1
     try:

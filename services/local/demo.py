@@ -1,6 +1,6 @@
-"""The first question over the public API, in the form that the model takes, and the curl command that asks another one.
+"""Sends the first request to the public API (chat, completion or embedding), and builds a curl command for another request.
 
-Standard library only, as a client would.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Write = Callable[[str], object]
 
 
 class NoAnswer(Exception):
-    """The gateway refused the question, and would refuse it again. The message has its status and reason."""
+    """The gateway refused the request; a retry would fail, too. The message has the status and the reason."""
 
 
 class BrokenOff(Exception):
-    """The connection ended, or a service of the system is away. The question may be asked again."""
+    """The connection ended, or a service is unavailable. The request may be retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A gateway as a client on this machine reaches it."""
+    """The address of a gateway for clients on this machine."""
 
     url: str  # scheme, host, port
-    certificate: str = ""  # PEM file that the gateway shows; empty: no TLS
-    needs_key: bool = False
+    certificate: str = ""  # PEM file with the gateway's certificate; empty: no TLS
+    needs_key: bool = False  # whether requests need an API key
 
     def connection(self, timeout: float = TIMEOUT_S) -> http.client.HTTPConnection:
-        """Trusts the gateway whatever its certificate: this machine started it."""
+        """Returns a connection that does not check the gateway's certificate, because this machine started the gateway."""
         parts = urlsplit(self.url)
         if parts.scheme == "https":
             trusting = ssl.create_default_context()
@@ -49,7 +49,7 @@ class Endpoint:
         return http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=timeout)
 
     def curl_flags(self) -> list[str]:
-        """Returns what curl needs: to trust the certificate, and to send the key."""
+        """Returns the flags with which curl trusts the certificate and sends the API key."""
         flags = self._trust()
         return [*flags, f'-H "authorization: Bearer ${KEY_VARIABLE}"'] if self.needs_key else flags
 
@@ -81,7 +81,7 @@ def first_question(kind: Kind) -> str:
 
 
 def curl(endpoint: Endpoint, kind: Kind, model: str) -> str:
-    """Returns a command for a POSIX shell."""
+    """Returns a curl command for a POSIX shell."""
     question = PROMPT if kind == "completion" else OTHER_QUESTION
     body = json.dumps(body_of(kind, model, question), ensure_ascii=False)
     flags = [*endpoint.curl_flags(), "-H 'content-type: application/json'", f"-d {shlex.quote(body)}"]
@@ -89,13 +89,14 @@ def curl(endpoint: Endpoint, kind: Kind, model: str) -> str:
 
 
 def ask(endpoint: Endpoint, kind: Kind, model: str, key: str, write: Write) -> str:
-    """Asks the first question and writes its answer piece by piece. Returns the answer.
+    """Sends the first request and writes the completion piece by piece. Returns the completion.
 
     Args:
-        key: API key; "" for none.
+        key: API key; "" if the gateway needs no key.
 
     Raises:
-        NoAnswer, BrokenOff
+        NoAnswer: the gateway refuses the request.
+        BrokenOff: the connection ends, or a service is unavailable.
     """
     body = body_of(kind, model, first_question(kind))
     if kind != "embedding":
@@ -116,7 +117,7 @@ def ask(endpoint: Endpoint, kind: Kind, model: str, key: str, write: Write) -> s
             write(piece)
             answer += piece
         return answer
-    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a body that was cut
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: the body ended early
         raise BrokenOff(str(error) or type(error).__name__) from None
     finally:
         connection.close()

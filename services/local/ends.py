@@ -1,4 +1,4 @@
-"""Says why a process ended, by its exit code, the last error in its log, and the memory that the machine had."""
+"""Explains why a process ended, from its exit code, the last error in its log, and the free memory of the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VMSTAT = Path("/proc/vmstat")
-PREFIXES = ("cannot serve: ", "cannot start: ")  # words before the fault in a message
+PREFIXES = ("cannot serve: ", "cannot start: ")  # removed from messages, because the explanation already says this
 # A log line of Redis or Valkey: process, role, time, level. The level # is a warning or an error.
 REDIS_LINE = re.compile(r"^\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ (?P<level>[.*#-]) (?P<text>.+)$")
 OUT_OF_MEMORY = re.compile(r"MemoryError|can(?:no|')t allocate memory|bad_alloc|out of memory", re.IGNORECASE)
@@ -19,11 +19,11 @@ MOST_CHARS = 400  # longest cause
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of the machine and of the model when the start began."""
+    """Memory of the machine and of the model when the launcher was started."""
 
     model_bytes: int  # size of the weights' files; 0 for a process without weights
-    free_bytes: int  # that a process could take
-    kills: int  # processes that the kernel had killed because memory ran out
+    free_bytes: int  # memory that a process could allocate
+    kills: int  # number of processes that the kernel had killed because memory ran out
 
     def sentence(self) -> str:
         if not self.model_bytes:
@@ -35,7 +35,7 @@ class Memory:
 
 
 def num_memory_kills(vmstat: Path = VMSTAT) -> int:
-    """Returns how many processes the kernel has killed because memory ran out. 0 if the kernel does not count them."""
+    """Returns the number of processes that the kernel has killed because memory ran out; 0 if the kernel does not count them."""
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -44,11 +44,11 @@ def num_memory_kills(vmstat: Path = VMSTAT) -> int:
 
 
 def why_it_ended(name: str, code: int, output: str, log: Path, memory: Memory, kills: int) -> str:
-    """Returns one or two sentences: the process, its end, the cause, the remedy, the log.
+    """Returns a message of two to four sentences: the process and its end, the cause, the remedy, and the log.
 
     Args:
-        code: The exit status; negative for a signal.
-        output: The log since the process was started.
+        code: exit status; negative: the number of the signal.
+        output: the log since the process was started.
         kills: num_memory_kills() after the end.
     """
     said = cause(output)
@@ -59,13 +59,13 @@ def why_it_ended(name: str, code: int, output: str, log: Path, memory: Memory, k
         return f"{name} ended because memory ran out: {_ended(said)} {memory.sentence()} {where}"
     if code == -signal.SIGKILL:
         takes = f" {memory.sentence()}" if memory.model_bytes else ""
-        return f"{name} was killed (SIGKILL), as by `kill -9` or by a system whose memory ran out.{takes} {where}"
+        return f"{name} was killed by SIGKILL, for example by `kill -9` or because memory ran out.{takes} {where}"
     how = f"ended by {_signal(-code)}" if code < 0 else f"ended with status {code}"
     return f"{name} {how}: {_ended(said)} {where}" if said else f"{name} {how}. {where}"
 
 
 def cause(output: str) -> str:
-    """Returns the last error of a log: of JSON lines, of Redis, or the last line of any other program. "" for an empty log."""
+    """Returns the last error in a log of JSON lines or of Redis; in other logs the last line. "" for an empty log."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for found in (_json_error, _redis_error, _plain_line):
         said = next(filter(None, map(found, reversed(lines))), "")
@@ -75,7 +75,7 @@ def cause(output: str) -> str:
 
 
 def shortened(said: str) -> str:
-    """Returns the words on one line, without those behind the last sentence that ends within MOST_CHARS."""
+    """Returns the text on one line. If it is longer than MOST_CHARS, cuts it after the last complete sentence."""
     line = " ".join(said.split())
     if len(line) <= MOST_CHARS:
         return line
@@ -98,7 +98,7 @@ def _redis_error(line: str) -> str:
 
 
 def _plain_line(line: str) -> str:
-    """Returns the line if it is plain text, as the exception at the end of a traceback is; otherwise an empty string."""
+    """Returns the line if it is plain text, such as the last line of a traceback; otherwise an empty string."""
     return "" if _record(line) is not None or REDIS_LINE.match(line) else line
 
 

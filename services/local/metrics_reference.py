@@ -49,7 +49,7 @@ This table has all metrics of SGLang and their counterparts here. A worker expor
 that exports them in SGLang. Equal names have equal meanings; labels may differ.
 
 """
-UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # words of a metric's name that are its unit
+UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # if a metric's name contains one of these words, it is the unit
 UNNAMED = {
     "sglang:token_usage": "0 to 1",
     "sglang:cache_hit_rate": "0 to 1",
@@ -68,7 +68,7 @@ UNNAMED = {
 class Row:
     """A metric in the table of its service."""
 
-    name: str  # without the endings that `series` adds
+    name: str  # name without _total, _info or _bucket
     kind: str
     labels: tuple[str, ...]
     text: str
@@ -84,7 +84,7 @@ class Row:
 
 
 def services() -> dict[str, list[Row]]:
-    """Returns the metrics by service, sorted by name. The TLS metrics of all services are one entry."""
+    """Returns the metrics by service, sorted by name. TLS metrics, which all services have, are a separate entry."""
     found = {
         "gateway": [
             *_own(GatewayMetrics(CollectorRegistry())),
@@ -152,9 +152,9 @@ def _section(name: str, rows: list[Row]) -> str:
 class Counterpart:
     """A metric of SGLang and its counterpart."""
 
-    theirs: str  # SGLang's name, without the endings of a histogram
-    ours: str  # name here; empty without a counterpart
-    why: str = ""  # reason for no counterpart
+    theirs: str  # SGLang's name, for histograms without _bucket, _sum and _count
+    ours: str  # name here; empty: there is no counterpart
+    why: str = ""  # why there is no counterpart
 
 
 def counterparts() -> list[Counterpart]:

@@ -1,7 +1,7 @@
-"""The folder of a model's files: a folder as it is, or a hub id whose files are fetched first.
+"""Finds the folder of a model, which is given as a folder or as a hub id whose files are downloaded first.
 
-A folder that cannot be served is refused here, before any process starts, in one sentence with the remedy. Only facts that need
-no model code are checked: files, their formats, their sizes. The worker checks the rest.
+A folder that cannot be served is refused before any process starts, with one message that has the remedy. Only files, their
+formats and sizes are checked here, because this needs no model code. The worker checks everything else.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rootstock_llm.services.shared.hf_tokenizer import TOKENIZER_FILE, vocabular
 from rootstock_llm.services.shared.served_config import QUANTISED, QUANTISED_FILE
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
-COPIES = ["consolidated*.safetensors"]  # the same weights for other loaders
+COPIES = ["consolidated*.safetensors"]  # second copies of the weights for other loaders, which are not downloaded
 LAYOUT = "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors)"
 EXAMPLE = "Qwen/Qwen3-0.6B"
-LFS = b"version https://git-lfs"  # begins a pointer that Git LFS has in place of a large file
+LFS = b"version https://git-lfs"  # beginning of a Git LFS pointer, which replaces a file that was not pulled
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-HEADER = 8  # bytes of a safetensors file that give the length of its header
+HEADER = 8  # bytes at the start of a safetensors file that contain the length of its header
 
 
 class NoModel(ValueError):
@@ -33,11 +33,11 @@ class NoModel(ValueError):
 
 
 def model_folder(model: str, needs_weights: bool = True) -> Path:
-    """Returns the model's folder, fetching a hub id first.
+    """Returns the model's folder. Downloads the model first if it is given by its hub id.
 
     Args:
-        model: A folder's path or a hub id.
-        needs_weights: Whether the workers read weights.
+        model: path of a folder, or a hub id.
+        needs_weights: whether the workers read weights.
 
     Raises:
         NoModel: the model cannot be served.
@@ -45,10 +45,10 @@ def model_folder(model: str, needs_weights: bool = True) -> Path:
     path = Path(model).expanduser()
     try:
         folder = path if path.exists() else None
-    except OSError as error:  # a folder above the path is closed to this user
+    except OSError as error:  # this user must not read a folder above the path
         raise NoModel(_unreadable(path, error)) from None
     if folder is None and not _may_be_hub_id(model):
-        raise NoModel(f"{model}: there is no such folder.{_near(path)} Give {LAYOUT}, or a hub id such as {EXAMPLE}.")
+        raise NoModel(f"{model}: this folder does not exist.{_near(path)} Give {LAYOUT}, or a hub id such as {EXAMPLE}.")
     if folder is None:
         folder = _fetched(model, path)
     elif not folder.is_dir():
@@ -61,7 +61,7 @@ def model_folder(model: str, needs_weights: bool = True) -> Path:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Returns the size of the weights that are served."""
+    """Returns the total size in bytes of the weight files that the worker reads."""
     return sum(path.stat().st_size for path in _weights(folder) if path.is_file())
 
 
@@ -79,7 +79,7 @@ def _fetched(model: str, path: Path) -> Path:
         return Path(snapshot_download(model, allow_patterns=PATTERNS, ignore_patterns=COPIES))
     except NoModel:
         raise
-    except Exception as error:  # the library raises its own types, its HTTP client's and the system's
+    except Exception as error:  # the library raises its own errors, and those of its HTTP client and of the system
         raise NoModel(_not_fetched(model, path, error)) from None
 
 
@@ -93,16 +93,18 @@ def _not_fetched(model: str, path: Path, error: Exception) -> str:
     if denied is not None:
         return f"{model} could not be downloaded: {denied.filename} is not writable. Set HF_HOME to a folder of your own."
     if isinstance(error, GatedRepoError):
-        return f"{model}: its publisher asks for consent. Accept the terms on the hub, then set HF_TOKEN to your token."
+        return (
+            f"{model}: the publisher requires that you accept its terms. Accept them on the hub, then set HF_TOKEN to your token."
+        )
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
         return (
-            f"{model}: there is no such folder here and no such model on the hub.{_near(path)} Correct the name."
+            f"{model}: there is neither a folder nor a model on the hub with this name.{_near(path)} Correct the name."
             " A private model needs HF_TOKEN."
         )
     if isinstance(error, HfHubHTTPError):
-        return f"{model}: the hub answered {error.response.status_code}. Try again later, or give a folder that has the model."
+        return f"{model}: the hub responded with {error.response.status_code}. Retry later, or give a folder with the model."
     return (
-        f"{model}: there is no such folder here, and the hub is not reached.{_near(path)} Check the network and HF_ENDPOINT,"
+        f"{model}: this folder does not exist, and the hub is not reachable.{_near(path)} Check the network and HF_ENDPOINT,"
         " or copy the model from another machine and give its folder."
     )
 
@@ -114,7 +116,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _near(path: Path) -> str:
-    """Returns a question that names the folder whose path is most like this one. "" if no folder is like it."""
+    """Returns a question that suggests a folder with a similar name; "" if there is no such folder."""
     try:
         names = [each.name for each in path.parent.iterdir() if each.is_dir()]
     except OSError:
@@ -133,8 +135,8 @@ def _of_a_file(path: Path) -> str:
 
 def _of_gguf(path: Path) -> str:
     return (
-        f"{path} is a GGUF file, a format that this server does not read. Give the folder of safetensors files that it was"
-        " made from, or that model's hub id."
+        f"{path} is a GGUF file, a format that this server does not read. Give the folder of the original safetensors files, or"
+        " the model's hub id."
     )
 
 
@@ -151,9 +153,7 @@ def _check(folder: Path, needs_weights: bool) -> None:
         raise NoModel(_without_config(folder, names))
     _check_config(folder)
     if TOKENIZER_FILE not in names and not vocabulary_files(folder):
-        raise NoModel(
-            f"{folder} holds no tokenizer ({TOKENIZER_FILE}). Copy the tokenizer's files of the model's publisher into it."
-        )
+        raise NoModel(f"{folder} has no tokenizer ({TOKENIZER_FILE}). Copy the tokenizer files of the model's publisher into it.")
     if needs_weights:
         _check_weights(folder)
 
@@ -166,16 +166,16 @@ def _without_config(folder: Path, names: set[str]) -> str:
         return _of_gguf(folder / gguf[0])
     below = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))
     if below:
-        return f"{folder} holds no config.json, but a folder in it does. Give that one: {below[0].parent}."
+        return f"{folder} has no config.json, but a folder in it has one. Give {below[0].parent}."
     if "adapter_config.json" in names:
-        return f"{folder} holds an adapter, not a model. Merge it into its base model, and give the folder of the result."
+        return f"{folder} has an adapter, not a model. Merge it into its base model, and give the folder of the result."
     if names.intersection(("params.json", "consolidated.safetensors")):
-        return f"{folder} has its publisher's own layout (params.json), not Hugging Face's. Give {LAYOUT}."
-    return f"{folder} holds no config.json. Give {LAYOUT}."
+        return f"{folder} has the publisher's layout (params.json), not Hugging Face's. Give {LAYOUT}."
+    return f"{folder} has no config.json. Give {LAYOUT}."
 
 
 def _json(path: Path) -> Any:
-    """Reads a JSON file. Raises NoModel for other content, and OSError."""
+    """Reads a JSON file. Raises NoModel if it is not JSON, and OSError if it is not readable."""
     text = path.read_bytes()
     if text.startswith(LFS):
         raise NoModel(f"{path} is a pointer of Git LFS, not the file. Run `git lfs pull` in {path.parent}.")
@@ -191,7 +191,7 @@ def _check_config(folder: Path) -> None:
     path = folder / "config.json"
     config = _json(path)
     if not isinstance(config, dict):
-        raise NoModel(f"{path} does not hold a JSON object. Download it again.")
+        raise NoModel(f"{path} is not a JSON object. Download it again.")
     if not config.get("model_type"):
         raise NoModel(f"{path} has no model_type, which names the kind of model. Use the config.json of the model's publisher.")
     if any(config.get(key) for key in QUANTISED) or (folder / QUANTISED_FILE).is_file():

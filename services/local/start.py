@@ -1,6 +1,6 @@
-"""Starts every process, waits until all of them are ready, asks the first question, and keeps them running.
+"""Starts all processes, waits until they are ready, sends the first request, and restarts processes that end.
 
-Supervision begins with the first process (services/local/supervisor.py): a process that ends is started again, in every phase.
+Supervision begins with the first process (services/local/supervisor.py): a process that ends is restarted, in every phase.
 All processes are ready when each has been found ready since the last start of any of them.
 """
 
@@ -32,7 +32,7 @@ from rootstock_llm.services.shared.hf_tokenizer import has_chat_template
 from rootstock_llm.services.shared.rpc import grpc_server
 
 POLL_S = 0.1
-ASKED_AT_MOST = 3  # tries of the first question if a process ends during it
+ASKED_AT_MOST = 3  # attempts of the first request if a process ends during it
 CONTROL_TOKEN = "ROOTSTOCK_CONTROL_TOKEN"
 
 
@@ -53,7 +53,7 @@ class Start:
         self._settings, self._model_path, self._parts, self._memory = settings, model_path, started, memory
         self._view = StartView(sys.stdout)
         self._begun = time.monotonic()
-        self._held: list[str] | None = None  # reports that wait while an answer is printed
+        self._held: list[str] | None = None  # reports that are delayed while a completion is printed; None: print at once
         self.supervisor = Supervisor(log_folder(settings), self._why, self._report)
 
     def _why(self, child: Child, code: int) -> str:
@@ -73,7 +73,7 @@ class Start:
             self._report(text)
 
     async def run(self) -> None:
-        """Returns never. Raises ProcessFailed and StartFailed."""
+        """Runs until it is cancelled. Raises ProcessFailed or StartFailed if the start fails."""
         children = [self.supervisor.start(part.command) for part in self._parts]
         keeping = asyncio.create_task(self.supervisor.keep_running())
         starting = asyncio.create_task(self._begin(children))
@@ -109,7 +109,7 @@ class Start:
             ) from None
 
     async def _all_ready(self, children: list[Child]) -> None:
-        """Waits for one process after the other. Waits for all of them again if one was started again in this time."""
+        """Waits for each process in turn until it is ready. Repeats this if a process was restarted meanwhile."""
         starts = -1
         while starts != self.supervisor.starts:
             starts = self.supervisor.starts
@@ -121,7 +121,7 @@ class Start:
                     self._view.line(f"  {part.command.name:<13} ready after {seconds:4.1f} s   pid {child.pid}")
 
     async def _until_ready(self, part: Part, child: Child) -> None:
-        """Polls the process's health service, the Redis, or the gateway's readiness."""
+        """Returns whether the process is ready: polls its health service, the Redis, or the gateway's readiness."""
         host = HOST if part.settings is None else address(part.settings.host)
         async with grpc_server.channel(f"{host}:{part.health}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -137,7 +137,7 @@ class Start:
         return await _is_serving(health, part.service) and (not part.url or await asyncio.to_thread(self._has_peers, part))
 
     def _has_peers(self, part: Part) -> bool:
-        """Whether a gateway is connected to everything that it needs."""
+        """Returns whether a gateway is connected to all services that it needs."""
         connection = _endpoint(part).connection(timeout=1)
         try:
             connection.request("GET", "/readiness")
@@ -148,7 +148,7 @@ class Start:
             connection.close()
 
     async def _ask(self, endpoint: Endpoint, kind: Kind, children: list[Child]) -> None:
-        """Prints the first question and its answer. A refusal is printed too: the system serves all the same."""
+        """Sends the first request and prints prompt and completion. A refusal is printed, too, and is no reason to stop."""
         key = os.environ.get(demo.KEY_VARIABLE, "")
         if endpoint.needs_key and not key:
             print(f"\n  (no first question: the gateway asks for API keys. Set {demo.KEY_VARIABLE} to a key.)")
@@ -171,7 +171,7 @@ class Start:
                 return
 
     def _kind(self, children: list[Child]) -> Kind:
-        """The form of a question that the model takes."""
+        """Returns which kind of request the model serves."""
         workers = [child for part, child in zip(self._parts, children, strict=True) if part.service == "worker"]
         if not all(_generates(child.output()) for child in workers):
             return "embedding"
@@ -182,7 +182,7 @@ class Start:
         return [_endpoint(part) for part in self._parts if part.url]
 
     def _announcement(self, endpoint: Endpoint, kind: Kind) -> str:
-        """The addresses, each of which answers, and the command to type next."""
+        """Returns the text after the start: addresses of the system, and a curl command to try."""
         gateways = [part for part in self._parts if part.url]
         first = gateways[0].settings
         assert first is not None, "a gateway has settings"
@@ -193,9 +193,9 @@ class Start:
         lines += [("metrics", f"{part.metrics_url}   ({part.command.name})") for part in self._parts if part.metrics_url]
         lines += [("logs", f"{shlex.quote(str(log_folder(self._settings)))}/*.log")]
         lines += [("requests", shlex.quote(first.access_log_file))] if first.access_log != "off" else []
-        told = "".join(f"\n  {name:<12} {value}" for name, value in lines)
+        table = "".join(f"\n  {name:<12} {value}" for name, value in lines)
         first_line = f"\n  # with {demo.KEY_VARIABLE} set to an API key of {first.api_keys_file}" if endpoint.needs_key else ""
-        return f"{told}\n{first_line}\n  {demo.curl(endpoint, kind, served_name(self._settings))}\n\n  Ctrl-C stops everything."
+        return f"{table}\n{first_line}\n  {demo.curl(endpoint, kind, served_name(self._settings))}\n\n  Ctrl-C stops everything."
 
 
 def _write(piece: str) -> None:
@@ -208,7 +208,7 @@ def _endpoint(part: Part) -> Endpoint:
 
 
 def _admin(part: Part) -> str:
-    """Returns the URL of a harmless operation of the operators' API. If the API asks for a token, returns a curl command."""
+    """Returns the URL of a read-only operation of the operators' API. If it needs a token, returns a curl command instead."""
     assert part.settings is not None, "a gateway has settings"
     given = part.settings
     url = f"http://{address(given.admin_host)}:{given.admin_port}/get_load"
@@ -240,7 +240,7 @@ async def _is_serving(health: health_pb2_grpc.HealthStub, service: str) -> bool:
 
 
 def _generates(log: str) -> bool:
-    """Whether the worker of this log generates text, by its record "model ready"."""
+    """Returns whether the worker generates text, according to the record "model ready" in its log."""
     for line in log.splitlines():
         if '"model ready"' in line:
             return bool(json.loads(line).get("generates", True))

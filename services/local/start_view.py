@@ -16,7 +16,7 @@ from typing import TextIO
 
 from rootstock_llm.services.shared.observe import progress
 
-EVERY_S = 5.0  # between two lines without news, if the output is no terminal
+EVERY_S = 5.0  # seconds between two progress lines if the output is not a terminal and nothing changes
 WIDTH = 78
 LOADERS = (
     "rootstock_llm.kernels",
@@ -27,22 +27,22 @@ LOADERS = (
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Something that a process tells its user."""
+    """A log record that is shown to the user."""
 
     text: str
-    is_warning: bool = False
-    is_bar: bool = False
+    is_warning: bool = False  # whether the record is a warning; otherwise it is a step of the start
+    is_bar: bool = False  # whether the text is a progress bar
 
 
 class LogReader:
-    """Reads a log of JSON objects that grows, from its beginning or from where the last call of news() ended."""
+    """Reads a growing log of JSON lines. Each call of news() reads the lines after those of the last call."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._position = log, 0
         self.last_step = ""
 
     def news(self) -> list[Told]:
-        """Returns the news for users since the last call. A line without its end is read by a later call."""
+        """Returns the records for users since the last call. An incomplete line is read by a later call."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._position)
@@ -50,13 +50,13 @@ class LogReader:
         except FileNotFoundError:
             return []
         self._position += len(text) + len(end)
-        found = [told for told in map(_told, text.splitlines()) if told is not None]
-        self.last_step = next((told.text for told in reversed(found) if not told.is_warning), self.last_step)
+        found = [item for item in map(_told, text.splitlines()) if item is not None]
+        self.last_step = next((item.text for item in reversed(found) if not item.is_warning), self.last_step)
         return found
 
 
 class StartView:
-    """Owns the line of a terminal until clear()."""
+    """The progress display of a start. On a terminal, it rewrites one line until clear()."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
@@ -64,14 +64,14 @@ class StartView:
         self._said, self._begun = clock(), clock()
         self._shown = ""
         self._logs: dict[Path, LogReader] = {}
-        self._told: set[str] = set()  # texts that stay on the screen: workers tell the same
+        self._told: set[str] = set()  # texts that were printed permanently; several workers log the same text
 
     def waiting(self, name: str, log: Path) -> None:
-        """Shows the news of a process that is not ready. May be called at any rate."""
+        """Shows the progress of a process that is not ready. May be called as often as wanted."""
         reader = self._logs.setdefault(log, LogReader(log))
-        for told in reader.news():
-            if told.is_warning or not (self._is_tty or told.is_bar):
-                self._stays(f"  {name:<13} ", told.text)
+        for item in reader.news():
+            if item.is_warning or not (self._is_tty or item.is_bar):
+                self._stays(f"  {name:<13} ", item.text)
         if not self._is_tty and self._clock() - self._said < EVERY_S:
             return
         self._said = self._clock()
@@ -94,7 +94,7 @@ class StartView:
         self._shown = ""
 
     def line(self, text: str) -> None:
-        """Shows a line that stays."""
+        """Prints a permanent line."""
         self.clear()
         self._stream.write(text + "\n")
         self._stream.flush()
@@ -102,7 +102,7 @@ class StartView:
 
 
 def _told(line: bytes) -> Told | None:
-    """Returns the news in a line of a log. Lines that are not JSON are output of libraries, and are not shown."""
+    """Returns the record for users in a log line, or None. Lines that are not JSON come from libraries and are not shown."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,10 +1,10 @@
-"""Child processes that live and die with this one: started, started again when they end, stopped within a few seconds.
+"""Starts child processes, restarts them when they end, and stops them within a few seconds.
 
-Each child leads its own process group, so Ctrl-C reaches the launcher alone, and asks the kernel to be killed should the
-launcher die without stopping it. Single owner of every child's handle.
+Each child has a separate process group, so that Ctrl-C reaches only the launcher. The kernel kills a child if the launcher dies
+without stopping it. The Supervisor is the only owner of the processes' handles.
 
-    started ──► ready ──► ended ──► started again            at any time
-       └──────► ended ──► started again ──► ended            during the start: the start fails
+    started ──► ready ──► ended ──► restarted                at any time
+       └──────► ended ──► restarted ──► ended                during the start: the start fails
        └──────► ended with status 2                          during the start: the start fails
 """
 
@@ -28,8 +28,8 @@ from rootstock_llm.services.shared.settings import WRONG_SETTINGS
 logger = logging.getLogger(__name__)
 
 STOP_S = 4.0  # seconds from SIGTERM to SIGKILL
-RESTART_S = 0.5  # seconds between two looks for ended children
-MOST_ENDS = 2  # ends before a process was ready that fail the start
+RESTART_S = 0.5  # seconds between two checks for ended children
+MOST_ENDS = 2  # the start fails if a process ends this often before it is ready
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -40,16 +40,16 @@ class Command:
 
     name: str
     argv: list[str]
-    env: dict[str, str] = field(default_factory=dict)  # added to the launcher's environment
+    env: dict[str, str] = field(default_factory=dict)  # variables in addition to the launcher's environment
 
 
 class Child:
     """A process and its log.
 
     Attributes:
-        is_ready: Whether the process was found ready since it was last started. Set by the launcher.
-        ends: Number of times that the process ended before it was ready, since it was last ready.
-        starts: Number of times that the process was started.
+        is_ready: whether the process has become ready since its last start. The launcher sets it.
+        ends: number of times that the process has ended before it was ready, since it was last ready.
+        starts: number of times that the process was started.
     """
 
     def __init__(self, command: Command, log_dir: Path) -> None:
@@ -93,7 +93,7 @@ class Child:
             self._process.send_signal(number)
 
     def kill_group(self) -> None:
-        """Kills child processes that outlived the process, for example a compiler."""
+        """Kills descendants of the ended process that still run, for example a compiler."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -112,16 +112,16 @@ class Child:
 
 
 class ProcessFailed(RuntimeError):
-    """A process ended during the start and is not started again. The message has the cause and the path of the log."""
+    """A process has ended during the start and is not restarted. The message has the cause and the path of the log."""
 
 
 class Supervisor:
     """Owns the children of one launcher.
 
     Args:
-        log_dir: Folder of their logs. It is made if it is missing.
-        explain: Returns the sentence that says why a child ended, from its exit code.
-        report: Shows one line to the user.
+        log_dir: folder of the children's logs; created if missing.
+        explain: returns a message about why a child has ended, from its exit code.
+        report: shows a line to the user.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Supervisor:
         self._log_dir = log_dir
         self._explain = explain or (lambda child, code: f"{child.command.name} ended with code {code}.")
         self._report = report
-        self.is_started = False  # set when every process was ready; from then on no end fails anything
+        self.is_started = False  # whether every process was ready once; from then on, ended processes are always restarted
         self.children: list[Child] = []
 
     @property
@@ -150,7 +150,7 @@ class Supervisor:
         return child
 
     async def keep_running(self) -> NoReturn:
-        """Starts ended children again until cancelled. Raises ProcessFailed during the start, as the diagram above shows."""
+        """Restarts ended children until cancelled. Raises ProcessFailed if the start fails; see the diagram above."""
         while True:
             for child in self.children:
                 if (code := child.exit_code) is not None:
@@ -164,11 +164,11 @@ class Supervisor:
             child.ends += 1
         if not self.is_started and (code == WRONG_SETTINGS or child.ends >= MOST_ENDS):
             raise ProcessFailed(sentence)
-        self._report(f"{sentence} It is started again.")
+        self._report(f"{sentence} It is restarted.")
         child.start()
 
     async def stop(self) -> None:
-        """Sends SIGTERM to all children, and SIGKILL to the rest after STOP_S seconds. No child is left on return."""
+        """Sends SIGTERM to all children, and SIGKILL to those that run after STOP_S seconds. Returns when all have ended."""
         for child in self.children:
             child.signal(signal.SIGTERM)
         deadline = asyncio.get_running_loop().time() + STOP_S
@@ -182,6 +182,6 @@ class Supervisor:
 
 
 def _die_with_parent() -> None:
-    """Runs in the child before exec. Works on Linux only; on other systems the children survive a killed launcher."""
+    """Makes the kernel kill the child if the launcher dies. Runs in the child before exec. Has an effect only on Linux."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

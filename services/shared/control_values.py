@@ -10,7 +10,7 @@ from typing import Any
 
 Scalar = bool | int | float | str
 
-# Added to the tiers of a flush of one salt or age. A worker that knows only full flushes refuses this tier.
+# Pseudo-tier that a client adds to the flush of one salt or age. An older worker, which would flush all KV, refuses it.
 SELECTED = "selected"
 
 _VALUE = "rootstock.v1.Value"
@@ -18,7 +18,7 @@ _KINDS: Mapping[type, str] = {bool: "flag", int: "whole", float: "real", str: "t
 
 
 def put_values(target: Any, values: Mapping[str, Scalar]) -> None:
-    """Writes the values into a message's map<string, Value>. Raises ValueError for a whole number of more than 64 bits."""
+    """Writes the values into a map<string, Value> of a message. Raises ValueError for an integer of more than 64 bits."""
     for name, value in values.items():
         setattr(target[name], _KINDS[type(value)], value)
 

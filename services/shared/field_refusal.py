@@ -1,16 +1,16 @@
-"""The error messages of workers about a field of a request.
+"""The format of workers' error messages about a field of a request.
 
-A worker sends the field, the element and a complete message that begins with the field's name. A gateway that shows its own
-name of the field removes the worker's name from the message.
+A worker sends the field, the element and a complete message that begins with the field's name. If the API has another name for
+the field, the gateway removes the worker's name from the message.
 """
 
 from __future__ import annotations
 
 
 def worded(field: str, element: int | None, why: str) -> str:
-    """Returns the complete message: the field, the index of its element if it has one, and the fault.
+    """Returns the complete message: the field, the index of the element if it is not None, and the fault.
 
-    An empty field gives only the fault.
+    If `field` is empty, the message is only the fault.
     """
     return _name(field, element) + why
 

@@ -9,17 +9,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-LIKENESS = 0.7  # smallest difflib ratio of two names at which one may be a misspelling of the other
+LIKENESS = 0.7  # a name counts as a misspelling of another name if their difflib ratio is at least this
 
 
 class FlagParser(argparse.ArgumentParser):
     """An argument parser whose subcommands have parsers of the same class, so that each suggests its own flags."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuses unknown words here, in the parser whose flags they resemble. Exits with status 2."""
+        """Parses arguments. Exits with status 2 if a flag is unknown; the parser of the command suggests the nearest flag."""
         words = list(sys.argv[1:] if args is None else args)
         if any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
-            # No flag before a command takes a value. argparse would report a missing command, not the unknown flag.
+            # Flags before a command take no values. Without this check, argparse would report a missing command instead.
             leading = itertools.takewhile(lambda word: word.startswith("-"), words)
             if unknown := [word for word in leading if word not in self._option_string_actions]:
                 self.error(self._refusal(unknown))
@@ -32,7 +32,7 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def _refusal(self, unknown: Sequence[str]) -> str:
-        """Names flags without their values, because a value may be a secret."""
+        """Returns the message for unknown arguments. It does not contain values, because a value may be a secret."""
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if not flags:
             return f"arguments without a flag: {len(unknown)}; --help lists the flags."

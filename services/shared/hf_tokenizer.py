@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKENIZER_FILE = "tokenizer.json"
-# Files from which transformers makes a tokenizer.json.
+# Tokenizer files that transformers can convert to tokenizer.json.
 VOCABULARIES = ("*.model", "*.tiktoken", "merges.txt", "tekken.json", "vocab.json", "vocab.txt")
 DEFAULT_TEMPLATE = "default"  # name of the template for all other chats
 TOOL_TEMPLATE = "tool_use"  # name of the template for chats with tools
@@ -24,7 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerFolderError(ValueError):
-    """A file of the tokenizer is missing or not readable. The message names it."""
+    """A file of the tokenizer is missing or not readable. The message names the file."""
 
 
 class HfTokenizer:
@@ -35,22 +35,23 @@ class HfTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes | None] = {}
-        # Whether every token stands for bytes; see token_bytes().
+        # is_byte_level: each token represents bytes. _is_byte_fallback: tokens <0x00> to <0xFF> represent bytes of unknown text.
         self.is_byte_level, self._is_byte_fallback = _byte_kinds(tokenizer)
         self.special_tokens = special_tokens  # template variables, e.g. {"bos_token": "<s>"}
         self.chat_templates = chat_templates  # name → Jinja source
-        # Ids that skip_special_tokens leaves out.
+        # Ids that decode() omits if skip_special_tokens is set.
         self.special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self.token_id(special_tokens.get("bos_token"))
         self.eos_token_id = self.token_id(special_tokens.get("eos_token"))
         self.pad_token_id = self.token_id(special_tokens.get("pad_token"))
-        # With byte fallback, a token with visible text, to be decoded before another token; otherwise None.
+        # A token with visible text if the tokenizer has byte fallback, otherwise None. Such decoders drop a space at the start of
+        # a text; callers put this token before the ids and remove its text.
         self.anchor_id = next(self._visible_ids(), None) if self._is_byte_fallback else None
 
     @property
     def inner(self) -> Tokenizer:
-        """The library's tokenizer, to read its description. It must not be changed."""
+        """The tokenizer object of the library `tokenizers`, for reading its description. Callers must not change it."""
         return self._tokenizer
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -59,7 +60,7 @@ class HfTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Returns the text of the ids. Ids outside the vocabulary give no text."""
+        """Returns the text of the ids. Ids outside of the vocabulary are skipped."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -68,19 +69,19 @@ class HfTokenizer:
         return found
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Returns the bytes of a token that the decoder joins as bytes.
+        """Returns the bytes of a token if the token represents bytes and not text.
 
-        These are all tokens of a byte-level tokenizer, and the byte-fallback tokens <0x80> to <0xFF>.
+        All tokens of a byte-level tokenizer and the byte-fallback tokens <0x80> to <0xFF> represent bytes.
 
         Returns:
-            None for a token that the decoder joins as text; b"" for an id outside the vocabulary.
+            None for a token that represents text; b"" for an id outside of the vocabulary.
         """
         try:
             return self._bytes[token_id]
         except KeyError:
             token = self._tokenizer.id_to_token(token_id)
             found = b"" if token is None else self._bytes_of(token)
-            if token is not None:  # there are too many unknown ids to remember
+            if token is not None:  # unknown ids are not cached, because there is no limit to their number
                 self._bytes[token_id] = found
             return found
 
@@ -105,10 +106,11 @@ def load_tokenizer(path: str | Path, chat_template: str = "") -> HfTokenizer:
     """Loads the tokenizer of a model folder.
 
     Args:
-        chat_template: file of a Jinja template that replaces all templates of the folder; empty for the folder's own.
+        chat_template: file of a Jinja template that replaces all templates of the folder; empty: the folder's templates.
 
     Raises:
-        TokenizerFolderError: there is no readable tokenizer.json, a file beside it is broken, or the template is not readable.
+        TokenizerFolderError: tokenizer.json is missing or broken, another tokenizer file is broken, or the template is not
+            readable.
     """
     folder = Path(path)
     if not (folder / TOKENIZER_FILE).is_file():
@@ -128,16 +130,16 @@ def load_tokenizer(path: str | Path, chat_template: str = "") -> HfTokenizer:
 
 
 def vocabulary_files(folder: str | Path) -> list[str]:
-    """Returns the names of the files in a folder from which transformers can make a tokenizer.json."""
+    """Returns the names of the folder's tokenizer files that transformers can convert to tokenizer.json."""
     return sorted({path.name for pattern in VOCABULARIES for path in Path(folder).glob(pattern)})
 
 
 def _missing(folder: Path) -> str:
     files = vocabulary_files(folder)
     if not files:
-        return f"{folder} holds no {TOKENIZER_FILE}. Copy the tokenizer's files of the model's publisher into it."
+        return f"{folder} has no {TOKENIZER_FILE}. Copy the tokenizer files of the model's publisher into it."
     return (
-        f"{folder} holds {', '.join(files)} and no {TOKENIZER_FILE}. Make one where transformers is installed:"
+        f"{folder} has {', '.join(files)} but no {TOKENIZER_FILE}. Convert it on a machine with transformers:"
         f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}`."
     )
 
@@ -200,8 +202,8 @@ def _special(token: Any) -> AddedToken:
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
     """Adds the declared tokens that tokenizer.json lacks, and marks special tokens as special.
 
-    The order is transformers' order, so that new ids agree. A standard token gets the flags of its entry in the table of added
-    tokens.
+    Tokens are added in transformers' order, so that new ids are equal. A standard token gets the flags of its entry in
+    added_tokens_decoder.
     """
     present = tokenizer.get_added_tokens_decoder()
     by_id = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
@@ -220,9 +222,9 @@ def _named_token(name: str, token: str, config: dict[str, Any], table: dict[str,
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Returns the chat templates by name. Template files win over the configuration's `chat_template`.
+    """Returns the chat templates by name: those of template files, or if there are no such files, `chat_template` of the config.
 
-    The configuration has a string or a list of {name, template}.
+    `chat_template` is a string or a list of {name, template}.
     """
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
@@ -238,7 +240,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def _byte_kinds(tokenizer: Tokenizer) -> tuple[bool, bool]:
     """Returns whether the tokenizer is byte-level and whether it has byte fallback.
 
-    The result comes from decoded samples, because the decoder's type may be nested.
+    Decodes samples to find out, because the decoder may be nested in others.
     """
     decoder = tokenizer.decoder
     if decoder is None:

@@ -1,4 +1,4 @@
-"""The size limits of JSON schemas, and the keywords that constrain nothing (draft 2020-12 and `definitions` of older drafts)."""
+"""The size limits of JSON schemas, and the annotation keywords (draft 2020-12, and `definitions` of older drafts)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ANNOTATIONS = frozenset(
 
 
 def is_annotation(keyword: str) -> bool:
-    """Whether the keyword constrains nothing. Extensions that begin with x- do not either."""
+    """Whether the keyword does not constrain values. This includes extensions, which begin with x-."""
     return keyword in ANNOTATIONS or keyword.startswith("x-")
 
 
 def too_large(document: Any) -> str:
-    """Returns the limit that a parsed schema, or a document with schemas, exceeds; "" if it is within all limits.
+    """Returns the fault if a parsed schema, or a document with schemas, exceeds a limit; otherwise "".
 
-    The text contains no value of the schema. The time is bounded by the limits.
+    The fault contains no value of the schema. The check stops at the first exceeded limit, so its time is limited.
     """
     nodes = properties = values = 0
     waiting = [document]

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls and reasoning: names, special tokens, and detection from a chat template.
+"""The formats in which models write tool calls and reasoning: names, delimiters, and detection from a chat template.
 
 Sources are the models' chat templates and, for harmony, https://github.com/openai/harmony/blob/main/docs/format.md.
 """
@@ -18,7 +18,7 @@ _DEEPSEEK = (
 )
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
 
-# The marks of each format. A tokenizer may have them as special tokens.
+# The delimiters ("marks") of each format. A tokenizer may have them as special tokens.
 TOOL_FORMATS: Mapping[str, tuple[str, ...]] = {
     "hermes": _CALL_MARKS,
     "qwen3_coder": _CALL_MARKS,
@@ -38,7 +38,7 @@ REASONING_FORMATS: Mapping[str, tuple[str, ...]] = {
     NONE: (),
 }
 _GENERATION = "add_generation_prompt"
-# Calls as a template's instruction to the model shows them, with placeholder words for the values.
+# Example calls in the instructions of chat templates, with placeholder words for the values.
 _WORDS = r"[A-Za-z][\w .\-]*"
 _OBJECT_EXAMPLE = re.compile(
     rf'\[?\{{\s*"name":\s*(?:"{_WORDS}"|<{_WORDS}>|\[{_WORDS}\]|{_WORDS}),\s*"(?:parameters|arguments)":'
@@ -51,23 +51,23 @@ class OutputFormats:
     """The formats of a model's tool calls and reasoning."""
 
     tools: str = NONE  # a key of TOOL_FORMATS
-    # A key of REASONING_FORMATS. `think`: the output may begin with the opening mark. `think_open`: the prompt ends with the
-    # opening mark. `harmony` always goes with the tool format `harmony`.
+    # A key of REASONING_FORMATS. `think`: the output may begin with the opening mark. `think_open`: the prompt already ends with
+    # the opening mark. `harmony` is only used together with the tool format `harmony`.
     reasoning: str = NONE
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Texts of the special tokens that parsers need, even if the client has special tokens skipped."""
+        """Texts of the special tokens that parsers need in the text, even if the request sets skip_special_tokens."""
         return tuple(dict.fromkeys((*TOOL_FORMATS[self.tools], *REASONING_FORMATS[self.reasoning])))
 
     @property
     def reasoning_pair(self) -> tuple[str, ...]:
-        """The opening and the closing mark of the reasoning, or () if the format has other marks."""
+        """The opening and the closing mark of the reasoning, or () if the format has no such pair."""
         marks = REASONING_FORMATS[self.reasoning]
         return marks if len(marks) == 2 else ()
 
     def after(self, prompt: str) -> OutputFormats:
-        """Returns the formats after a rendered prompt or its end. Many templates open the reasoning by request."""
+        """Returns the formats of the output after a rendered prompt (or its end), which may already have opened the reasoning."""
         if self.reasoning not in ("think", "think_open"):
             return self
         reasoning = "think_open" if prompt.rstrip().endswith(_THINK[0]) else "think"
@@ -75,7 +75,7 @@ class OutputFormats:
 
 
 def detect_in(chat_templates: Mapping[str, str]) -> OutputFormats:
-    """Detects the formats in a model's chat templates by name. The template for tools is preferred."""
+    """Detects the formats from a model's chat templates (by name). Uses the template `tool_use` if there is one."""
     return detect(chat_templates.get("tool_use") or chat_templates.get("default", ""))
 
 
@@ -85,7 +85,7 @@ def known(tools: str, reasoning: str) -> OutputFormats:
 
 
 def detect(chat_template: str) -> OutputFormats:
-    """Detects the formats by the marks in a template's source, or by its instruction to the model. Unknown formats give NONE."""
+    """Detects the formats from the marks or the instructions in a template's source. NONE: no known format was found."""
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return OutputFormats("harmony", "harmony")
     return OutputFormats(_tools(chat_template), _reasoning(chat_template))
@@ -104,9 +104,9 @@ def _tools(template: str) -> str:
 
 
 def _in_words(template: str) -> str:
-    """Returns the format of the example in an instruction, e.g. `{"name": function name, "parameters": …}`.
+    """Returns the format of an example call in the template's instructions, e.g. `{"name": function name, "parameters": …}`.
 
-    An example after a mark or another word belongs to an unknown format.
+    An example directly after a mark or a word belongs to an unknown format and is ignored.
     """
     text = template.replace('\\"', '"').replace("\\n", "\n")
     for example, name in ((_OBJECT_EXAMPLE, "llama3_json"), (_PYTHON_EXAMPLE, "pythonic")):
@@ -125,7 +125,7 @@ def _between_call_marks(template: str) -> str:
 
 
 def _reasoning(template: str) -> str:
-    """Returns the reasoning format. If the generation prompt has both marks, the request decides, and the format is `think`."""
+    """Returns the reasoning format. If the generation prompt has both marks, the format depends on the request; it is `think`."""
     if "[THINK]" in template:
         return "mistral_think"
     if _THINK[1] not in template:

@@ -1,8 +1,8 @@
-"""The table of sampling parameters and the defaults of a model. Plain data; standard library only.
+"""The table of sampling parameters: names, ranges, defaults and neutral values. Plain data; standard library only.
 
-The table has names, ranges, defaults and neutral values. It gives the gateway's body types, the checks of gateway and worker,
-the wire values, the defaults that a model may choose, and the tables in docs/reference/api.md and docs/reference/sglang-api.md.
-Limits of entries and characters are in services/shared/limits.py.
+The gateway's body types, the checks of gateway and worker, the wire values, the model's defaults, and the tables in
+docs/reference/api.md and docs/reference/sglang-api.md are derived from it. Limits of entries and characters are in
+services/shared/limits.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UINT32_MAX = (1 << 32) - 1
 INT64 = (-(1 << 63), (1 << 63) - 1)
 COMPLETION_TOKENS = 16  # default of max_tokens on /v1/completions
 GENERATE_TOKENS = 128  # default of max_new_tokens on /generate
-SMALLEST_POSITIVE = 2.0**-126  # smallest normal float32; a device may treat a smaller number as 0
+SMALLEST_POSITIVE = 2.0**-126  # smallest normal float32; devices may treat smaller numbers as 0
 
 
 class Api(enum.StrEnum):
@@ -44,17 +44,17 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameter:
-    """A row of the table."""
+    """A row of the table of sampling parameters."""
 
-    names: Mapping[Api, str]  # name in each API; an API that is missing does not accept the parameter
+    names: Mapping[Api, str]  # name in each API that accepts the parameter
     wire: str  # field of the message SamplingParams, e.g. "dry.base"; "" if only the gateway uses the parameter
     kind: Kind
     doc: str  # meaning, for the tables in docs/ and the OpenAPI document
-    low: float | None = None  # smallest value (of BIASES: of each number), or None for no limit
-    high: float | None = None  # largest value, or None for no limit
+    low: float | None = None  # smallest value (of BIASES: of each number); None: unlimited
+    high: float | None = None  # largest value; None: unlimited
     default: float | None = None  # None: the default depends on the request, the model or the worker
-    neutral: tuple[float, ...] = ()  # values that have no effect, the core's form first; empty: every value has an effect
-    of_model: bool = False  # whether a model's files or an operator may choose another default
+    neutral: tuple[float, ...] = ()  # values without effect, first the value that the core uses; empty: every value has an effect
+    of_model: bool = False  # whether a model's files or an operator may set another default
     least: int = 0  # smallest number of entries of a list
     most: int = 0  # largest number of entries of a list
     chars: int = 0  # largest length of each text; the smallest is 1
@@ -77,9 +77,9 @@ class SamplingParameter:
         return spelled(self.low, self.high)
 
     def resolved(self, value: Any) -> Any:
-        """Returns the form of a valid value in the core and on the wire.
+        """Converts a valid value to its form in the core and on the wire.
 
-        All neutral values have the same form. A value above an excluded 0 stays above 0 as float32.
+        All neutral values become the first of them. If `low` is excluded, a value near 0 stays above 0 as float32.
         """
         if value in self.neutral:
             return self.neutral[0]
@@ -92,7 +92,7 @@ class UnservedParameter:
 
     name: str
     apis: tuple[Api, ...]
-    neutral: tuple[Any, ...] = ()  # values without effect, which are accepted, like null
+    neutral: tuple[Any, ...] = ()  # values without effect; they are accepted, as null is
 
 
 def spelled(low: float | None, high: float | None) -> str:
@@ -152,7 +152,7 @@ def _token_ids(name: str, most: int, doc: str, least: int = 0) -> SamplingParame
     return SamplingParameter(_everywhere(name), name, Kind.TOKEN_IDS, doc, least=least, most=most)
 
 
-# Sent unchanged in SamplingParams; the core has the same names.
+# Parameters with the same name in SamplingParams on the wire and in the core.
 SCALARS = (
     _number("temperature", 0.0, 100.0, 1.0, "Divisor of the logits. 0: always the most likely token.", of_model=True),
     _number(
@@ -203,7 +203,7 @@ SCALARS = (
         (0,),
     ),
     _flag(_everywhere("ignore_eos"), "ignore_eos", False, "Whether to generate beyond the end of sequence."),
-    _flag(_everywhere("skip_special_tokens"), "skip_special_tokens", True, "Whether to leave out special tokens from the text."),
+    _flag(_everywhere("skip_special_tokens"), "skip_special_tokens", True, "Whether to omit special tokens from the text."),
     _flag(
         _everywhere("speculative"),
         "speculative",
@@ -297,8 +297,8 @@ DRY_BASE = SamplingParameter(_everywhere("dry_base"), "dry.base", Kind.NUMBER, "
 DRY_ALLOWED_LENGTH = _integer(
     _everywhere("dry_allowed_length"), "dry.allowed_length", 1, limits.MAX_DRY_ALLOWED_LENGTH, "See `dry_multiplier`.", 2
 )
-# The range is that of the APIs. On the wire and in the core, a window of 0 means all tokens: the gateway leaves the field out
-# for -1 and sends no Dry message for 0 (services/gateway/api/generation_params.py).
+# The range applies to the APIs. On the wire and in the core, a window of 0 means all tokens: the gateway omits the field for -1,
+# and the whole message Dry for 0 (services/gateway/api/generation_params.py).
 DRY_PENALTY_LAST_N = _integer(
     _everywhere("dry_penalty_last_n"),
     "dry.window",
@@ -351,16 +351,16 @@ def of_api(api: Api) -> Mapping[str, SamplingParameter]:
 
 
 def renamed(api: Api) -> Mapping[str, str]:
-    """Returns the API's name of each wire field whose name differs. Of several names, the first one counts."""
+    """Returns the API's name of each wire field that has another name in this API. If an API has several, the first is used."""
     rows = [row for row in reversed(PARAMETERS) if api in row.names and row.wire and "." not in row.wire]
     return {row.wire: row.names[api] for row in rows if row.wire != row.names[api]}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The values of parameters that a request leaves out. The worker makes them, and the gateway puts them into requests.
+    """The values of the parameters that a request leaves out. The worker determines them, and the gateway adds them to requests.
 
-    The fields are the rows with `of_model`. The values in this class are the API's; a model or an operator may choose others.
+    There is a field for each row with `of_model`. The defaults of this class are the API's.
     """
 
     temperature: float = 1.0

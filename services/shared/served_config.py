@@ -1,7 +1,7 @@
 """Refuses a model by its config.json, without transformers, before the model is downloaded.
 
-The worker refuses the same models with the same sentences when it reads the folder (services/worker/exec). Decisions that need
-transformers are in served_architectures.json, which `make docs` writes from the worker's checks.
+The worker refuses the same models with the same messages when it reads the folder (services/worker/exec). Results of checks that
+need transformers are in served_architectures.json, which `make docs` writes with the worker's checks.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def _table() -> dict[str, Any]:
 
 
 def refusal(config: Any, files: Collection[str], subject: str) -> str:
-    """Returns the sentence with which the worker refuses the model, or "" if it may serve it.
+    """Returns the message with which the worker refuses the model, or "" if the worker may serve it.
 
     Args:
-        config: the content of config.json. A part that is missing or of a wrong type refuses nothing.
-        files: names in the model's folder.
-        subject: the folder or the download source, for the sentence.
+        config: content of config.json. A value that is missing or has a wrong type is not checked.
+        files: names of the files in the model's folder.
+        subject: name of the model in the message: its folder or download source.
     """
     if not isinstance(config, Mapping):
         return ""
@@ -89,10 +89,10 @@ def refusal(config: Any, files: Collection[str], subject: str) -> str:
 
 
 def _by_architecture(table: Mapping[str, Any], architecture: str, model_type: str, given: Collection[str]) -> str:
-    """Returns the sentence for an architecture, or "".
+    """Returns the message for an unsupported architecture, or "".
 
     Args:
-        given: keys of TYPE_LISTS in config.json. Without one, the layers have the types of transformers' default config.
+        given: keys of TYPE_LISTS that are in config.json. If empty, the layers have the types of transformers' default config.
     """
     if not given and (types := table["layers"].get(architecture)):
         return unserved_layers(architecture, types)

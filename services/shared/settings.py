@@ -30,7 +30,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 class TlsSettings(BaseSettings):
-    """Settings of TLS between services, also for clients of the control services."""
+    """Settings of TLS between services. Clients of the control services have them, too."""
 
     mtls_cert_file: str = Field(
         "",
@@ -43,8 +43,8 @@ class TlsSettings(BaseSettings):
     )
     mtls_token_file: str = Field(
         "",
-        description="File with tokens, one per line. Calls between services need one in addition to a certificate; the first is"
-        " sent.",
+        description="File with tokens for calls between services, one per line. A call must carry one of them in addition to a"
+        " certificate; this process sends the first. Empty: no tokens.",
     )
 
     @model_validator(mode="after")
@@ -52,7 +52,9 @@ class TlsSettings(BaseSettings):
         files = {name: getattr(self, name) for name in ("mtls_cert_file", "mtls_key_file", "mtls_ca_file")}
         missing = [name for name, path in files.items() if not path]
         if missing and (len(missing) < len(files) or self.mtls_token_file):
-            raise ValueError(f"{', '.join(files)} go together, and mtls_token_file needs them: missing {', '.join(missing)}")
+            raise ValueError(
+                f"{', '.join(files)} must be set together, also if mtls_token_file is set; not set: {', '.join(missing)}"
+            )
         return self
 
 
@@ -74,15 +76,17 @@ class ServiceSettings(TlsSettings):
     health_port: int = Field(
         0, ge=0, le=65535, description="Port of a separate gRPC health service for probes, without TLS. 0: no separate port."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level of log lines to write.")
-    grace_s: float = Field(10.0, ge=0, description="Seconds after SIGTERM in which running requests may end.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level of the log lines that are written."
+    )
+    grace_s: float = Field(10.0, ge=0, description="Seconds after SIGTERM for which running requests may continue.")
     otlp_endpoint: str = Field(
         "",
         pattern=r"^((https?://)?[^\s/]+:\d+)?$",
-        description="OTLP/gRPC collector that receives spans: host:port, with https:// before it for TLS. Empty: no tracing.",
+        description="Address of the OTLP/gRPC collector for spans: host:port, or https://host:port for TLS. Empty: no tracing.",
     )
     trace_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="Share of requests to trace if the client's trace context does not decide."
+        1.0, ge=0, le=1, description="Share of the requests without a trace context that are traced, 0 to 1."
     )
 
 
@@ -110,12 +114,12 @@ def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
 
 
 def load_given(cls: type[S], prog: str, values: Mapping[str, Any], path: str = "") -> S:
-    """Returns settings with these values, and values of the environment for other fields.
+    """Returns settings with these values. Other fields get their values from the environment.
 
     Exits with status 2 and one line per wrong field if settings are wrong.
 
     Args:
-        path: the file of the values; "" if there is no file.
+        path: the settings file from which the values come, for messages; "" if there is no file.
     """
     try:
         return cls(**values)
@@ -145,12 +149,12 @@ def config_values(path: Path, cls: type[BaseSettings]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in _config_nodes(path):
         if not isinstance(key, yaml.ScalarNode):
-            raise WrongConfig(f"--{CONFIG} {path} has a key at line {_line(key)} that is no name of a setting.")
+            raise WrongConfig(f"--{CONFIG} {path} has a key at line {_line(key)} that is not the name of a setting.")
         name = key.value.replace("-", "_")
         if name == CONFIG or name not in cls.model_fields:
-            raise WrongConfig(f"--{CONFIG} {path}: {key.value} is no setting of this program; {_remedy(key.value, cls)}")
+            raise WrongConfig(f"--{CONFIG} {path}: {key.value} is not a setting of this program; {_remedy(key.value, cls)}")
         if name in values:
-            raise WrongConfig(f"--{CONFIG} {path} has {key.value} twice; keep one.")
+            raise WrongConfig(f"--{CONFIG} {path} has {key.value} twice; remove one.")
         values[name] = _config_value(value, f"--{CONFIG} {path}: {key.value}")
     return values
 
@@ -164,13 +168,13 @@ def _config_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     except UnicodeDecodeError:
         raise WrongConfig(f"--{CONFIG} {path} is not UTF-8 text.") from None
     except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)  # the parser's message may quote a value
+        mark = getattr(error, "problem_mark", None)  # only the position: the parser's message may quote a secret value
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise WrongConfig(f"--{CONFIG} {path} is not YAML{place}; quote values that begin with a special character.") from None
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise WrongConfig(f"--{CONFIG} {path} is no mapping; write one `name: value` a line.")
+        raise WrongConfig(f"--{CONFIG} {path} is not a mapping; write `name: value`, one per line.")
     return list(root.value)
 
 
@@ -179,11 +183,11 @@ def _config_value(node: yaml.Node, key: str) -> str | list[str]:
         return _text(node)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [_text(item) for item in node.value]
-    raise WrongConfig(f"{key} holds nested values; write text, a number, true, false, or a list of texts.")
+    raise WrongConfig(f"{key} has nested values; write text, a number, true, false, or a list of texts.")
 
 
 def _text(node: yaml.ScalarNode) -> str:
-    """Returns a value as it is written, so that 1.10 stays 1.10 and no stays no. A null is empty text."""
+    """Returns a value as it is written in the file: 1.10 stays 1.10, and no stays no. null becomes empty text."""
     return "" if node.tag == NULL else str(node.value)
 
 
@@ -200,7 +204,7 @@ def _remedy(key: str, cls: type[BaseSettings]) -> str:
 
 
 def of_values(cls: type[S], values: Mapping[str, Any]) -> S:
-    """Returns settings with these values and the defaults of other fields, without flags and the environment.
+    """Returns settings with these values. Other fields get their defaults; flags and the environment are ignored.
 
     Raises:
         ValueError: a value is wrong. The message names each wrong field.
@@ -214,7 +218,7 @@ def of_values(cls: type[S], values: Mapping[str, Any]) -> S:
 
 
 def _wrong_fields(error: ValidationError, by_file: Collection[str] = (), path: str = "") -> list[str]:
-    """Returns a sentence for each fault. The message of a fault of several fields already names the fields.
+    """Returns a message for each fault. If a fault concerns several fields, its message already names them.
 
     Args:
         by_file: fields whose values come from the file at `path`.
@@ -228,5 +232,5 @@ def _wrong_fields(error: ValidationError, by_file: Collection[str] = (), path: s
 
 
 def served_name(folder: str | Path, name: str = "") -> str:
-    """Returns the model name that clients use: `name`, or the folder's own name if it is empty. Links are not resolved."""
+    """Returns the model name that clients use: `name`, or if it is empty the folder's last component, without resolving links."""
     return name or os.path.basename(os.path.abspath(folder))

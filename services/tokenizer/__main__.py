@@ -25,7 +25,7 @@ from rootstock_llm.services.tokenizer.server import TokenizerServicer
 from rootstock_llm.services.tokenizer.settings import TokenizerSettings
 
 SERVICE = "tokenizer"
-# Threshold of map_large_blocks(), as in render_child. That module is not imported, because it loads jinja2.
+# Threshold of map_large_blocks(), equal to that in render_child.py. Importing it from there would load jinja2.
 MAPPED_BLOCK_BYTES = 1 << 18
 
 

@@ -1,11 +1,11 @@
-"""Encodes the texts of requests: short texts of several requests in one call, long texts in pieces with bounded memory.
+"""Encodes the texts of requests: short texts of several requests in one call, long texts in pieces with limited memory.
 
-A short request that finds a free lane is encoded at once. Requests that arrive while all lanes are busy are encoded together by
-the first free lane. Batches therefore form only under load, and no request waits for a batch to fill.
+If a lane (an encoding thread) is free, a short request is encoded at once. Requests that arrive while all lanes are busy are
+encoded together by the next free lane. Batches therefore form only under load, and no request waits for a batch to fill.
 
-The ids of a text in pieces are those of the text encoded at once. A piece ends where boundaries.py allows a cut. A text without
-such a place in limits.MAX_WORD_CHARS characters is refused. A text that has more tokens than its request can use is not encoded
-further.
+A text in pieces gets the same ids as if it were encoded at once. A piece ends where boundaries.py allows a cut. If a text has
+no such position within limits.MAX_WORD_CHARS characters, it is refused. Encoding stops when a text has more tokens than its
+request can use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 from rootstock_llm.services.tokenizer.boundaries import METASPACE, Boundaries
 
 PIECE_CHARS = 1 << 16
-SLICE_CHARS = 1 << 18  # characters counted at a time
+SLICE_CHARS = 1 << 18  # characters that TokenLowerBound processes at a time
 _BLANKS = re.compile(r"[^\S\r\n]+")  # also matches four control characters
 _DENOMINATOR = 1 << 40  # TokenLowerBound counts in units of 1 / _DENOMINATOR tokens
 
@@ -38,10 +38,10 @@ Encode = Callable[[Sequence[str], bool], list[list[int]]]  # (texts, add_special
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """The ids of a text within the limit of its request."""
+    """The ids of a text, or a lower bound of their number if they exceed the limit of the request."""
 
     ids: Sequence[int]
-    at_least: int = 0  # lower bound of the token count of a text above the limit; 0 if the ids are complete
+    at_least: int = 0  # lower bound of the token count if the text exceeds the limit; 0: the ids are complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class EncodeJob:
 
     texts: Sequence[str]
     add_special_tokens: bool
-    max_tokens: int = 0  # limit for each text; 0 for no limit
-    truncates: bool = False  # a text above the limit gives its first ids; otherwise it gives no ids
+    max_tokens: int = 0  # limit of tokens for each text; 0: unlimited
+    truncates: bool = False  # whether a text above the limit is cut to its first ids; otherwise it gets no ids
 
     @property
     def chars(self) -> int:
@@ -59,7 +59,7 @@ class EncodeJob:
         return sum(map(len, self.texts))
 
     def limited(self, ids: Sequence[int]) -> EncodedText:
-        """Applies the limit to the ids of a text. For a text above the limit, the first ids suffice if they exceed the limit."""
+        """Applies the limit to the ids of a text. `ids` may be incomplete if there are already more than the limit."""
         if not self.max_tokens or len(ids) <= self.max_tokens:
             return EncodedText(ids)
         return EncodedText(ids[: self.max_tokens] if self.truncates else (), len(ids))
@@ -69,7 +69,7 @@ Waiting = tuple[EncodeJob, asyncio.Future[list[list[int]]]]  # a job in the queu
 
 
 class EncodeQueue:
-    """The waiting requests and the lanes that encode them in the executor's threads. Belongs to one event loop."""
+    """The queue of short requests, and the lanes that encode them in the executor's threads. Used on one event loop."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class EncodeQueue:
         self._max_chars = max_chars
         self._observe_texts = observe_texts
         self._waiting: deque[Waiting] = deque()
-        self._working = 0  # lanes that will read the queue again before they end
+        self._working = 0  # number of running lanes that will read the queue again
         self._tasks: set[asyncio.Task[None]] = set()  # keeps running lanes from being garbage-collected
 
     async def encode(self, job: EncodeJob) -> list[EncodedText]:
@@ -122,7 +122,7 @@ class EncodeQueue:
             _hand_out(batch, ids)
 
     def _take(self) -> list[Waiting]:
-        """Removes and returns the longest run of waiting jobs that fits in one call, at least one. Drops cancelled jobs."""
+        """Removes and returns the first waiting jobs, as many as fit into one call, at least one. Drops cancelled jobs."""
         batch: list[Waiting] = []
         texts = chars = 0
         while self._waiting:
@@ -138,7 +138,7 @@ class EncodeQueue:
         return batch
 
     async def _fail(self, batch: list[Waiting], error: Exception) -> None:
-        """Reports the error to a single job. Encodes the jobs of a larger batch again one by one, so that only one job fails."""
+        """Fails a single job. The jobs of a larger batch are encoded again one by one, so that only the faulty job fails."""
         if len(batch) == 1:
             _, done = batch[0]
             if not done.done():
@@ -163,11 +163,11 @@ def _hand_out(batch: list[Waiting], ids: list[list[int]]) -> None:
 
 
 class UncuttableText(Exception):
-    """A text has too many characters without a place where it may be cut."""
+    """A text has more than MAX_WORD_CHARS characters without a position at which it may be cut. The request is refused."""
 
 
 class _NoStitch(Exception):
-    """A run of blanks cannot be cut here."""
+    """A run of blanks cannot be cut at this position."""
 
 
 class EncodingStopped(Exception):
@@ -226,7 +226,7 @@ class PieceEncoder:
         return job.limited(ids)
 
     def _joined(self, text: str, job: EncodeJob, among_blanks: bool, stopped: Event) -> Sequence[int]:
-        """Returns all ids of the text, or the first ones if there are more than the job can use.
+        """Returns all ids of the text, or only the first ids if there are more than the job can use.
 
         Args:
             among_blanks: whether long runs of blanks may be cut.
@@ -240,9 +240,9 @@ class PieceEncoder:
         return ids
 
     def _pieces(self, text: str, among_blanks: bool, stopped: Event) -> Iterator[list[int]]:
-        """Yields the ids of each piece. A piece that ends among blanks is held until the next piece is known to fit to it."""
+        """Yields the ids of each piece. If a piece ends among blanks, it is yielded when the next piece is known to fit."""
         at, held = 0, None
-        before: tuple[str, list[int]] = ("", [])  # the last piece and its ids, so that a repeated piece is encoded once
+        before: tuple[str, list[int]] = ("", [])  # the last piece and its ids, so that equal consecutive pieces are encoded once
         while at < len(text):
             if stopped.is_set():
                 raise EncodingStopped
@@ -266,8 +266,8 @@ class PieceEncoder:
         """Checks that the ids of two pieces which were cut among blanks fit together.
 
         Returns:
-            0 if the pieces fit. Otherwise removes the last token of `held` and returns its length in characters: the next piece
-            must begin this much earlier.
+            0 if the pieces fit. Otherwise the last token of `held` is removed, and the result is its length in characters, by
+            which the next piece must begin earlier.
 
         Raises:
             _NoStitch: the run of blanks cannot be cut here.
@@ -282,7 +282,7 @@ class PieceEncoder:
         return length
 
     def _end(self, text: str, begin: int, among_blanks: bool) -> int:
-        """Returns the end of the piece that begins here. Raises UncuttableText."""
+        """Returns the end of the piece that begins at `begin`. Raises UncuttableText."""
         goal = begin + self._piece_chars
         if goal >= len(text):
             return len(text)
@@ -299,9 +299,10 @@ class PieceEncoder:
         raise UncuttableText
 
     def _is_among_blanks(self, text: str, begin: int, at: int) -> bool:
-        """Whether there are only blanks around `at`, without line breaks in the white space both before and after the blanks.
+        """Returns whether `at` is within a run of blanks that may be cut.
 
-        With such line breaks, the white space up to the last one may be one word.
+        It may not be cut if the white space has line breaks both before and after the blanks, because the white space up to the
+        last line break may then be one word.
         """
         margin = 2 * self._boundaries.max_token_chars + 2
         if not self._boundaries.allows_blanks or at - margin < begin or text[at - margin : at + margin] != " " * 2 * margin:
@@ -325,12 +326,12 @@ def _special_ids(tokenizer: HfTokenizer) -> tuple[list[int], list[int]]:
 class TokenLowerBound:
     """Computes a lower bound of a text's token count without encoding the text.
 
-    Every byte is in some token, and a token that contains a byte has at most the length of the longest such token. A byte
-    therefore adds at least 1 / (that length) tokens. The bound is 0 if normalization or the model may drop characters.
+    Every byte is in a token, and a token that contains a byte b is at most as long as the longest such token of the vocabulary,
+    L(b). Each byte b therefore adds at least 1 / L(b) tokens. The bound is 0 if normalization or the model may drop characters.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
-        # Whether only ASCII bytes before an ASCII byte count, because normalization may join other characters.
+        # Whether to count only ASCII bytes that precede an ASCII byte, because normalization may merge other characters.
         self._ascii_only = False
         # int64[256]: tokens that one occurrence of each byte adds, in units of 1 / _DENOMINATOR, rounded down
         self._shares: NDArray[np.int64] = np.zeros(256, np.int64)
@@ -338,7 +339,7 @@ class TokenLowerBound:
             self._shares = _shares(tokenizer)
 
     def of(self, text: str) -> int:
-        """Returns the lower bound."""
+        """Returns the lower bound of the text's token count."""
         if not self._shares.any():
             return 0
         counts = np.zeros(256, np.int64)
@@ -371,12 +372,12 @@ def _shares(tokenizer: HfTokenizer) -> NDArray[np.int64]:
     for token in tokenizer.inner.get_added_tokens_decoder().values():
         if token.lstrip or token.rstrip:
             alone -= {byte for byte in range(256) if byte >= 0x80 or chr(byte).isspace()}
-    # A byte that is no token of its own may be dropped from the text.
+    # A byte that is not a token by itself may be dropped from the text.
     return np.array([_DENOMINATOR // longest[byte] if byte in alone else 0 for byte in range(256)], np.int64)
 
 
 def _token_bytes(tokenizer: HfTokenizer) -> Iterator[bytes]:
-    """Yields the byte strings that each token may stand for."""
+    """Yields the byte strings that each token may represent."""
     for token in tokenizer.inner.get_added_tokens_decoder().values():
         yield token.content.encode()
     for token_id in range(tokenizer.vocab_size):

@@ -1,6 +1,6 @@
-"""The memory of encoding requests: a byte budget for requests in progress, and trimming of the heap after large ones.
+"""Limits the memory of requests: a byte budget for requests in progress, and trimming of the heap after large requests.
 
-Objects of this file belong to one event loop.
+Objects of this file must be used on one event loop.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 from rootstock_llm.services.shared.memory import trim_heap
 from rootstock_llm.services.tokenizer.refusal import busy
 
-TRIM_DELAY_S = 1.0  # from the end of the last large request until the heap is trimmed
+TRIM_DELAY_S = 1.0  # seconds from the end of the last large request until the heap is trimmed
 
 
 class ByteBudget:
     """Limits the bytes of requests in progress. Requests get their shares in order of arrival.
 
-    A request larger than the budget takes the whole budget. Each share is given back exactly once, also if the request is
+    A request that is larger than the budget gets the whole budget. Each share is returned exactly once, even if the request is
     cancelled while it waits.
     """
 
@@ -42,7 +42,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def hold(self, size: int) -> AsyncIterator[None]:
-        """Waits for a share of `size` bytes and holds it. Raises Refusal if the budget stays full for `wait_s`."""
+        """Waits for a share of `size` bytes, which is returned when the context ends. Raises Refusal after `wait_s`."""
         share = min(size, self._size)
         await self._acquire(share)
         try:
@@ -61,11 +61,11 @@ class ByteBudget:
         except BaseException as error:
             self._withdraw(share, granted)
             if isinstance(error, TimeoutError):
-                raise busy("the tokenizer has as much text as it can take, try again later") from None
+                raise busy("the tokenizer is busy with other requests; retry later") from None
             raise
 
     def _withdraw(self, share: int, granted: asyncio.Future[None]) -> None:
-        """Removes a request that no longer waits; gives its share back if it was granted at the last moment."""
+        """Removes a request that stopped waiting from the queue, and returns its share if it was just granted."""
         if granted.done() and not granted.cancelled():
             self._free += share
         elif (share, granted) in self._waiting:
@@ -88,7 +88,7 @@ class HeapTrimmer:
         self._timer: asyncio.TimerHandle | None = None
 
     async def trim(self) -> None:
-        """Trims the heap now. At the start of a call, gRPC has already freed the buffer of its large message."""
+        """Trims the heap now. Useful at the start of a call, because gRPC has then freed the buffer of the large message."""
         await asyncio.get_running_loop().run_in_executor(self._executor, trim_heap)
 
     def trim_later(self) -> None:
@@ -97,7 +97,7 @@ class HeapTrimmer:
         self._timer = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._executor.submit, self._collect_and_trim)
 
     def _collect_and_trim(self) -> None:
-        gc.collect()  # a refused call is in a reference cycle with its traceback
+        gc.collect()  # frees refused calls, which are in a reference cycle with their tracebacks
         trim_heap()
 
     def stop(self) -> None:

@@ -28,7 +28,12 @@ class TokenizerMetrics:
             "Rendering processes killed because a template took too much time or memory.",
             registry=registry,
         )
-        self._bytes = Gauge(prefix + "held_bytes", "Bytes of short or long requests in progress.", ["share"], registry=registry)
+        self._bytes = Gauge(
+            prefix + "held_bytes",
+            "Bytes of requests in progress, for the budgets of short and long requests.",
+            ["share"],
+            registry=registry,
+        )
 
     def watch_bytes(self, share: str, held: Callable[[], float]) -> None:
         """Reads the gauge held_bytes from a function.

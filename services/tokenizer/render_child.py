@@ -10,11 +10,11 @@ by raw bytes:
 | request | sizes, add_generation_prompt, continue_final_message, read_variables | messages, tools and kwargs in JSON |
 | reply to a request | status (ok, invalid, too_much), message, size; "ends" if the process ends now | rendered text |
 
-The process ends at the end of its input, when it is out of memory, and by its own alarm if a request takes too long and the
-parent does not kill it.
+The process ends at the end of its input, or if it is out of memory. If a request takes too long and the parent does not kill the
+process, its alarm ends it.
 
-Messages are checked and lose their empty fields, as in transformers' apply_chat_template: null values are left out, reasoning is
-present under every name that templates read, and continue_final_message works by a tag in the final message.
+Messages are checked and prepared as in transformers' apply_chat_template: fields with null are omitted, reasoning is present
+under every name that templates read, and continue_final_message is implemented with a tag in the final message.
 `history.template_forms` chooses the form in which a template gets a message.
 
 Templates have the semantics of transformers' render_jinja_template: trimmed blocks, loop controls, tojson without HTML escapes,
@@ -46,12 +46,12 @@ from rootstock_llm.services.tokenizer.history.template_forms import TemplateForm
 from rootstock_llm.services.tokenizer.history.turns import Message
 
 MAPPED_BLOCK_BYTES = 1 << 18  # threshold of map_large_blocks(); a text of 256 KiB is a large request
-ALARM_MARGIN_S = 1.0  # added to the time limit, so that the parent kills the process first
+ALARM_MARGIN_S = 1.0  # seconds by which the alarm is later than the time limit, so that the parent kills the process first
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
-SMALL_CHARS = 1 << 18  # limit of a rendered small chat, which includes the template's own text
-MAX_OTHERS = 8  # other forms of a chat that are tried after its template has refused the first
-OTHERS_SECONDS = 1.0  # time after which no other form is tried
+SMALL_CHARS = 1 << 18  # largest output of a small test chat, including the template's own text
+MAX_OTHERS = 8  # further forms of a chat that are tried if its template has refused the first form
+OTHERS_SECONDS = 1.0  # time after which no further form is tried
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -64,15 +64,15 @@ PROBE_TOOL = {
         },
     },
 }
-PRINTED_PART = "{'type': 'text'"  # appears in the text if a template has printed a list of parts as Python writes it
+PRINTED_PART = "{'type': 'text'"  # in the output if a template has printed a list of parts in Python syntax
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-MAX_REFUSAL_CHARS = 500  # a longer message of a template's raise_exception() is cut
+MAX_REFUSAL_CHARS = 500  # longer messages of a template's raise_exception() are cut
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class InvalidField(Exception):
-    """A field of the request is wrong. The message names the field and the fault, without the value."""
+    """A field of the request is invalid. The message names the field and the fault, and does not contain the value."""
 
 
 def parse_json(name: str, data: bytes, kind: type) -> Any:
@@ -91,9 +91,9 @@ def parse_json(name: str, data: bytes, kind: type) -> Any:
 
 
 def prepare_messages(messages: list[Any]) -> list[Message]:
-    """Returns checked copies of the messages. A field that is null, `[]` or `{}` is left out. Raises InvalidField."""
+    """Returns checked copies of the messages, without fields that are null, `[]` or `{}`. Raises InvalidField."""
     if not messages:
-        raise InvalidField("messages: empty")
+        raise InvalidField("messages: must have at least one message")
     return [_prepare_one(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
@@ -154,16 +154,16 @@ def tag_final(messages: list[Message]) -> str:
 
 
 def cut_at_tag(rendered: str, final: str) -> str:
-    """Returns the rendered chat up to the tag. Raises InvalidField if the template has left out or changed the final message."""
+    """Returns the rendered chat up to the tag. Raises InvalidField if the template has omitted or changed the final message."""
     at = rendered.rfind(CONTINUE_TAG.strip())
     if at < 0 or final.strip() not in rendered:
-        raise InvalidField("continue_final_message: the chat template does not show the final message as it is")
+        raise InvalidField("continue_final_message: the chat template changes or omits the final message")
     keeps_spaces = rendered.startswith(CONTINUE_TAG, at)
     return rendered[:at] if keeps_spaces else rendered[:at].rstrip()
 
 
 class TemplateRefusal(jinja2.TemplateError):
-    """A template has called raise_exception(). The message is the template's own."""
+    """A template has called raise_exception(). The message comes from the template."""
 
 
 class OutputTooLong(Exception):
@@ -255,7 +255,7 @@ class _TemplateNamespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError("a namespace's names cannot begin with an underscore")
+        raise jinja2.exceptions.SecurityError("names in a namespace must not begin with an underscore")
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
@@ -275,7 +275,7 @@ class TooMuch(Exception):
 
 
 class Renderer:
-    """The compiled templates of a model and the forms of message that each of them shows."""
+    """The compiled templates of a model, and for each template the forms of messages that it renders completely."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         """Compiles the templates. Raises the exception of jinja2's compiler if a template does not compile."""
@@ -304,7 +304,7 @@ class Renderer:
         name = self._template_name(tools)
         for variable in header.get("read_variables", ()):
             if variable not in self._templates[name].variables:
-                raise InvalidField(f"{variable}: this model's chat template does not read a variable of this name")
+                raise InvalidField(f"{variable}: this model's chat template does not use this variable")
         messages = prepare_messages(raw)
         final = tag_final(messages) if header["continue_final_message"] else None
         variables = {**kwargs, "tools": tools, "add_generation_prompt": header["add_generation_prompt"]}
@@ -398,7 +398,7 @@ class _Watched(dict[str, Any]):
 
 
 def _said(error: Exception) -> str:
-    """Returns a template's own message. Returns only the type of another error, because Python's message may quote the prompt."""
+    """Returns the message of a template's refusal, or only the type of another error, whose message may quote the prompt."""
     if isinstance(error, TemplateRefusal):
         return str(error.message)
     return f"the chat template failed with {type(error).__name__}"
@@ -411,7 +411,7 @@ def _answer(renderer: Renderer, header: Mapping[str, Any], parts: list[bytes]) -
     except InvalidField as error:
         return "invalid", str(error), b""
     except UnicodeEncodeError:
-        return "invalid", "messages: text with half of a surrogate pair", b""
+        return "invalid", "messages: a text has an unpaired surrogate", b""
     except TooMuch as error:
         return "too_much", str(error), b""
 

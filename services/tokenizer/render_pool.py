@@ -1,7 +1,7 @@
 """Renders chat templates in separate processes, so that a template that loops or uses too much memory can be killed.
 
-The pool owns its processes. A request has one process to itself while it is rendered. A process that takes too long, dies or is
-left in the middle of an exchange is killed, and the next request starts a new one.
+The pool owns its processes. Each process renders one request at a time. If a process takes too long, dies, or its request is
+cancelled during the exchange, it is killed, and the next request starts a new process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rootstock_llm.protos import tokenizer_pb2 as pb
 from rootstock_llm.services.tokenizer.metrics import TokenizerMetrics
 from rootstock_llm.services.tokenizer.refusal import Refusal, busy, invalid, too_much
 
-LARGE_BYTES = 1 << 18  # a process ends after a request or a text of this size, to return its memory
-WRITE_BYTES = 1 << 16  # size of one write; the pipe copies the part that it cannot take at once
+LARGE_BYTES = 1 << 18  # a process ends after a request or an output of this size, which returns its memory to the system
+WRITE_BYTES = 1 << 16  # size of one write, because asyncio copies the part that the pipe does not accept at once
 NO_TEMPLATE = "this model has no chat template; use /v1/completions, or give the tokenizer a template with --chat-template FILE"
-RETRY_S = 30.0  # pause after a failed start if no process has started yet: the template or the machine may be at fault
-START_FACTOR = 4.0  # time limit of a start, which compiles the templates, as a multiple of the limit of a rendering
-ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
+RETRY_S = 30.0  # seconds until the next start after a failed start, if no process has ever started
+START_FACTOR = 4.0  # time limit of a start (which compiles the templates), in multiples of the time limit of a rendering
+ROOT = Path(__file__).resolve().parents[2]  # the folder that contains `services`
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class BrokenTemplate(Exception):
 
 
 class NotStarted(Exception):
-    """A rendering process did not reply in time or died.
+    """A rendering process did not become ready in time or died.
 
-    Compiling the template takes too long or too much memory, or the machine lacks resources.
+    Either compiling the template takes too long or too much memory, or the machine has too few resources.
     """
 
 
@@ -108,7 +108,7 @@ class _Process:
         return self._process.returncode is None
 
     async def exchange(self, line: dict[str, Any], *bodies: bytes) -> tuple[dict[str, Any], bytes]:
-        """Sends a line with its bodies and returns the reply with its body. Raises EOFError or ConnectionError if it has died."""
+        """Sends a line with its bodies. Returns the reply and its body. Raises EOFError, ConnectionError if it dies."""
         self._stdin.write(json.dumps(line).encode() + b"\n")
         for body in bodies:
             for at in range(0, len(body), WRITE_BYTES):
@@ -126,18 +126,18 @@ class _Process:
 
 
 class RenderPool:
-    """The rendering processes of the service. Belongs to one event loop."""
+    """The rendering processes of the service. Used on one event loop."""
 
     def __init__(self, setup: RenderSetup, max_processes: int, metrics: TokenizerMetrics) -> None:
         self._setup = setup
         self._slots = asyncio.Semaphore(max_processes)
-        self._large_slots = asyncio.Semaphore(max(1, max_processes - 1))  # one slot is reserved for small requests
+        self._large_slots = asyncio.Semaphore(max(1, max_processes - 1))  # one process is reserved for small requests
         self._metrics = metrics
         self._idle: list[_Process] = []
         self._running: set[asyncio.Task[str]] = set()
-        self._fault = "" if setup.templates else NO_TEMPLATE  # reason for which chat requests are refused
-        self._compiles = False  # whether a process has compiled the templates
-        self._retry_at = 0.0  # earliest next start after a failed one, on the event loop's clock; 0: no other start
+        self._fault = "" if setup.templates else NO_TEMPLATE  # why chat requests are refused; empty: they are not refused
+        self._compiles = False  # whether a process has ever compiled the templates
+        self._retry_at = 0.0  # time of the next start after a failed start, on the event loop's clock; 0: no further start
 
     async def start(self) -> None:
         """Starts one process, so that the first request does not wait. If the template is broken, only chat requests fail."""
@@ -151,8 +151,8 @@ class RenderPool:
     async def render(self, request: pb.EncodeChatRequest) -> str:
         """Returns the rendered chat. Raises Refusal.
 
-        If the caller is cancelled while its small request is being rendered, the rendering is completed and its process is
-        reused. Other requests are cancelled, and the process of a large one is killed.
+        If the caller is cancelled while its small request is being rendered, the rendering continues and its process is reused.
+        A waiting request is removed. A large request is cancelled and its process killed.
         """
         self._check()
         begun, is_large = asyncio.Event(), request_bytes(request) > LARGE_BYTES
@@ -160,12 +160,12 @@ class RenderPool:
         try:
             return await asyncio.shield(rendering)
         except asyncio.CancelledError:
-            if is_large or not begun.is_set():  # the caller gives its share of the byte budget back now
+            if is_large or not begun.is_set():  # ends the work, because the caller now returns its share of the byte budget
                 rendering.cancel()
             raise
 
     def _check(self) -> None:
-        """Refuses requests while the template is broken or the pause after a failed start is not over."""
+        """Raises Refusal if the template is broken, or during the pause after a failed start."""
         if self._fault and (self._retry_at == 0.0 or asyncio.get_running_loop().time() < self._retry_at):
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault)
 
@@ -189,13 +189,13 @@ class RenderPool:
             task.exception()  # marks the exception as retrieved, also if the caller was cancelled
 
     async def _render(self, request: pb.EncodeChatRequest, is_large: bool, begun: asyncio.Event) -> str:
-        """Renders a chat in a process of its own. Sets `begun` when the request has a slot. Raises Refusal."""
+        """Renders a chat in a free process. Sets `begun` when the request has a slot. Raises Refusal."""
         async with contextlib.AsyncExitStack() as stack:
             if is_large:
                 await stack.enter_async_context(self._large_slots)
             await stack.enter_async_context(self._slots)
             begun.set()
-            self._check()  # a request that was served earlier may have found the template broken
+            self._check()  # again, because an earlier request may have found the template broken meanwhile
             process = await self._take()
             with self._metrics.render_seconds.time():
                 reply, body = await self._run(process, request)

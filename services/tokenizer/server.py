@@ -1,7 +1,7 @@
-"""The Tokenizer service: checks requests, has chat templates rendered and texts encoded off the event loop.
+"""The Tokenizer service: checks requests, and passes chats to rendering processes and texts to encoding threads.
 
-The service keeps no state between calls. Long requests have their own byte budget and their own lane, so that a huge prompt does
-not delay short ones. While a request waits for its share of the budget, only its message is in memory; its texts are unpacked
+The service has no state between calls. Long requests have a separate byte budget and a separate lane, so that a huge prompt does
+not delay short requests. While a request waits for its share of the budget, only its message is in memory; its texts are unpacked
 afterwards.
 """
 
@@ -40,10 +40,11 @@ Texts = Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse]]  # raises Ref
 Chat = Callable[[pb.EncodeChatRequest], Awaitable[pb.EncodeResponse]]  # raises Refusal
 
 MAX_BYTES_PER_CHAR = 6  # JSON writes a character in at most 6 bytes, \uXXXX
-RENDERED_END_CHARS = 64  # length of EncodeResponse.rendered_end; longer than any model's marks
+RENDERED_END_CHARS = 64  # length of EncodeResponse.rendered_end; longer than the delimiters of any output format
 INLINE_TOKENS = 2048  # responses of this size are hashed and packed on the event loop, in about 0.2 ms; larger ones in a thread
 MESSAGE_BYTES = 1 << 20  # approximate size at which a message of responses is sent
-_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)  # failed spans
+# Status codes with which a request's span counts as failed.
+_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
-        """Makes every stream answer its received requests and end with UNAVAILABLE, so that gateways reconnect elsewhere."""
+        """Makes every stream answer the received requests and then end with UNAVAILABLE; gateways reconnect to other replicas."""
         self._stopping.set()
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
@@ -156,7 +157,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         _check_request_id(request.request_id)
         _check_hash_root(request.hash_root)
         if not request.texts:
-            raise invalid("texts: empty")
+            raise invalid("texts: must have at least one text")
         if len(request.texts) > limits.MAX_BATCH_PROMPTS:
             raise too_much(f"texts: {len(request.texts)} texts, at most {limits.MAX_BATCH_PROMPTS}")
         async with self._share(request.ByteSize()):
@@ -180,7 +181,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
 
     @asynccontextmanager
     async def _share(self, size: int) -> AsyncIterator[None]:
-        """Holds a share of the short or the long budget. Raises Refusal if the budget stays full."""
+        """Waits for a share of the budget of short or long requests, which is returned when the context ends. Raises Refusal."""
         is_long = size > self._settings.max_batch_chars
         try:
             async with (self._long_budget if is_long else self._short_budget).hold(size):
@@ -215,7 +216,9 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
             try:
                 return await asyncio.shield(encoding)
             except UncuttableText:
-                raise too_much(f"texts: more than {limits.MAX_WORD_CHARS} characters that cannot be cut into pieces") from None
+                raise too_much(
+                    f"texts: has more than {limits.MAX_WORD_CHARS} characters without a position where it may be cut"
+                ) from None
             except asyncio.CancelledError:
                 stopped.set()
                 await asyncio.wait([encoding])  # the thread ends after its current piece; until then it holds lane and share
@@ -280,18 +283,18 @@ def _check_request_id(request_id: str) -> None:
 
 def _check_hash_root(hash_root: bytes) -> None:
     if len(hash_root) not in (0, HASH_BYTES):
-        raise invalid(f"hash_root: {len(hash_root)} bytes, but a root has {HASH_BYTES}")
+        raise invalid(f"hash_root: must have {HASH_BYTES} bytes, not {len(hash_root)}")
 
 
 class BadBatch(ValueError):
-    """A message breaks the contract of tokenizer.proto; the stream must end."""
+    """A message violates the contract of tokenizer.proto; the stream must end."""
 
 
 class EncodeStream:
-    """The EncodeMany stream of one gateway: its open requests and their unsent responses. Belongs to the stream's handler.
+    """The EncodeMany stream of one gateway: its open requests and their unsent responses. The stream's handler owns it.
 
-    Each short request has a task, and finished requests are sent together. A task starts with an EncodeOpen. It ends with its
-    response, with its handle in `closes`, or with the stream.
+    Each request has a task, and the responses of finished tasks are sent together. EncodeOpen starts a task. The task ends when
+    its response is ready, when its handle is in `closes`, or when the stream ends.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, texts: Texts, chat: Chat) -> None:
@@ -301,10 +304,10 @@ class EncodeStream:
         self._open: dict[int, asyncio.Task[None]] = {}  # by handle
         self._answers: list[pb.Encoded] = []  # responses that are not sent yet
         self._wake = asyncio.Event()
-        self._settled = asyncio.Event()  # set when no request is open and every response is sent
+        self._settled = asyncio.Event()  # set while no request is open and every response was sent
 
     async def serve(self, stopping: asyncio.Event) -> None:
-        """Serves until the gateway ends the stream, or until `stopping` is set and all received requests are answered.
+        """Serves until the gateway ends the stream, or until `stopping` is set and all received requests have a response.
 
         Must be called once.
         """
@@ -335,13 +338,14 @@ class EncodeStream:
 
     def _begin(self, opened: pb.EncodeOpen) -> None:
         if opened.WhichOneof("request") is None or opened.handle in self._open:
-            raise BadBatch("opens: each entry needs a request and a handle that no other open request has")
+            raise BadBatch("opens: each entry must have a request, and a handle that no other open request has")
         if opened.ByteSize() > limits.SHORT_ENCODING_BYTES:
             raise BadBatch(f"opens: an entry is larger than {limits.SHORT_ENCODING_BYTES} bytes. Use a unary call for it.")
         if len(self._open) >= limits.MAX_OPEN_ENCODINGS:
             self._answer(
                 _refused(
-                    opened.handle, busy(f"opens: the stream already has {limits.MAX_OPEN_ENCODINGS} open requests, its limit")
+                    opened.handle,
+                    busy(f"opens: the stream already has {limits.MAX_OPEN_ENCODINGS} open requests, which is the limit"),
                 )
             )
         else:

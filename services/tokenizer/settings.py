@@ -36,12 +36,12 @@ class TokenizerSettings(ServiceSettings):
     model: Path = Field(description="Folder of the Hugging Face model. Only its tokenizer and template files are read.")
     served_model_name: str = Field("", description="Model name that clients use. Empty: the name of the model folder.")
     chat_template: str = Field(
-        "", description="File with a Jinja chat template that replaces the model's templates. Empty: the model's."
+        "", description="File with a Jinja chat template that replaces the model's templates. Empty: the model's templates."
     )
     tool_call_parser: ToolParser = Field(
         "auto",
-        description="Format in which the model writes tool calls. auto: detected from the marks or the instruction in the chat"
-        " template. none: calls remain text.",
+        description="Format in which the model writes tool calls. auto: detected from the delimiters or the instructions in the"
+        " chat template. none: calls remain text.",
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",
@@ -52,7 +52,7 @@ class TokenizerSettings(ServiceSettings):
     max_batch_chars: int = Field(
         262_144,
         ge=1,
-        description="Maximum number of characters in one encoding batch. A longer request is encoded in pieces.",
+        description="Largest number of characters in one encoding batch. A longer request is encoded in pieces.",
     )
     max_request_chars: int = Field(
         limits.MAX_RENDERED_CHARS,
@@ -63,22 +63,26 @@ class TokenizerSettings(ServiceSettings):
     max_encoding_bytes: int = Field(
         limits.MAX_ENCODING_BYTES,
         ge=1,
-        description="Maximum bytes of requests in progress. Requests above --max-batch-chars have a second budget of this size.",
+        description="Largest number of bytes of requests in progress. Requests above max_batch_chars have a separate budget of"
+        " this size.",
     )
     encoding_wait_s: float = Field(
         limits.MAX_ENCODING_WAIT_S,
         gt=0,
-        description="Seconds that a request waits for its share of --max-encoding-bytes before it is refused as busy.",
+        description="Seconds for which a request waits for its share of max_encoding_bytes before it is refused as busy.",
     )
     render_processes: int = Field(3, ge=1, description="Number of processes that render chat templates.")
     render_memory_bytes: int = Field(1 << 29, ge=1 << 27, description="Address space limit of a rendering process in bytes.")
     render_seconds: float = Field(
-        limits.MAX_TEMPLATE_SECONDS, gt=0, description="Seconds that a rendering may take before its process is killed."
+        limits.MAX_TEMPLATE_SECONDS,
+        gt=0,
+        description="Seconds after which the process that renders a chat template is killed and the request is refused.",
     )
     max_connection_age_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds after which a connection takes no new calls, so that gateways find new replicas by DNS. 0: never.",
+        description="Seconds after which a connection accepts no new calls, so that gateways look up replicas by DNS again. 0:"
+        " never.",
     )
 
     @property

@@ -276,5 +276,5 @@ def test_start_fails_with_one_sentence_when_a_folder_cannot_be_made(setting: str
         text = launcher.read_all()
     assert launcher.process.returncode == 1
     assert text == (
-        f"cannot serve: --{setting} {tmp_path}/file/{launcher.port} cannot be made: not a directory; choose another folder\n"
+        f"cannot serve: --{setting} {tmp_path}/file/{launcher.port} cannot be created: not a directory; choose another folder\n"
     )

@@ -61,8 +61,8 @@ def _next_look(look: Callable[[], Standing], interval_s: float, out: Terminal, i
         try:
             return look()
         except CommandFailed as error:
-            told: dict[str, Any] = {"at": _now(), "error": str(error)}
-            text = json.dumps(told) if is_json else f"{_now()}  {error}"
+            record: dict[str, Any] = {"at": _now(), "error": str(error)}
+            text = json.dumps(record) if is_json else f"{_now()}  {error}"
             if out.is_tty and not is_json:
                 out.redraw([out.painted(text, "red")])
             else:

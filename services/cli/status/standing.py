@@ -43,8 +43,8 @@ class Surroundings:
     scraped_s_ago: float | None = None  # seconds since the last scrape of the metrics
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Surroundings:
-        flat = {**told, **told.get("redis", {}), "unresolved": tuple(map(str, told.get("unresolved", ())))}
+    def of(cls, report: Mapping[str, Any]) -> Surroundings:
+        flat = {**report, **report.get("redis", {}), "unresolved": tuple(map(str, report.get("unresolved", ())))}
         return cls(**{each.name: flat[each.name] for each in fields(cls) if each.name in flat})
 
 
@@ -61,9 +61,9 @@ class Standing:
     surroundings: Surroundings = Surroundings()
 
     def as_json(self) -> dict[str, Any]:
-        told = asdict(self)
-        del told["at"]
-        return told
+        report = asdict(self)
+        del report["at"]
+        return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,28 +100,28 @@ class Observer:
             message = "the server does not tell how its workers stand: is it a Rootstock gateway of this version? Check --url."
             raise CommandFailed(Exit.FAILED, message) from None
 
-    def _worker(self, told: Mapping[str, Any], now: float) -> Worker:
-        name = str(told["worker_id"] or "-")
+    def _worker(self, report: Mapping[str, Any], now: float) -> Worker:
+        name = str(report["worker_id"] or "-")
         return Worker(
             name,
-            str(told["model"] or "-"),
-            str(told["role"] or "-"),
-            str(told["state"]),
-            told["num_running"],
-            told["max_running"],
-            told["num_waiting"],
-            _share(told["kv_used_tokens"], told["kv_tokens"]),
-            _share(told["cached_prompt_tokens"], told["prompt_tokens"]),
-            self._rate(name, told, now),
-            told["retractions"],
+            str(report["model"] or "-"),
+            str(report["role"] or "-"),
+            str(report["state"]),
+            report["num_running"],
+            report["max_running"],
+            report["num_waiting"],
+            _share(report["kv_used_tokens"], report["kv_tokens"]),
+            _share(report["cached_prompt_tokens"], report["prompt_tokens"]),
+            self._rate(name, report, now),
+            report["retractions"],
         )
 
-    def _rate(self, name: str, told: Mapping[str, Any], now: float) -> float | None:
+    def _rate(self, name: str, report: Mapping[str, Any], now: float) -> float | None:
         """Returns generated tokens per second between the worker's last two reports, which are not the last two responses."""
-        if told["told_s_ago"] is None:
+        if report["told_s_ago"] is None:
             self._counts.pop(name, None)
             return None
-        count, before = _Count(now - told["told_s_ago"], told["generated_tokens"]), self._counts.get(name)
+        count, before = _Count(now - report["told_s_ago"], report["generated_tokens"]), self._counts.get(name)
         if before is None or count.tokens < before.tokens:  # a smaller counter belongs to a restarted worker
             self._counts[name] = count
             return None

@@ -1,4 +1,4 @@
-"""Downloads the files of a model into a folder. A download resumes, is checked, and appears in the folder as a whole."""
+"""Downloads the files of a model. A download resumes and is checked. The model's folder appears when it is complete."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from rootstock_llm.services.shared.hf_tokenizer import TOKENIZER_FILE, VOCABULAR
 from rootstock_llm.services.shared.observe.progress import Progress
 from rootstock_llm.services.shared.served_config import refusal
 
-AT_ONCE = 4  # files downloaded at a time
+AT_ONCE = 4  # files that are downloaded in parallel
 CONFIG = "config.json"
-CONVERTER = "rootstock_llm.services.worker.text.convert_tokenizer"  # in a process of its own: only the worker's image has it
+CONVERTER = "rootstock_llm.services.worker.text.convert_tokenizer"  # runs in a separate process; only the worker's image has it
 BAR_S = 0.25  # pause between two updates of a progress bar
 
 
 def fetch_file(file: RemoteFile, target: Path, count: Callable[[int], None]) -> None:
-    """Downloads a file and checks it. An interrupted download leaves a .part file, from which the next one resumes.
+    """Downloads a file and checks it. An interrupted download leaves a .part file, from which the next download resumes.
 
     Args:
-        count: is called with the number of bytes that have been added.
+        count: called with the number of bytes after each change; a negative number if a download starts again.
 
     Raises:
         OSError: the download fails.
         Unfetchable: the file differs from its source.
     """
-    if target.is_file():  # a file gets this name only after its check
+    if target.is_file():  # a file gets its final name only after its check
         count(file.size)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def _go_on(file: RemoteFile, part: Path, count: Callable[[int], None]) -> None:
         if held >= file.size:
             return
         with ask(file.url, {**file.headers(), **({"Range": f"bytes={held}-"} if held else {})}) as answer:
-            if held and answer.status != 206:  # the server sends the whole file
+            if held and answer.status != 206:  # the server ignores the range and sends the whole file
                 out.truncate(out.seek(0))
                 count(-held)
             while chunk := answer.read1(CHUNK):
@@ -83,7 +83,7 @@ class Meter:
 
         Args:
             total: bytes of all files.
-            before: bytes of an earlier download, which count() adds but which do not count for the rate.
+            before: bytes of an earlier download. count() reports them, too, but the rate does not include them.
         """
         self._total, self._held, self._begun = total, 0, time.monotonic()
         self._before = before
@@ -95,8 +95,8 @@ class Meter:
             self._held += size
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Prints the progress while the context is open."""
+    def printed(self) -> Iterator[None]:
+        """A context manager during which the progress is printed."""
         ended = threading.Event()
         teller = threading.Thread(target=self._tell, args=(ended,))
         teller.start()
@@ -120,7 +120,7 @@ class Meter:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds a lock on the folder, so that only one process of a node downloads into it."""
+    """Locks the folder while the context is open, so that only one process of a node downloads into it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
         try:
@@ -128,7 +128,7 @@ def alone(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"waiting for another download into {folder}", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems have no locks; there, one Job is the only writer
+        except OSError as error:  # some network file systems have no locks; on those, the chart runs a single Job
             print(f"{folder} cannot be locked: {error}", flush=True)
         yield
 
@@ -147,7 +147,7 @@ def fetch(folder: Path, source: str, store: DownloadStore) -> None:
         versions = "\n".join((source, *sorted(f"{file.name} {file.version}" for file in files)))
         key = hashlib.sha256(versions.encode()).hexdigest()[:12]
         partial = folder.with_name(f".{folder.name}.{key}.partial")
-        # The pattern excludes folders whose names only begin with this one's.
+        # Deletes temporary folders of other versions of this model. The pattern excludes models with a longer name.
         mine = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial")
         for other in list(folder.parent.iterdir()):
             if mine.fullmatch(other.name) and other != partial:
@@ -163,7 +163,7 @@ def fetch(folder: Path, source: str, store: DownloadStore) -> None:
 
 
 def refuse_by_config(partial: Path, source: str, files: list[RemoteFile]) -> None:
-    """Downloads config.json first, so that nothing large is downloaded for a model that no worker serves.
+    """Downloads config.json and refuses a model that no worker serves, before its weights are downloaded.
 
     Raises:
         Unserved: no worker serves the model. The temporary folder is deleted.
@@ -191,7 +191,7 @@ def fill(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> N
         flush=True,
     )
     if total - held > shutil.disk_usage(partial).free and folder.exists() and os.environ.get("MAKE_ROOM"):
-        print(f"the volume is too small for both models: deleting {folder} first", flush=True)
+        print(f"the volume is too small for the old and the new model; deleting the old {folder} first", flush=True)
         shutil.rmtree(folder)
     if total - held > (free := shutil.disk_usage(partial).free):
         raise Unfetchable(
@@ -200,9 +200,9 @@ def fill(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> N
         )
     for file in files:
         if not (partial / file.name).resolve().is_relative_to(partial.resolve()):
-            raise Unfetchable(f"the path of the file {file.name} leads out of the model's folder")
+            raise Unfetchable(f"the path of the file {file.name} is outside of the model's folder")
     meter = Meter(total, held, sys.stdout)
-    with meter.told(), ThreadPoolExecutor(AT_ONCE) as pool:
+    with meter.printed(), ThreadPoolExecutor(AT_ONCE) as pool:
         try:
             for done in [pool.submit(fetch_file, file, partial / file.name, meter.count) for file in files]:
                 done.result()
@@ -213,7 +213,7 @@ def fill(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> N
 def publish(partial: Path, folder: Path) -> None:
     """Replaces the model's folder by the complete download.
 
-    A reader finds the old model, the new one, or for a moment no folder. Open files of the old model remain readable.
+    A reader finds the old model, the new model, or for a moment no folder. Open files of the old model stay readable.
     """
     former = folder.with_name(f".{folder.name}.former")
     shutil.rmtree(former, ignore_errors=True)
@@ -225,7 +225,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def check_convertible(names: Iterable[str]) -> None:
-    """Refuses a model before its download if services could not read its tokenizer.
+    """Refuses a model before its download if the services could not read its tokenizer.
 
     Args:
         names: paths of the source's files in the model's folder.
@@ -236,13 +236,13 @@ def check_convertible(names: Iterable[str]) -> None:
     found = _unconverted(names)
     if found and importlib.util.find_spec("transformers") is None:
         raise Unfetchable(
-            f"it has {', '.join(found)} and no {TOKENIZER_FILE}, and this image has no transformers to make one. Set"
+            f"it has {', '.join(found)} but no {TOKENIZER_FILE}, and this image has no transformers to convert them. Set"
             f" modelCache.prefetch.image.repository to rootstock/worker, or add a {TOKENIZER_FILE} to the source."
         )
 
 
 def complete(folder: Path) -> None:
-    """Writes tokenizer.json into a downloaded folder that needs one. Raises Unfetchable with the converter's reason."""
+    """Converts the tokenizer of a downloaded folder if it has no tokenizer.json. Raises Unfetchable if this fails."""
     if not _unconverted(path.name for path in folder.iterdir()):
         return
     print("converting the tokenizer", flush=True)
@@ -252,7 +252,7 @@ def complete(folder: Path) -> None:
 
 
 def _unconverted(names: Iterable[str]) -> list[str]:
-    """Returns the files from which transformers makes a tokenizer.json. Empty if there is one already."""
+    """Returns the tokenizer files that transformers can convert; empty if there is a tokenizer.json."""
     present = set(names)
     if TOKENIZER_FILE in present:
         return []

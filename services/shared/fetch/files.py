@@ -15,8 +15,8 @@ from rootstock_llm.services.shared.fetch.http_client import Headers
 
 TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 WANTED = (*TOKENIZER, "*.safetensors")  # other formats, such as pickles, are not downloaded
-COPIES = "consolidated*.safetensors"  # a second copy of the weights for other loaders, in Mistral's repositories
-CHUNK = 1 << 20
+COPIES = "consolidated*.safetensors"  # Mistral's repositories have a second copy of the weights for other loaders
+CHUNK = 1 << 20  # bytes per read
 
 
 @dataclass(frozen=True)
@@ -25,28 +25,28 @@ class RemoteFile:
 
     name: str  # path in the model's folder
     size: int  # in bytes
-    version: str  # changes with the content
-    url: str  # for GET requests, also with a Range header
-    headers: Callable[[], Headers]  # returns the headers of such a request
-    wrong: Callable[[Path], str]  # returns the fault of a downloaded copy, or ""
+    version: str  # differs if the content differs
+    url: str  # URL for GET requests; it supports the header Range
+    headers: Callable[[], Headers]  # returns the headers of a request to `url`
+    wrong: Callable[[Path], str]  # checks a downloaded copy; returns its fault, or ""
 
 
 class Unfetchable(Exception):
-    """A model cannot be downloaded. The message names the fault of the model or of its folder."""
+    """A model cannot be downloaded. The message has the reason and the remedy."""
 
 
 class Unserved(Unfetchable):
-    """No worker serves the model. The message is the worker's sentence, which names the model."""
+    """No worker serves the model. The message is that of the worker; it names the model."""
 
 
 class DownloadStore(Protocol):
     """The files of one model in a store."""
 
-    mark: str  # name of the file in the model's folder that contains `wanted` once the download is complete
+    mark: str  # name of the file in a completely downloaded folder that contains `wanted`
 
     @property
     def wanted(self) -> str:
-        """Description of the wanted model. For a store that tracks changes, it changes with the files."""
+        """Text that identifies the download: the source, or for a mounted folder the state of its files."""
         ...
 
     def files(self) -> list[RemoteFile]:
@@ -64,10 +64,10 @@ def digest(file: BinaryIO, kind: str, first: bytes = b"", length: int = sys.maxs
 
 
 def unequal(kind: str, wanted: str, first: Callable[[Path], bytes] = lambda _: b"") -> Callable[[Path], str]:
-    """Returns a check of files against a checksum in hexadecimal.
+    """Returns a function that compares a file with a hexadecimal checksum and returns the fault, or "".
 
     Args:
-        first: returns bytes that precede the file's content in the checksum.
+        first: returns the bytes before the file's content that the checksum covers, too.
     """
 
     def wrong(path: Path) -> str:

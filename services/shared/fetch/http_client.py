@@ -1,4 +1,4 @@
-"""An HTTP client that retries, trusts the certificates in CA_FILE, and never sends a token to another host."""
+"""An HTTP client that retries, trusts the certificates in CA_FILE, and after a redirect sends no token to another host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # seconds without a byte from the server
 Headers = Mapping[str, str]
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def patience_s() -> float:
 
 
 class SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows redirects. The token is not sent to another host or without TLS."""
+    """Follows redirects. Headers with a token are only sent to the same scheme and host."""
 
     def redirect_request(self, request: Any, fp: Any, code: Any, msg: Any, headers: Any, url: str) -> Any:
         after = super().redirect_request(request, fp, code, msg, headers, url)
@@ -66,7 +66,7 @@ def patiently(action: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> 
     """Repeats an action after temporary errors, until `moved` has not changed for patience_s().
 
     Args:
-        moved: returns a measure of the progress.
+        moved: returns a number that changes if there was progress.
     """
     pause, since, before = 1.0, time.monotonic(), moved()
     while True:

@@ -26,7 +26,7 @@ from rootstock_llm.services.shared.fetch.http_client import Headers, answer_json
 
 
 class Folder:
-    """A folder on a mounted volume. `wanted` lists names, sizes and times of its files."""
+    """A folder on a mounted volume. `wanted` lists the names, sizes and modification times of its files."""
 
     mark = ".copied"
 
@@ -55,7 +55,7 @@ class Folder:
 class Hub:
     """A repository on the Hugging Face hub or a mirror of it.
 
-    All files come from one commit. The hub gives the SHA-256 of large files and git's hashes of other files.
+    All files come from one commit. The hub reports the SHA-256 of large files and git's SHA-1 of other files.
     """
 
     mark = ".source"
@@ -96,7 +96,7 @@ class Gcs:
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self._endpoint = (os.environ.get("GCS_ENDPOINT") or "https://storage.googleapis.com").rstrip("/")
         self._key = json.loads(os.environ["GCS_KEY"]) if os.environ.get("GCS_KEY") else None
-        self._lent = (0.0, "")  # expiry and access token
+        self._lent = (0.0, "")  # (expiry in Unix time, access token)
         self._lock = threading.Lock()
 
     def files(self) -> list[RemoteFile]:
@@ -117,7 +117,7 @@ class Gcs:
         return RemoteFile(name, int(about["size"]), about["generation"], url, self._headers, wrong)
 
     def _without_a_sum(self, path: Path) -> str:
-        print(f"{path.name}: only the size was checked; the store has no MD5 of composed objects", flush=True)
+        print(f"{path.name}: only the size was checked, because the store has no MD5 of composed objects", flush=True)
         return ""
 
     def _headers(self) -> Headers:
@@ -188,7 +188,8 @@ class S3:
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self._region = os.environ.get("AWS_REGION") or "us-east-1"
         self._endpoint = (os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{self._region}.amazonaws.com").rstrip("/")
-        self._lent: tuple[float, tuple[str, str, str]] | None = None  # expiry and credentials of an assumed role
+        # Expiry in Unix time and credentials of an assumed role; None before the first use.
+        self._lent: tuple[float, tuple[str, str, str]] | None = None
         self._lock = threading.Lock()
 
     def files(self) -> list[RemoteFile]:
@@ -226,19 +227,24 @@ class S3:
         )
 
     def _wrong(self, path: Path, url: str, tag: str) -> str:
-        """Compares a file with its ETag. Returns its fault, or "".
+        """Compares a file with its ETag. Returns the fault, or "" if they match or the ETag is no checksum.
 
-        An ETag is the MD5 of the content, or the MD5 of the parts' MD5s with the number of parts. With a KMS key it is neither.
+        | upload | ETag |
+        | --- | --- |
+        | as one object | MD5 of the content |
+        | in N parts | MD5 of the concatenated MD5s of the parts, then -N |
+        | encrypted with a KMS key | no checksum |
         """
         sums, _, parts = tag.partition("-")
         first = self._about(f"{url}?partNumber=1" if parts else url)
-        counted = first.get("x-amz-mp-parts-count", "") == parts  # a store without part numbers describes the whole object
+        # A store that does not support partNumber returns the headers of the whole object, without a part count.
+        counted = first.get("x-amz-mp-parts-count", "") == parts
         encrypted = first.get("x-amz-server-side-encryption", "").startswith("aws:kms")
         if encrypted or not counted or not re.fullmatch("[0-9a-f]{32}(-[0-9]+)?", tag):
             return _uncompared(path)
         lengths = [int(first["Content-Length"])] * int(parts or 1)
         found = _sum(path, lengths, bool(parts))
-        if found != sums and parts:  # the parts may have different lengths
+        if found != sums and parts:  # perhaps the parts do not all have the length of the first part
             lengths = [int(self._about(f"{url}?partNumber={number + 1}")["Content-Length"]) for number in range(int(parts))]
             if sum(lengths) != path.stat().st_size:
                 return _uncompared(path)
@@ -285,12 +291,12 @@ class S3:
 
 
 def _uncompared(path: Path) -> str:
-    print(f"{path.name}: only the size was checked; the store has no checksum to compare", flush=True)
+    print(f"{path.name}: only the size was checked, because the store has no checksum of it", flush=True)
     return ""
 
 
 def _sum(path: Path, lengths: list[int], put_in_parts: bool) -> str:
-    """Returns the MD5 in hexadecimal of the content, or of the MD5s of its parts with these lengths."""
+    """Returns the hexadecimal MD5 of the content, or of the concatenated MD5s of its parts if it was uploaded in parts."""
     with path.open("rb") as file:
         each = [digest(file, "md5", length=length) for length in lengths]
     return hashlib.md5(b"".join(each), usedforsecurity=False).hexdigest() if put_in_parts else each[0].hex()
@@ -299,7 +305,7 @@ def _sum(path: Path, lengths: list[int], put_in_parts: bool) -> str:
 def signed(
     method: str, url: str, region: str, access: str, secret: str, token: str = "", now: datetime.datetime | None = None
 ) -> dict[str, str]:
-    """Returns the headers of a signed request without a body."""
+    """Returns the headers of a request without a body, signed with AWS signature version 4."""
     at = urllib.parse.urlsplit(url)
     when = (now or datetime.datetime.now(datetime.UTC)).strftime("%Y%m%dT%H%M%SZ")
     nothing = hashlib.sha256(b"").hexdigest()

@@ -1,10 +1,10 @@
-"""The forms in which a template can get a message, and the search for the forms and the order of roles that it shows.
+"""Finds the forms of messages and the order of roles that a chat template renders completely.
 
-The search renders small chats. This file imports the standard library only.
+The search renders small test chats. This file imports only the standard library.
 
-A form or an order is right if the template renders the small chat and the result contains the text of each message. A template
-that reads only text may leave out a call. A template that prints a list of parts shows Python or JSON syntax. Each kind of
-message and each order of kinds is tried once, and the process remembers the result.
+A form or an order is right if the template renders the small chat and the result contains the text of each message. Examples of
+wrong forms: a template that expects text omits a call, or prints a list of parts in Python or JSON syntax. Each kind of message
+and each order of kinds is tried once per process; the result is cached.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 # Renders messages, with or without tools. Returns None if the template fails.
 Render = Callable[[list[Message], bool], str | None]
 
-MAX_TRIES = 128  # small chats rendered for one order of roles
-MAX_ORDER = 48  # turns of a small chat; turns after them in the shortened order are not tried
-MAX_ORDERS = 512  # orders that are remembered
+MAX_TRIES = 128  # small chats that are rendered for one order of roles
+MAX_ORDER = 48  # turns of a small chat; further turns of the shortened order are not tried
+MAX_ORDERS = 512  # cached orders
 
 _MARK = "a7f3c9"  # a text that no template contains
 _ID = "call_5f0c1d2e3a4b59687786a5b4"  # the form of this server's call ids
@@ -63,7 +63,7 @@ class Spelling:
 
     content: ContentForm = "text"
     arguments: ArgumentsForm = "object"
-    short_ids: bool = False  # ids of calls have nine letters and digits; other ids become a digest
+    short_ids: bool = False  # whether ids of calls must have nine letters and digits; other ids are replaced by a digest
 
 
 def content_kind(message: Message) -> ContentKind:
@@ -74,7 +74,7 @@ def content_kind(message: Message) -> ContentKind:
 
 
 def with_content(message: Message, form: ContentForm) -> Message:
-    """Returns the message itself if its content has this form already."""
+    """Returns the message with its content in this form; the message itself if it already has this form."""
     if form == "given" or (form == "text" and isinstance(message.get("content"), str)):
         return message
     rest = {name: value for name, value in message.items() if name != "content"}
@@ -109,7 +109,7 @@ def arguments_of(call: Any) -> dict[str, Any] | str | None:
 
 
 def _whole_pairs(text: str) -> str:
-    """Returns the text with U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold."""
+    """Replaces each unpaired surrogate by U+FFFD, because UTF-8 cannot represent it."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -145,9 +145,9 @@ def short_id(given: str) -> str:
 
 
 class Shape(NamedTuple):
-    """The properties of a message on which its form and its place in the order of roles depend.
+    """The properties of a message that determine its form and its position in the order of roles.
 
-    In an order, calls have objects as arguments, and two calls stand for more.
+    In an order, the arguments of calls are always objects, and two calls represent two or more.
     """
 
     role: str
@@ -165,7 +165,7 @@ class TemplateForms:
     """The forms of one template.
 
     Args:
-        knows_developer: whether the template's source mentions this role. If not, developer is another name of system.
+        knows_developer: whether the template's source mentions the role developer. If not, developer is treated as system.
     """
 
     def __init__(self, render: Render, knows_developer: bool) -> None:
@@ -176,11 +176,10 @@ class TemplateForms:
         self._orders: dict[tuple[tuple[Shape, ...], bool], tuple[Repair, ...] | None] = {}
 
     def ordered(self, messages: Sequence[Message], tools: bool) -> tuple[Turns, bool]:
-        """Puts a chat into the order that the template shows.
+        """Puts a chat into an order that the template renders completely.
 
         Returns:
-            The turns after the fewest repairs with which the template shows them, and whether the template has rendered a small
-            chat of this order.
+            (turns after the fewest sufficient repairs, whether the template has rendered a small chat of this order).
         """
         turns: Turns = [Turn(index, message) for index, message in enumerate(messages)]
         if not self._knows_developer:
@@ -209,7 +208,7 @@ class TemplateForms:
         Args:
             messages: the refused form, made of the turns.
             at: index of the message at which the template failed; None if it is not known or another form cannot help.
-            is_tried: whether the template has rendered a small chat of this order; see ordered().
+            is_tried: the second result of ordered().
         """
         if at is not None:
             message, short = turns[at].message, self._shortens(turns, tools)
@@ -255,7 +254,7 @@ class TemplateForms:
         return self._short_ids[tools]
 
     def _tried(self, shape: Shape, tools: bool, short_ids: Sequence[bool] | None = None) -> Spelling:
-        """Returns the first spelling that the template shows, or the first that it renders, or the first of all."""
+        """Returns the first spelling that the template renders completely; else the first that it renders; else the first."""
         ids = short_ids or ((self._needs_short_ids(tools),) if shape.arguments else (False,))
         arguments: tuple[Any, ...] = ("text", "named") if shape.arguments == "text" else ("object", "text")
         ways = [
@@ -297,10 +296,10 @@ class TemplateForms:
             yield [user], []
 
     def _repairs(self, order: tuple[Shape, ...], tools: bool) -> tuple[Repair, ...] | None:
-        """Returns the fewest repairs with which the template shows most texts of a small chat.
+        """Returns the fewest repairs with which the template renders the largest number of texts of a small chat.
 
         Returns:
-            None if the template refuses the small chat with every choice of repairs.
+            None if the template refuses the small chat with every combination of repairs.
         """
         turns = _small_chat(order)
         marks = [_marks_of(turn) for turn in turns]
@@ -327,7 +326,7 @@ class TemplateForms:
 
 
 def _choices(able: Sequence[Repair]) -> Iterator[tuple[Repair, ...]]:
-    """Yields every choice of repairs: first of at most two repairs, then from all repairs down to three."""
+    """Yields combinations of repairs: first those of at most two repairs, then from all repairs down to three."""
     counts = [0, 1, 2, *range(len(able), 2, -1)]
     for count in dict.fromkeys(count for count in counts if count <= len(able)):
         yield from combinations(able, count)
@@ -348,7 +347,7 @@ def _shape(turn: Turn) -> Shape:
 
 
 def _shortened(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """Returns the order with one exchange of each sort and at most two turns of a kind in a row."""
+    """Shortens an order: equal exchanges occur once, and at most two turns of the same kind follow each other."""
     exchanges: list[list[Shape]] = [[]]
     for shape in shapes:
         last = exchanges[-1]
@@ -381,7 +380,7 @@ def _small_chat(order: Sequence[Shape]) -> Turns:
 
 
 def _marks_of(turn: Turn) -> list[str]:
-    """Returns the texts of a turn that a template must show. It may leave out the text of a turn with calls."""
+    """Returns the texts of a turn that the rendered chat must contain. A template may omit the text of a turn with calls."""
     if turn.calls:
         return [call["function"]["arguments"]["what"] for call in turn.calls]
     return [f"q{turn.index}{_MARK}t"] if "content" in turn.message else []
@@ -413,7 +412,7 @@ def _probe(shape: Shape, way: Spelling) -> Message:
 
 
 def _prints_nothing_as(way: Spelling, text: str, without: str) -> bool:
-    """Whether a template prints None, or the list of an empty part, for a message without text.
+    """Returns whether a template prints None, or the list of an empty part, for a message without text.
 
     Args:
         without: the rendered chat without the message.
@@ -423,7 +422,7 @@ def _prints_nothing_as(way: Spelling, text: str, without: str) -> bool:
 
 
 def _is_shown(shape: Shape, text: str) -> bool:
-    """Whether a rendered chat contains the text of the probe, not written as a Python list or object."""
+    """Returns whether a rendered chat contains the text of the probe, and not as a Python list or dict."""
     if shape.arguments:
         return _MARK in text and f"'what': '{_MARK}'" not in text and f"'arguments': 'broken {_MARK}'" not in text
     if shape.content == "missing":

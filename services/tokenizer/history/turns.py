@@ -21,7 +21,7 @@ _JOINT = "\n\n"
 class Turn:
     """A message for the template, before its form is chosen."""
 
-    index: int  # index of the message in the request; of several joined messages, of the first
+    index: int  # index of the message in the request; for joined messages, the index of the first
     message: Message
 
     @property
@@ -46,7 +46,7 @@ def text_of(message: Message) -> str:
 
 
 def developers_as_systems(turns: Turns) -> Turns:
-    """Renames the role developer; directly behind a leading system message, joins the text to that message."""
+    """Renames the role developer to system. Directly after a leading system message, joins the text to that message."""
     named = [Turn(turn.index, {**turn.message, "role": "system"}) if turn.role == "developer" else turn for turn in turns]
     is_joined = len(turns) > 1 and turns[1].role == "developer" and turns[0].role in _SYSTEMS
     return [_joined(named[0], named[1]), *named[2:]] if is_joined else named
@@ -62,9 +62,9 @@ def leading_systems_joined(turns: Turns) -> Turns:
 
 
 def later_systems_as_users(turns: Turns) -> Turns:
-    """Joins each later system message to the user turn that follows it; elsewhere it becomes a user turn.
+    """Joins each later system message to the user turn that follows it. If no user turn follows, it becomes a user turn.
 
-    A system message between a call and its results becomes a user turn behind the results.
+    A system message between a call and its results becomes a user turn after the results.
     """
     count = _num_leading(turns)
     found, waiting = list(turns[:count]), None
@@ -89,7 +89,7 @@ def systems_as_users(turns: Turns) -> Turns:
 
 
 def results_behind_calls(turns: Turns) -> Turns:
-    """Moves results of tools directly behind the turn with the calls, before user and system messages in between."""
+    """Moves the results of tools directly after the turn with the calls, before user and system messages in between."""
     found: list[Turn] = []
     place = 0  # index after the last call and its results; 0 if there was no call since the last answer
     for turn in turns:
@@ -108,12 +108,12 @@ def results_as_users(turns: Turns) -> Turns:
 
 
 def without_empty(turns: Turns) -> Turns:
-    """Leaves out assistant turns that have neither text nor calls."""
+    """Removes assistant turns that have neither text nor calls."""
     return [turn for turn in turns if turn.role != "assistant" or turn.calls or text_of(turn.message)]
 
 
 def same_roles_joined(turns: Turns) -> Turns:
-    """Joins user turns in a row, and assistant turns in a row."""
+    """Joins consecutive user turns, and consecutive assistant turns."""
     found: list[Turn] = []
     for turn in turns:
         if found and turn.role in ("user", "assistant") and turn.role == found[-1].role:
@@ -156,7 +156,7 @@ def calls_apart_from_text(turns: Turns) -> Turns:
 def calls_apart(turns: Turns) -> Turns:
     """Splits an assistant turn with several calls into one turn for each call, followed by the result of that call.
 
-    A result belongs to the call of its id. Results without such a call belong to the calls that are left, in their order.
+    A result belongs to the call with its id. Other results belong to the remaining calls, in order.
     """
     found: list[Turn] = []
     at = 0
@@ -192,8 +192,8 @@ REPAIRS: tuple[Repair, ...] = (
     calls_apart_from_text,
     calls_apart,
 )
-STRICT = tuple(repair for repair in REPAIRS if repair is not results_answered)  # for user and assistant turns by turns
-CONSEQUENT = (same_roles_joined, results_answered)  # an earlier repair may be the reason for these
+STRICT = tuple(repair for repair in REPAIRS if repair is not results_answered)  # for templates that need alternating roles
+CONSEQUENT = (same_roles_joined, results_answered)  # repairs that an earlier repair may make necessary
 
 
 def _num_leading(turns: Turns) -> int:

@@ -170,8 +170,8 @@ def test_terminal_writes_colours_to_terminals_and_control_characters_to_pipes(
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["models/absent", "--no-demo"], Exit.FAILED, "models/absent: there is no such folder here"),
-        (["--model", "models/absent"], Exit.FAILED, "models/absent: there is no such folder here"),
+        (["models/absent", "--no-demo"], Exit.FAILED, "models/absent: this folder does not exist"),
+        (["--model", "models/absent"], Exit.FAILED, "models/absent: this folder does not exist"),
         (["models/demo", "--prot", "1"], Exit.USAGE, "did you mean --port? `rootstock serve --help` lists them."),
         (["models/demo", "more"], Exit.USAGE, "`rootstock serve --help` lists them."),
     ],

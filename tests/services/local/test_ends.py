@@ -47,7 +47,7 @@ def test_cause_is_the_last_error_of_a_log(output: str, said: str) -> None:
             -signal.SIGKILL,
             "",
             3,
-            f"worker-0 was killed (SIGKILL), as by `kill -9` or by a system whose memory ran out. {NEEDS}",
+            f"worker-0 was killed by SIGKILL, for example by `kill -9` or because memory ran out. {NEEDS}",
         ),
         (1, TRACEBACK + "MemoryError\n", 3, f"worker-0 ended because memory ran out: MemoryError. {NEEDS}"),
         (
@@ -70,7 +70,7 @@ def test_sentence_names_the_end_and_the_cause(code: int, output: str, kills: int
 def test_end_of_a_process_without_weights_does_not_name_the_model() -> None:
     without = Memory(model_bytes=0, free_bytes=900_000_000, kills=3)
     assert why_it_ended("redis", -signal.SIGKILL, "", LOG, without, 3) == (
-        f"redis was killed (SIGKILL), as by `kill -9` or by a system whose memory ran out. Its log is {LOG}."
+        f"redis was killed by SIGKILL, for example by `kill -9` or because memory ran out. Its log is {LOG}."
     )
     assert why_it_ended("redis", -signal.SIGKILL, "", LOG, without, 4) == (
         "redis was killed by the system because memory ran out. 0.90 GB of memory was free at the start."

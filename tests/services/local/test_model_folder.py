@@ -72,21 +72,21 @@ def pickled(folder: Path) -> None:
 
 FAULTS: dict[str, tuple[Change, str, str]] = {  # change, fault, remedy
     "empty folder": (only_empty_files(), "is empty", "Give a folder in Hugging Face layout"),
-    "no config": (without("config.json"), "holds no config.json", "Give a folder in Hugging Face layout"),
-    "gguf inside": (only_empty_files("a.Q4_K_M.gguf"), "a.Q4_K_M.gguf is a GGUF file", "folder of safetensors files"),
-    "folder above": (only_empty_files("sub/config.json"), "but a folder in it does", "Give that one: "),
-    "hub cache": (only_empty_files("snapshots/0a/config.json"), "but a folder in it does", "snapshots/0a"),
-    "adapter": (only_empty_files("adapter_config.json"), "holds an adapter, not a model", "Merge it into its base model"),
-    "other layout": (only_empty_files("params.json"), "its publisher's own layout", "Give a folder in Hugging Face layout"),
+    "no config": (without("config.json"), "has no config.json", "Give a folder in Hugging Face layout"),
+    "gguf inside": (only_empty_files("a.Q4_K_M.gguf"), "a.Q4_K_M.gguf is a GGUF file", "original safetensors files"),
+    "folder above": (only_empty_files("sub/config.json"), "but a folder in it has one", "Give "),
+    "hub cache": (only_empty_files("snapshots/0a/config.json"), "but a folder in it has one", "snapshots/0a"),
+    "adapter": (only_empty_files("adapter_config.json"), "has an adapter, not a model", "Merge it into its base model"),
+    "other layout": (only_empty_files("params.json"), "the publisher's layout", "Give a folder in Hugging Face layout"),
     "cut config": (with_file("config.json", '{"a": 1,'), "config.json is not valid JSON", "download it again"),
     "empty config": (with_file("config.json", ""), "config.json is empty", "Download it again"),
     "binary config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not valid JSON", "download it again"),
-    "list as config": (with_file("config.json", "[]"), "does not hold a JSON object", "Download it again"),
+    "list as config": (with_file("config.json", "[]"), "is not a JSON object", "Download it again"),
     "config without model_type": (with_file("config.json", "{}"), "has no model_type", "config.json of the model's publisher"),
     "pointer as config": (with_file("config.json", LFS), "is a pointer of Git LFS", "git lfs pull"),
     "quantised": (lambda f: config_with(f, quantization_config={"quant_method": "fp8"}), "is quantised", "Give the model that"),
     "quantised by a tool": (with_file("hf_quant_config.json", "{}"), "is quantised", "Give the model that"),
-    "no tokenizer": (without("tokenizer.json"), "holds no tokenizer (tokenizer.json)", "Copy the tokenizer's"),
+    "no tokenizer": (without("tokenizer.json"), "has no tokenizer (tokenizer.json)", "Copy the tokenizer"),
     "no weights": (without("model.safetensors"), "holds no weights", "Download the model's *.safetensors"),
     "pickled weights": (pickled, "has weights in pytorch_model.bin alone", "save_pretrained"),
     "missing shards": (sharded, "lacks 2 of 2 weights files, the first of them model-00001-of-00002", "Finish the download"),
@@ -131,7 +131,7 @@ def test_model_folder_accepts_a_complete_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fault", "remedy"),
     [
-        ("model.gguf", "is a GGUF file", "folder of safetensors files"),
+        ("model.gguf", "is a GGUF file", "original safetensors files"),
         ("model.safetensors", "is one file of a model", "Give its folder: "),
         ("config.json", "is one file of a model", "Give its folder: "),
         ("model.zip", "is a file", "Give a folder in Hugging Face layout"),
@@ -145,7 +145,7 @@ def test_model_folder_refuses_a_file(name: str, fault: str, remedy: str, tmp_pat
 
 def test_model_folder_names_a_near_folder_when_a_path_is_misspelt(folder: Path) -> None:
     message = refusal(folder.with_name("modle"))
-    assert f"{folder.with_name('modle')}: there is no such folder. Did you mean {folder}?" in message
+    assert f"{folder.with_name('modle')}: this folder does not exist. Did you mean {folder}?" in message
     assert "or a hub id such as Qwen/Qwen3-0.6B." in message
 
 
@@ -207,16 +207,16 @@ def refusal_of_the_hub(url: str, cache: Path, model: str = "somebody/some-model"
 
 def test_model_folder_names_an_unreachable_hub(tmp_path: Path) -> None:
     message = refusal_of_the_hub("http://127.0.0.1:9", tmp_path)
-    assert "somebody/some-model: there is no such folder here, and the hub is not reached." in message
+    assert "somebody/some-model: this folder does not exist, and the hub is not reachable." in message
     assert "Check the network and HF_ENDPOINT, or copy the model from another machine and give its folder." in message
 
 
 @pytest.mark.parametrize(
     ("status", "code", "fault", "remedy"),
     [
-        (404, "RepoNotFound", "no such folder here and no such model on the hub", "Correct the name"),
-        (401, "RepoNotFound", "no such folder here and no such model on the hub", "A private model needs HF_TOKEN"),
-        (403, "GatedRepo", "its publisher asks for consent", "HF_TOKEN to your token"),
+        (404, "RepoNotFound", "neither a folder nor a model on the hub with this name", "Correct the name"),
+        (401, "RepoNotFound", "neither a folder nor a model on the hub with this name", "A private model needs HF_TOKEN"),
+        (403, "GatedRepo", "requires that you accept its terms", "HF_TOKEN to your token"),
     ],
     ids=["unknown", "private", "gated"],
 )
@@ -245,4 +245,4 @@ def test_model_folder_names_the_cache_when_a_download_cannot_be_written(error: s
 
 def test_model_folder_sends_no_request_to_the_hub_for_a_path(tmp_path: Path) -> None:
     for model in ("./a", "~/a", "/a/b", "a/b/c", "a", "a/b.gguf", "a/"):
-        assert ": there is no such folder." in refusal(model)
+        assert ": this folder does not exist." in refusal(model)

@@ -41,5 +41,5 @@ def test_plan_runs_the_redis_of_the_setting(redis_on_path: str, monkeypatch: pyt
 
 
 def test_plan_refuses_a_missing_redis(redis_on_path: str) -> None:
-    with pytest.raises(ValueError, match="redis_server: no-such-server is not a program here"):
+    with pytest.raises(ValueError, match="redis_server: no-such-server is not a program on this machine"):
         planned_program(redis_server="no-such-server")

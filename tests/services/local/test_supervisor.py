@@ -81,7 +81,7 @@ def ended(tmp_path: Path, code: str, *, ready: bool = False, is_started: bool = 
 def test_start_fails_when_a_process_ends_twice_before_readiness(tmp_path: Path) -> None:
     assert ended(tmp_path, "raise SystemExit(1)") == (
         "child ended with code 1.",
-        ["child ended with code 1. It is started again."],
+        ["child ended with code 1. It is restarted."],
     )
 
 
@@ -202,4 +202,4 @@ def test_plan_has_the_urls_of_the_gateways_own_flags(flags: str, url: str, metri
 def test_settings_refuse_one_role_without_the_other(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(LocalSettings, "rootstock-local", [role, "2"])
-    assert "prefill_workers and decode_workers go together: set both to at least 1" in capsys.readouterr().err
+    assert "prefill_workers and decode_workers must be set together, both to at least 1" in capsys.readouterr().err

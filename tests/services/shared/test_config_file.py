@@ -115,24 +115,24 @@ def test_settings_file_sets_the_settings_of_a_worker(file: Path) -> None:
     [
         (
             "max-concurent-requests: 1",
-            "FILE: max-concurent-requests is no setting of this program; did you mean max-concurrent-requests?",
+            "FILE: max-concurent-requests is not a setting of this program; did you mean max-concurrent-requests?",
         ),
         (
             "max_concurent_requests: 1",
-            "FILE: max_concurent_requests is no setting of this program; did you mean max_concurrent_requests?",
+            "FILE: max_concurent_requests is not a setting of this program; did you mean max_concurrent_requests?",
         ),
-        ("frobnicate: 1", "FILE: frobnicate is no setting of this program; --help lists the settings."),
-        ("config: other.yaml", "FILE: config is no setting of this program; --help lists the settings."),
-        ("gateway:\n  port: 1", "FILE: gateway is no setting of this program; --help lists the settings."),
-        ("redis:\n  url: a", "FILE: redis is no setting of this program; did you mean redis_url?"),
-        (f"port: {{a: {SECRET}}}", "FILE: port holds nested values; write text, a number, true, false, or a list of texts."),
-        ("workers: [[a:1]]", "FILE: workers holds nested values; write text, a number, true, false, or a list of texts."),
-        ("port: &a [*a]", "FILE: port holds nested values; write text, a number, true, false, or a list of texts."),
-        ("port: 1\nport: 2", "FILE has port twice; keep one."),
-        ("max-body-bytes: 1\nmax_body_bytes: 1", "FILE has max_body_bytes twice; keep one."),
-        ("? [a]\n: 1", "FILE has a key at line 1 that is no name of a setting."),
-        ("- port", "FILE is no mapping; write one `name: value` a line."),
-        (SECRET, "FILE is no mapping; write one `name: value` a line."),
+        ("frobnicate: 1", "FILE: frobnicate is not a setting of this program; --help lists the settings."),
+        ("config: other.yaml", "FILE: config is not a setting of this program; --help lists the settings."),
+        ("gateway:\n  port: 1", "FILE: gateway is not a setting of this program; --help lists the settings."),
+        ("redis:\n  url: a", "FILE: redis is not a setting of this program; did you mean redis_url?"),
+        (f"port: {{a: {SECRET}}}", "FILE: port has nested values; write text, a number, true, false, or a list of texts."),
+        ("workers: [[a:1]]", "FILE: workers has nested values; write text, a number, true, false, or a list of texts."),
+        ("port: &a [*a]", "FILE: port has nested values; write text, a number, true, false, or a list of texts."),
+        ("port: 1\nport: 2", "FILE has port twice; remove one."),
+        ("max-body-bytes: 1\nmax_body_bytes: 1", "FILE has max_body_bytes twice; remove one."),
+        ("? [a]\n: 1", "FILE has a key at line 1 that is not the name of a setting."),
+        ("- port", "FILE is not a mapping; write `name: value`, one per line."),
+        (SECRET, "FILE is not a mapping; write `name: value`, one per line."),
         ("port: 1\n---\nport: 2", "FILE is not YAML at line 2, column 1; quote values that begin with a special character."),
         (f"control-token: *{SECRET}", "FILE is not YAML at line 1, column 16; quote values that begin with a special character."),
         ("[" * 5000, "FILE is not YAML; quote values that begin with a special character."),
@@ -165,7 +165,7 @@ def test_load_accepts_each_setting_as_a_key(name: str, file: Path, capsys: pytes
         try:
             load(SERVICES[name], "test", ["--config", str(file)])
         except SystemExit:
-            assert "is no setting" not in capsys.readouterr().err
+            assert "is not a setting" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("service", "lines"), [("tokenizer", ""), ("detokenizer", ""), ("worker", "executor: fake\n")])

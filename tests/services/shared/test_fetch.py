@@ -183,7 +183,7 @@ class TestHub:
     def test_fetch_refuses_a_file_outside_the_folder(self, tmp_path: Path) -> None:
         with serve(Hub({"main": ("c1", {"../../evil.json": b"{}"})})) as server:
             result = fetch(tmp_path / "models" / "a", "org/a", HF_ENDPOINT=server.url)
-        assert result.returncode == 1 and "leads out of the model's folder" in result.stderr
+        assert result.returncode == 1 and "is outside of the model's folder" in result.stderr
         assert not list(tmp_path.rglob("evil.json"))
 
     @pytest.mark.needs("openssl")
@@ -281,13 +281,13 @@ class TestConversion:
             environment = {**ENVIRONMENT, "HF_ENDPOINT": server.url}
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
             assert not [each for each in server.asked if "/resolve/" in each.path]
-        assert done.returncode == 1 and done.stderr.startswith("org/a: it has qwen.tiktoken and no tokenizer.json, and ")
+        assert done.returncode == 1 and done.stderr.startswith("org/a: it has qwen.tiktoken but no tokenizer.json, and ")
         assert "modelCache.prefetch.image.repository to rootstock/worker" in done.stderr
 
     def test_fetch_ends_with_the_reason_when_transformers_cannot_convert(self, tmp_path: Path) -> None:
         with serve(Hub({"main": ("c1", {"config.json": b'{"model_type": "llama"}', "tokenizer.model": b"none"})})) as server:
             done = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
-        assert done.returncode == 1 and done.stderr.startswith("org/a: transformers makes no tokenizer.json of ")
+        assert done.returncode == 1 and done.stderr.startswith("org/a: transformers cannot convert the tokenizer of ")
         assert not (tmp_path / "a").exists()
 
 

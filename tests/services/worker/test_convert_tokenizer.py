@@ -109,10 +109,10 @@ def test_with_tokenizer_raises_the_reason_when_transformers_cannot_convert(tmp_p
 def test_load_tokenizer_names_the_command_that_makes_tokenizer_json(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    with pytest.raises(TokenizerFolderError, match=r"holds no tokenizer\.json\. Copy "):
+    with pytest.raises(TokenizerFolderError, match=r"has no tokenizer\.json\. Copy "):
         load_tokenizer(folder)
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_text("{}")
     command = rf"`python -m rootstock_llm\.services\.worker\.text\.convert_tokenizer {folder}`\.$"
-    with pytest.raises(TokenizerFolderError, match=rf"holds merges\.txt, vocab\.json and no tokenizer\.json\. .*{command}"):
+    with pytest.raises(TokenizerFolderError, match=rf"has merges\.txt, vocab\.json but no tokenizer\.json\. .*{command}"):
         load_tokenizer(folder)

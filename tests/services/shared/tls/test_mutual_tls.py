@@ -285,9 +285,9 @@ def test_tokens_are_replaced_without_a_refused_call(pki: Pki) -> None:
 
 
 INCOMPLETE = {
-    "only a key": ({"mtls_key_file": "k"}, "go together"),
-    "only a token": ({"mtls_token_file": "t"}, "mtls_token_file needs them"),
-    "no authority": ({"mtls_cert_file": "c", "mtls_key_file": "k"}, "missing mtls_ca_file"),
+    "only a key": ({"mtls_key_file": "k"}, "must be set together"),
+    "only a token": ({"mtls_token_file": "t"}, "also if mtls_token_file is set"),
+    "no authority": ({"mtls_cert_file": "c", "mtls_key_file": "k"}, "not set: mtls_ca_file"),
 }
 
 

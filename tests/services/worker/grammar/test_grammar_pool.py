@@ -41,7 +41,7 @@ class Messages:
         self.received.put((spec, ""))
 
     def failed(self, spec: GrammarSpec, reason: str, busy: bool) -> None:
-        assert busy == reason.endswith("try again later")
+        assert busy == reason.endswith("retry later")
         self.received.put((spec, reason))
 
     def next(self) -> tuple[GrammarSpec, str]:
@@ -182,7 +182,7 @@ def test_grammar_is_not_refused_when_compiler_cannot_start(monkeypatch: pytest.M
     with opened(LIMITS) as (book, messages):
         with monkeypatch.context() as broken:
             broken.setattr("rootstock_llm.services.worker.grammar.compile.compiler_pool.sys.executable", "/bin/false")
-            assert outcome(book, messages, regex("[0-9]")).endswith("try again later")  # the reason of a refusal with busy=True
+            assert outcome(book, messages, regex("[0-9]")).endswith("retry later")  # the reason of a refusal with busy=True
         assert outcome(book, messages, regex("[0-9]")) == ""
 
 
@@ -235,7 +235,7 @@ def test_book_refuses_grammar_as_busy_when_queue_is_full() -> None:
         for spec in specs:
             assert book.open(spec) is None
         spec, reason = messages.next()
-        assert spec in specs and "try again later" in reason
+        assert spec in specs and "retry later" in reason
 
 
 def children_of(pid: int) -> list[int]:
