@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs one operation. Raises CommandFailed."""
     if args.of is None and args.action != "list":
         raise CommandFailed(
-            Exit.USAGE, f"batch {args.action} takes {'a file' if args.action == 'submit' else 'an id'}: name one."
+            Exit.USAGE, f"batch {args.action} needs {'a file' if args.action == 'submit' else 'the id of a batch'}."
         )
     return ACTIONS[args.action](args, Server(target_of(args, os.environ)))
 
@@ -88,7 +88,7 @@ def _results(args: argparse.Namespace, server: Server) -> Exit:
     batch = _object(server.get(_path(args.of)))
     if batch["status"] not in ENDED:
         raise CommandFailed(
-            Exit.FAILED, f"the batch is {batch['status']}: wait for it by `rootstock batch status {args.of} --wait`."
+            Exit.FAILED, f"the batch is {batch['status']}: wait for it with `rootstock batch status {args.of} --wait`."
         )
     file = batch.get("error_file_id" if args.errors else "output_file_id")
     if not file:

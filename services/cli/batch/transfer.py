@@ -1,4 +1,4 @@
-"""Uploads and downloads of files in pieces, with a progress bar; no file is in memory as a whole."""
+"""Uploads and downloads files in pieces, with a progress bar. A file is never completely in memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def endpoint_of(path: Path) -> str:
     except OSError as error:
         raise _unreadable(path, error) from None
     except ValueError as error:
-        raise CommandFailed(Exit.USAGE, f"the first line of {path} is no JSON ({error}): a line must hold a request.") from None
+        raise CommandFailed(Exit.USAGE, f"the first line of {path} is not JSON ({error}): a line must be a request.") from None
     if not isinstance(url, str) or not url:
         raise CommandFailed(
-            Exit.USAGE, f"the first line of {path} names no url: a line must hold a request, see docs/reference/cli.md."
+            Exit.USAGE, f"the first line of {path} has no url: a line must be a request, see docs/reference/cli.md."
         )
     return url
 
@@ -79,7 +79,7 @@ def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
             size -= len(piece)
             yield piece
     if size:
-        raise CommandFailed(Exit.FAILED, f"{path} has become shorter while it was sent: send it again.")
+        raise CommandFailed(Exit.FAILED, f"{path} became shorter during the upload: send it again.")
     yield tail
 
 

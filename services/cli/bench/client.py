@@ -1,7 +1,7 @@
 """Measures one streaming request to an OpenAI-compatible server.
 
 Times are in seconds. A chunk is a server-sent event with one or more tokens. TTFT ends at the first chunk. An ITL is the time
-between two chunks. E2E ends at the last event with a choice, because later events hold usage and no tokens.
+between two chunks. E2E ends at the last event with a choice, because later events contain only usage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DETAIL_CHARS = 300
 class Endpoint:
     """A server's streaming endpoint, and the fields that all requests to it share."""
 
-    url: str  # the whole URL of the endpoint
+    url: str  # complete URL of the endpoint
     chat: bool
     model: str
     ignore_eos: bool = False
@@ -41,7 +41,7 @@ class Outcome:
 
     scheduled_at: float
     sent_at: float
-    ttft_s: float | None = None  # None: no token came
+    ttft_s: float | None = None  # None: no token was received
     itl_s: list[float] = field(default_factory=list)
     e2e_s: float = 0.0
     prompt_tokens: int = 0
@@ -91,7 +91,7 @@ class StreamMeter:
         if self._last_choice_at:
             outcome.e2e_s = self._last_choice_at - outcome.sent_at
             if outcome.ttft_s is None and outcome.finish_reason is not None:
-                outcome.ttft_s = outcome.e2e_s  # all tokens came with the last event, without text
+                outcome.ttft_s = outcome.e2e_s  # the only tokens were in the last event, without text
         if outcome.ttft_s is not None and not outcome.has_usage:
             outcome.completion_tokens = 1 + len(outcome.itl_s)
         if whole and not self._done and outcome.finish_reason is None:
@@ -125,7 +125,8 @@ class StreamMeter:
         if text := choice.get("text") or delta.get("content"):
             self._texts.append(text)
         said = text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
-        # A token without text of its own (half a character) is a chunk; a chat's opening role and a bare finish are not.
+        # An event with a token that has no text yet (a part of a character) is a chunk. Events that have only the role or only
+        # the finish reason are not.
         if said or not ("role" in delta or choice.get("finish_reason")):
             self._chunk(now)
 

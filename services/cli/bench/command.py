@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     except (aiohttp.ClientError, OSError) as error:
         raise unreachable(target.url, str(error) or type(error).__name__) from None
     except LookupError:
-        raise CommandFailed(Exit.FAILED, f"{target.url}/v1/models names no model; name one as --model.") from None
+        raise CommandFailed(Exit.FAILED, f"{target.url}/v1/models lists no model; set --model.") from None
     summary = publish(args, target, measured)
     if args.allow_errors or not summary.failed_requests:
         return Exit.DONE

@@ -1,7 +1,7 @@
 """Load shapes: a closed loop with a fixed number of sessions in flight, or an open loop with Poisson arrivals.
 
-A load shape starts sessions, and `play` sends the turns of a session one after another. Only sessions arrive: a later turn of a
-conversation is sent as soon as the completion of the turn before is complete.
+A load shape starts sessions, and `play` sends the turns of a session one after another. The arrival process applies only to
+sessions: a later turn is sent as soon as the completion of the previous turn has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from rootstock_llm.services.cli.bench.client import Endpoint, Outcome, stream
 from rootstock_llm.services.cli.bench.workload import Content, Session
 
-ARRIVAL_STREAM = 10  # not a stream of the workload, so that another rate leaves the prompts as they are
+ARRIVAL_STREAM = 10  # number of a random stream that no workload uses, so that prompts do not depend on the rate
 
 Play: TypeAlias = Callable[[Session, float | None], Awaitable[None]]
 

@@ -1,4 +1,4 @@
-"""Statistics of a run, as the text block that other servers' benchmarks print, and as JSON lines.
+"""Statistics of a run, as the text block that the benchmarks of SGLang and vLLM print, and as JSON lines.
 
 TPOT of a request is (E2E - TTFT) / (completion tokens - 1); a request with one token has none. ITL is the time between chunks.
 The statistics of ITL are over all pairs of successive chunks of all requests. Failed requests are in no statistic.
@@ -52,9 +52,9 @@ class Summary:
 
     successful_requests: int
     failed_requests: int
-    unsent_requests: int  # turns whose conversation had failed before them
-    errors: dict[str, int]  # class: count
-    without_usage: int  # successful, but the server gave no usage: tokens are counted as chunks
+    unsent_requests: int  # turns that were not sent, because an earlier turn of the conversation had failed
+    errors: dict[str, int]  # number of failed requests by error class
+    without_usage: int  # successful requests for which the server sent no usage; their chunks are counted as tokens
     duration_s: float
     input_tokens: int
     generated_tokens: int
@@ -64,7 +64,7 @@ class Summary:
     output_throughput: float
     total_throughput: float
     mean_concurrency: float
-    max_send_lag_ms: float  # how late the latest request left against its arrival in an open loop
+    max_send_lag_ms: float  # longest time from a session's arrival to the sending of its request, in an open loop
     ttft_ms: Distribution
     tpot_ms: Distribution
     itl_ms: Distribution

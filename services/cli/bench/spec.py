@@ -32,9 +32,9 @@ def check(spec: Spec) -> None:
     if spec.name not in WORKLOADS:
         raise ValueError(f"no workload {spec.name!r}; there are {', '.join(WORKLOADS)}")
     if spec.name == "multi-turn" and spec.token_ids:
-        raise ValueError("multi-turn needs the answer's text in the next prompt; it cannot be sent as token ids")
+        raise ValueError("multi-turn cannot use token ids, because the next prompt needs the completion's text")
     if not 0.0 <= spec.range_ratio <= 1.0:
-        raise ValueError("range ratio must lie between 0 and 1")
+        raise ValueError("range ratio must be between 0 and 1")
     if not 0 <= spec.id_min < spec.id_max:
         raise ValueError("token ids need 0 <= min < max")
     counts = (spec.input_len, spec.output_len, spec.groups, spec.prompts_per_group, spec.system_len, spec.question_len)

@@ -46,7 +46,7 @@ class Session:
 
 
 class Source:
-    """Draws lengths and contents from separate random streams, so that another output length leaves the prompts as they are."""
+    """Draws lengths and contents from separate random streams, so that the prompts do not depend on the output length."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -117,6 +117,6 @@ def first_requests(sessions: Sequence[Session], count: int) -> list[Session]:
     """Returns the sessions with the first `count` turns, cutting the last session. Raises ValueError if there are fewer turns."""
     total = sum(len(s.turns) for s in sessions)
     if total < count:
-        raise ValueError(f"the workload has {total} requests, fewer than the {count} asked for")
+        raise ValueError(f"the workload has {total} requests, but num_requests is {count}")
     before = accumulate((len(s.turns) for s in sessions), initial=0)
     return [replace(s, turns=s.turns[: count - b]) for s, b in zip(sessions, before, strict=False) if b < count]
