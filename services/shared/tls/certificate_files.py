@@ -18,8 +18,8 @@ from rootstock_llm.services.shared.tls.handshake import Named, shown
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # pause between two checks of the files
-TRIES = 5  # attempts to read all files between two changes
+LOOK_S = 1.0  # seconds between two checks of the files
+TRIES = 5  # attempts to read all files without a change in between
 EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 Signature = tuple[tuple[int, int, int], ...]  # inode, modification time and size of each file
@@ -33,7 +33,7 @@ class BadTls(ValueError):
 class Certificates:
     """The content of the files at one moment, in PEM."""
 
-    number: int  # changes with each change of the files
+    number: int  # number of the version of the files; differs after each change
     certificate: bytes  # with its chain
     key: bytes
     authorities: bytes

@@ -17,8 +17,8 @@ from rootstock_llm.services.shared.tls.certificate_files import LOOK_S, BadTls
 
 logger = logging.getLogger(__name__)
 
-MOST = 2  # tokens in a file
-LEAST_BYTES = 16  # length of a token
+MOST = 2  # largest number of tokens in a file
+LEAST_BYTES = 16  # smallest length of a token
 
 
 class TokenFile:

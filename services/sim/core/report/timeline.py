@@ -1,4 +1,4 @@
-"""Draws a run: rows by mode, queue and KV over virtual time. It alone imports matplotlib.
+"""Draws a run: rows by mode, queue and KV over virtual time. Only this file imports matplotlib.
 
 A curve has at most BINS points for any number of steps. Each point is the exact mean over its interval.
 """

@@ -1,4 +1,4 @@
-"""Turns the worker's settings into flags of a simulation, and builds the scheduler's configuration from them."""
+"""Adds flags for the worker's settings to a simulation, and builds the scheduler's configuration from them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class VirtualClock:
         self.now += seconds
 
     def pass_until(self, at: float) -> None:
-        """Advances to `at`, unless it has passed."""
+        """Advances the clock to `at` if this is in the future."""
         self.now = max(self.now, at)
 
 
@@ -45,11 +45,11 @@ class SimRun:
     """A launched step."""
 
     plan: BatchPlan
-    tokens: I32  # see StepResult
+    tokens: I32  # as in StepResult
     begin: float  # virtual time at which the device begins the step
     end: float  # virtual time at which it ends
-    counts: I32 | None  # see StepResult
-    drafted: I32 | None  # see StepResult
+    counts: I32 | None  # as in StepResult
+    drafted: I32 | None  # as in StepResult
     seconds: float  # duration of the step
 
 

@@ -1,4 +1,4 @@
-"""Simulates reads of other workers' KV: the time of each read, and whether its KV reservation still exists. No bytes move."""
+"""Simulates reads of other workers' KV: the time of each read, and whether its KV reservation still exists. No data is copied."""
 
 from __future__ import annotations
 
