@@ -28,7 +28,7 @@ WRITE_BYTES = 1 << 16  # size of one write, because asyncio copies the part that
 NO_TEMPLATE = "this model has no chat template; use /v1/completions, or give the tokenizer a template with --chat-template FILE"
 RETRY_S = 30.0  # seconds until the next start after a failed start, if no process has ever started
 START_FACTOR = 4.0  # time limit of a start (which compiles the templates), in multiples of the time limit of a rendering
-ROOT = Path(__file__).resolve().parents[2]  # the folder that contains `services`
+ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""python -m rootstock_llm.services.worker.text.convert_tokenizer FOLDER [OUT]: writes tokenizer.json for a model folder that lacks it.
+"""python -m rootstock_llm.services.worker.text.convert_tokenizer FOLDER [OUT]: writes tokenizer.json for a folder without one.
 
 transformers converts the folder's other tokenizer files, such as tokenizer.model, or vocab.json and merges.txt. The services read
 only tokenizer.json, because most of their images do not contain transformers.
@@ -57,7 +57,8 @@ def _reason(folder: Path, why: str) -> str:
     first = f"Install {' and '.join(absent)} with pip" if absent else "Correct the files"
     return (
         f"transformers cannot convert the tokenizer of {folder} ({found}): {why}. {first} and run"
-        f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}` again, or copy a tokenizer.json of this model into it."
+        f" `python -m rootstock_llm.services.worker.text.convert_tokenizer {folder}` again, or copy a tokenizer.json of this"
+        " model into it."
     )
 
 

@@ -29,7 +29,7 @@ def test_unified_worker_has_no_peer_options() -> None:
 def test_tls_needs_all_files(mode: str, missing: str) -> None:
     given = {name: "file.pem" for name in TLS if name != missing}
     with pytest.raises(ValueError, match=f"not set: --{missing.replace('_', '-')}"):
-        made(disaggregation_mode=mode, **given)
+        options_of(disaggregation_mode=mode, **given)
 
 
 def test_unusable_tls_file_is_named(tmp_path: Path) -> None:
@@ -50,9 +50,9 @@ def test_disaggregation_needs_the_radix_cache() -> None:
 def test_nixl_is_refused_when_tls_is_set(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     files = dict(zip(TLS, map(str, authority.files("worker")), strict=True))
-    assert made(disaggregation_mode="decode", **files) is not None
+    assert options_of(disaggregation_mode="decode", **files) is not None
     with pytest.raises(ValueError, match="nixl does not encrypt"):
-        made(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", **files)
+        options_of(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", **files)
 
 
 @pytest.mark.by_day(one_in=2)
@@ -67,4 +67,4 @@ def test_kv_uses_tcp_with_a_warning_when_nixl_is_unusable(
     opened = options.open_reader(b"", 640) if options.open_reader else options.open_server(b"", 640, print)  # type: ignore
     opened.close()
     (said,) = (each for each in caplog.records if each.levelname == "WARNING")
-    assert "KV transfers use TCP" in said.message and why in said.__dict__["fields"]["error"]
+    assert "KV transfers use TCP" in said.message and reason in said.__dict__["fields"]["error"]

@@ -38,7 +38,7 @@ from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 QUICK_NICENESS, SLOW_NICENESS = 10, 19  # of the compiling threads and processes of each queue; the worker has 0
-ROOT = Path(__file__).resolve().parents[4]  # the folder that contains `services`
+ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 START_S = 120.0  # time limit in seconds of starting the compiling process, which loads xgrammar; seconds on an idle machine
 JOIN_S = 2.0  # longest wait in seconds for each thread in close()
 MARGIN_S = 2.0  # seconds that this process waits longer than the child's own alarm, which normally ends the child

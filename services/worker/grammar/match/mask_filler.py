@@ -45,7 +45,7 @@ class MaskFiller:
             max_rows: largest number of masks of a step.
             threads: threads that fill a batch; 1 to fill masks one by one.
             fill_ms: the budget of a step, in milliseconds of CPU time.
-            max_guesses: largest number of draft tokens per step after which masks are filled.
+            max_drafts: largest number of draft tokens per step after which masks are filled.
         """
         self._buffers = [np.zeros((max_rows, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
         self._ahead = [np.zeros((max_drafts, -(-vocab_size // 32)), np.uint32) for _ in range(2)]

@@ -480,6 +480,6 @@ def test_book_refuses_grammar_when_matcher_cannot_be_made(
     with monkeypatch.context() as odd:
         odd.setattr("rootstock_llm.services.worker.grammar.book.XgrammarMatcher", broken)
         assert book.open(regex("odd")) is None
-    assert "cannot be started" in messages.next()[1]
+    assert "an internal error" in messages.next()[1]
     assert book.open(regex("good")) is not None
     assert outcome(book, messages, regex("odd")), "the refusal is remembered for failure_s"
