@@ -42,7 +42,7 @@ def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 
     if not path:
         return None
     if settings.speculative_algorithm != "ngram":
-        raise ValueError(f"{SETTING} needs --speculative-algorithm ngram, not {settings.speculative_algorithm}")
+        raise ValueError(f"{SETTING} has no effect with --speculative-algorithm {settings.speculative_algorithm}")
     pieces, encoder = _pieces(_texts(Path(path))), encode()
     most, tokens = settings.speculative_ngram_external_corpus_max_tokens, array("i")
     while some := list(islice(pieces, PIECES)):
