@@ -59,7 +59,7 @@ class Built:
     executor: Executor
     info: LoadedInfo
     stats: ExecutorStats | None = None  # counts of steps, or None if the executor counts nothing
-    room_server: RoomServer | None = None  # lets other workers read KV of this worker, or None
+    kv_server: KvServer | None = None  # lets other workers read KV of this worker, or None
     peer_reader: PeerReader | None = None  # reads KV of other workers, or None
 
 
@@ -86,7 +86,7 @@ class Engine:
     book: CompiledBook | None  # compiled grammars, or None if structured output is disabled
     masks: MaskFiller
     keys: PageKeys | None  # computes the keys of pages in tiers and KV transfers, or None without either
-    room_server: RoomServer | None  # lets other workers read KV of this worker, or None to serve no reads
+    kv_server: KvServer | None  # lets other workers read KV of this worker, or None to serve no reads
     peer_reader: PeerReader | None  # reads the KV of other workers, or None if this worker does not
 
     def close(self) -> None:
