@@ -86,7 +86,7 @@ def test_loading_warns_when_the_pool_is_below_the_models_context(
     (warning,) = [
         each for each in caplog.records if each.levelname == "WARNING" and "smaller than the model's context" in each.msg
     ]
-    assert "set context_len" in warning.msg and "mem_fraction_static" in warning.msg
+    assert "Set context_len" in warning.msg and "mem_fraction_static" in warning.msg
     assert vars(warning)[FIELDS] == {"context_len": 40, "model_context": 512}
 
 
