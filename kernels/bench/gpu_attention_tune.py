@@ -19,7 +19,11 @@ from rootstock_llm.kernels.triton.attention.attention_plan import Blocks, HeadSh
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
-    """Yields (blocks, splits) with values near those of a plan. The plan's values are left out unless it deals its splits."""
+    """Yields (blocks, splits) with values near those of the plan `launch`.
+
+    Leaves out the plan's own values, because tuned() times the plan itself. If the plan deals its splits (`extra`), includes
+    them, because retiled() makes another launch of them, with even splits.
+    """
     lanes = [launch.blocks.m] if launch.one_token else [64, 128]
     splits = sorted({launch.splits} | ({1, 2, 4, 8, 16, 32} if launch.splits else set()))
     for m, n, warps, stages, split in product(lanes, [32, 64, 128], [4, 8], [2, 3, 4], splits):

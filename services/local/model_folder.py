@@ -61,7 +61,7 @@ def model_folder(model: str, needs_weights: bool = True) -> Path:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Returns the total size in bytes of the weight files that the worker reads."""
+    """Returns the total size in bytes of the weight files that the worker reads. Missing files count as 0 bytes."""
     return sum(path.stat().st_size for path in _weights(folder) if path.is_file())
 
 
@@ -202,7 +202,12 @@ def _check_config(folder: Path) -> None:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """The files that hold the weights, some of which may be missing. Raises NoModel, and OSError."""
+    """Returns the paths of the weight files that the worker reads. Files that the index names may be missing.
+
+    Raises:
+        NoModel: the index is not valid.
+        OSError: the index is not readable.
+    """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() or not index.is_file():
         return [single] if single.is_file() else []
@@ -237,7 +242,12 @@ def _without_weights(folder: Path) -> str:
 
 
 def _check_whole(path: Path) -> None:
-    """A download that was cut off leaves a file shorter than its header says."""
+    """Checks that a weight file has all bytes that its header states. After an interrupted download, it has fewer.
+
+    Raises:
+        NoModel: the file is incomplete, is a Git LFS pointer, or is not a safetensors file.
+        OSError: the file is not readable.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         begin = file.read(HEADER)

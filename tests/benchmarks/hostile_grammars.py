@@ -173,7 +173,11 @@ async def repetition(url: str, streams: int, quiet_s: float, nonce: int) -> tupl
 
 
 def print_phases(streams: int, number: int, phases: Sequence[Phase]) -> float:
-    """Prints the phases and returns the worst p99 of the hostile phases relative to the quiet one."""
+    """Prints each phase.
+
+    Returns:
+        The largest p99 of inter-token latency in the two hostile phases (`phases[2:]`), divided by the p99 of the quiet phase.
+    """
     quiet = phases[0]
     for phase in phases:
         ratio = f"p50 x{phase.p50 / quiet.p50:5.2f}  p99 x{phase.p99 / quiet.p99:5.2f}" if phase is not quiet else ""

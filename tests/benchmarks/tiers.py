@@ -115,7 +115,10 @@ def cost(args: argparse.Namespace, model: Path) -> None:
 
 
 def kept_pairs(file: Path | None) -> list[tuple[float, float]]:
-    """Returns the saved pairs of ratios: requests per second and TTFT."""
+    """Returns the saved measurements, each as (seconds without tiers / with, TTFT without tiers / with).
+
+    The first ratio is also that of requests per second with tiers to without.
+    """
     return [(both[0], both[1]) for both in json.loads(file.read_text())] if file and file.exists() else []
 
 

@@ -72,7 +72,7 @@ def removed(record: Names, now: Names) -> list[str]:
 
 
 def merged(record: Names, now: Names) -> dict[str, list[str]]:
-    """Returns the record with the names of the code added, in the order in which the file has them."""
+    """Returns the record with the names of the code added, sorted by kind and name, as in the file."""
     return {kind: sorted({*record.get(kind, ()), *now.get(kind, ())}) for kind in sorted({*record, *now})}
 
 

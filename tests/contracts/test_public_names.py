@@ -50,7 +50,7 @@ def test_complaint_has_each_name_and_the_remedies() -> None:
     assert "alias for one release" in text and "state the removal in CHANGELOG" in text and "--drop" in text
 
 
-def test_merged_adds_new_names_and_keeps_removed_names() -> None:
+def test_merged_record_has_new_and_removed_names() -> None:
     record = {"flags": ["a --x"], "metrics": ["m"]}
     now = {"flags": {"a --y"}, "tunables": {"t"}}
     assert merged(record, now) == {"flags": ["a --x", "a --y"], "metrics": ["m"], "tunables": ["t"]}

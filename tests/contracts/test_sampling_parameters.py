@@ -154,8 +154,8 @@ def test_message_has_the_tables_fields() -> None:
     assert dry == {f"dry.{field.name}" for field in pb.Dry.DESCRIPTOR.fields}
 
 
-def test_range_ends_are_unchanged_as_float32() -> None:
-    """If rounding to float32 changed an end of a range, the gateway would accept values that the worker refuses."""
+def test_range_limits_are_exact_in_float32() -> None:
+    """If rounding to float32 changed a limit of a range, the gateway would accept values that the worker refuses."""
     for row in PARAMETERS:
         if row.kind is Kind.NUMBER:
             assert [float(np.float32(end)) for end in (row.low, row.high)] == [row.low, row.high], row.wire

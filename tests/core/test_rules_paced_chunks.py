@@ -1,4 +1,7 @@
-"""Rules for the time of a step with a prompt while decode rows wait for their next token (docs/design/scheduler.md#chunks)."""
+"""Tests that a prompt's chunks are so short that waiting decode rows get their next token within `adaptive_chunk_s`.
+
+docs/design/scheduler.md#chunks has the rules.
+"""
 
 from __future__ import annotations
 

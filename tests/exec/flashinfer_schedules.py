@@ -1,6 +1,7 @@
 """Computes the scratch memory of a FlashInfer plan as (float bytes, int bytes), as its scheduler does (scheduler.cuh, 0.6.4).
 
 A shape has query heads, key/value heads, head size and page size. `qo` and `kv` are the indptr columns of tokens and of pages.
+`sms` is the number of multiprocessors. `graph` is whether the plan is for a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from itertools import pairwise
 Shape = tuple[int, int, int, int]
 
 
+# The number of pieces of at most `size` into which `total` is cut.
 def cuts(total: int, size: int) -> int:
     return -(-total // size)
 
 
+# The sum of the sizes in bytes, each rounded up to a multiple of 16.
 def aligned(sizes: list[int]) -> int:
     return sum(cuts(size, 16) * 16 for size in sizes)
 
@@ -66,7 +69,12 @@ def fa3_bytes(qo: list[int], shape: Shape, sms: int) -> tuple[int, int]:
 def decode_bytes(kv: list[int], shape: Shape, graph: bool, sms: int, blocks_per_sm: int = 16) -> tuple[int, int]:
     """Returns the bytes of a decode plan.
 
-    The library asks the device for blocks_per_sm, the largest number of blocks that fit.
+    Args:
+        kv: indptr of pages.
+        shape: see the module.
+        graph: whether the plan is for a CUDA graph.
+        sms: number of multiprocessors.
+        blocks_per_sm: largest number of thread blocks that fit on a multiprocessor. The library gets it from the device.
     """
     heads, kv_heads, dim, page_size = shape
     most, rows = blocks_per_sm * sms, len(kv) - 1

@@ -24,7 +24,7 @@ from tests.night import NIGHTLY
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 STEPS = 2000 if DEVICE != "cpu" else 300
-TURNS = 60  # turns between two complete drains
+TURNS = 60  # scheduler turns of one random run, which ends with a complete drain
 KERNELS = ["auto"] if DEVICE != "cpu" else ["cpp", "torch"] if NIGHTLY else ["cpp"]
 PAGE_SIZES = (4, 1, 16)
 NEAR = 2e-3  # distance of two logits below which rounding may swap the tokens

@@ -23,7 +23,7 @@ KEPT_SOURCES = ("batch_prefill*", "batch_decode*", "*.jinja", "*.h", "*.inc", "*
 
 
 def is_kept(name: str) -> bool:
-    """Returns whether a file of FlashInfer's wheel is copied."""
+    """Returns whether a file of FlashInfer's wheel is unpacked."""
     if any(fnmatch(name, pattern) for pattern in LEFT_OUT):
         return False
     last = name.rpartition("/")[2]
@@ -31,7 +31,15 @@ def is_kept(name: str) -> bool:
 
 
 def unpack(wheel: Path, out: Path) -> int:
-    """Unpacks a wheel. Returns the size of its copied files in the wheel, in bytes. Raises BadZipFile and OSError."""
+    """Unpacks a wheel to `out`. Of FlashInfer's wheel, unpacks only the files for which is_kept() is true.
+
+    Returns:
+        The compressed size of the unpacked files in bytes.
+
+    Raises:
+        BadZipFile: the wheel is not a zip file.
+        OSError: the wheel is not readable, or `out` is not writable.
+    """
     with zipfile.ZipFile(wheel) as archive:
         members = [info for info in archive.infolist() if not wheel.name.startswith(LIBRARY) or is_kept(info.filename)]
         archive.extractall(out, members)

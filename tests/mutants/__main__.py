@@ -1,9 +1,12 @@
 """python -m tests.mutants [AREA ...] [--beside REVISION]: checks whether the tests find faults that are put into the code.
 
-The run uses a copy of the working tree. It puts in one fault at a time, runs the test files of its area until one fails, and
-removes the fault. The exit status is 1 if no test finds a fault, or if a fault's text is not exactly once in the code and must be
-rewritten. With --beside, the tests of a revision run if today's tests do not find a fault. The status is then 1 only for faults
-that they find. Run it by hand: two hundred faults take about forty minutes on two cores.
+The run uses a copy of the working tree. It puts in one fault at a time, runs the test files of the fault's area until a test
+fails, and removes the fault. The exit status is 1 in two cases:
+
+- The tests do not find a fault. With --beside, the tests of that revision then run, too; the status is 1 only if they find it.
+- A fault cannot be tried. Its text does not occur exactly once in the code and must be rewritten, or the code does not compile.
+
+Run it by hand: two hundred faults take about forty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ import torch
 from tests.mutants.areas import AREAS, FAULTS
 from tests.mutants.fault import Fault
 
-SHARED = (torch,)  # imported before the test processes are forked. Helm's library is not, because Go does not survive a fork
+# Imported before the test processes are forked, so that they share it. Helm's library is not imported here, because the Go
+# runtime does not work after a fork.
+SHARED = (torch,)
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("fork")
 SECONDS = 900  # time limit for the files of an area; a hanging test counts as a found fault

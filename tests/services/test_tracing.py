@@ -71,7 +71,7 @@ def test_valid_endpoint_is_accepted(endpoint: str) -> None:
     ],
     ids=["all", "none", "client samples", "client does not sample", "invalid context"],
 )
-def test_sampling_follows_the_client_before_the_ratio(ratio: str, context: dict[str, str], traced: bool) -> None:
+def test_client_sampling_flag_overrides_the_ratio(ratio: str, context: dict[str, str], traced: bool) -> None:
     tracing = start_tracing(settings("--otlp-endpoint", "127.0.0.1:1", "--trace-sample-ratio", ratio), "test")
     assert tracing is not None
     span = tracing.begin("request", context)

@@ -144,10 +144,14 @@ def fold_splits(
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Computes the fixed splits split, split + programs, … of a tile; see fold_tile().
+    """Computes every programs-th fixed split of a tile, beginning with number `split`; see fold_tile().
 
-    With SPLIT, if the tile has several splits, stores each of them at index kept + its number in partials and levels, and returns
-    (acc [M, E], total [M], peak [M]) of the last split. Without SPLIT, returns these values of all splits together.
+    Args:
+        kept: index in partials and levels of the tile's split 0.
+        SPLIT: store each split, if the tile has several.
+
+    Returns:
+        (acc [M, E], total [M], peak [M]): of the last split with SPLIT, otherwise of all splits merged.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)

@@ -116,7 +116,9 @@ class RoutingQuery:
     key: str = ""  # routing key; "" for none
     lora: str = ""  # adapter; "" for none
     allowed: NDArray[np.bool_] | None = None  # bool[capacity]: workers to choose from; None: all
-    first_block: bytes = b""  # hash of the first block of the prompt; b"" if it has none, or placing by it does not pay
+    # Hash of the prompt's first block. b"" if the prompt has no whole block, if the policy uses no prefix index, or if fewer than
+    # one in ten recent decisions had a match (SharingMeter).
+    first_block: bytes = b""
     prefill: bool = False  # only the prompt is computed, by a prefill worker
     saved: NDArray[np.float64] | None = None  # see Hits; None: all of `matched`
 

@@ -1,4 +1,8 @@
-"""Metrics whose values are read from an object at each scrape. Each metric is a row that is described without the object."""
+"""Metrics whose values are read from an object at each scrape.
+
+Each metric is one row (Reading). Its name, help text and labels are known without the object, so the reference can be generated
+without a running worker.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def record(message: str, **more: object) -> str:
     return json.dumps({"level": "info", "msg": message} | more) + "\n"
 
 
-def test_log_reader_returns_steps_bars_and_warnings_once(tmp_path: Path) -> None:
+def test_log_reader_returns_each_user_record_once(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
     reader = LogReader(path)
     assert reader.news() == [] and reader.last_step == ""

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 FORM_BYTES = 64 << 10  # limit of the form without the file's content
 _BUFFER_BYTES = 2 * limits.FILE_CHUNK_BYTES  # an unfinished chunk, plus the network read that completes it
 _FILE = "file"
-MOST_DIGITS = 12  # numbers of seconds with this many digits stay texts, which validation refuses
+MOST_DIGITS = 12  # a number of seconds with this many digits is not converted to int, so that validation refuses it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,8 @@ async def receive_file(
 
 
 async def _receive(receive: Receive, upload: Upload, form: FormReader) -> StoredFile:
-    left = (
-        upload.limits.file_bytes + limits.FILE_CHUNK_BYTES
-    )  # bytes that the body may still have; its other parts may have FILE_CHUNK_BYTES
+    # Bytes that may still arrive: those of the file, and FILE_CHUNK_BYTES for the other parts of the form.
+    left = upload.limits.file_bytes + limits.FILE_CHUNK_BYTES
     try:
         async for piece in _pieces(receive, upload.limits.chunk_s):
             left -= len(piece)
@@ -126,7 +125,7 @@ class Upload:
         self._id = f"file-{secrets.token_hex(16)}"
         self._fields: dict[str, str] = {}
         self._name = ""
-        self._field: str | None = ""  # name of the current part's field, or None for the file
+        self._field: str | None = ""  # name of the form field that is being received; None while the file is received
         self._value = bytearray()  # value of the current field so far
         self._chunk = bytearray()  # unstored bytes of the file, less than a chunk
         self._size = self._chunks = 0  # bytes of the file so far, and number of its stored chunks

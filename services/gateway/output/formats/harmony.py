@@ -53,7 +53,11 @@ class _Messages:
         self._written_kinds: set[str] = set()
 
     def read(self, begun: str) -> Steps[None]:
-        """Reads all messages. `begun`: text that was read of the first header; "" if the output begins without a header."""
+        """Reads all messages.
+
+        Args:
+            begun: the beginning of the first header, which was read already; "" if the output begins without a header.
+        """
         source, writer = self._reading.source, self._reading.writer
         while True:
             if not begun:
@@ -69,10 +73,14 @@ class _Messages:
             begun = mark if mark in (START, CHANNEL) else ""
 
     def _header(self, begun: str) -> Steps[_Header | None]:
-        """Reads a header, of which `begun` has been read.
+        """Reads the rest of a header, up to the message's content.
+
+        Args:
+            begun: the beginning of the header, which was read already.
 
         Returns:
-            None if no message follows the header and it names no function, or if it has more than MAX_HEADER_CHARS.
+            None if the header has no end (`<|message|>`) and is not that of a call. None also if the header has more than
+            MAX_HEADER_CHARS, unless it is that of a call with a `{` among the read characters.
         """
         source = self._reading.source
         if begun == MESSAGE:
@@ -86,6 +94,7 @@ class _Messages:
         found = _parsed(begun + read)
         if mark == MESSAGE:
             return found
+        # The model left out `<|message|>`: the body of a call begins at `{`.
         body = read.find("{") if found.calls else -1
         if body >= 0 or (mark and found.calls):
             source.give_back(read[body:] if body >= 0 else mark)

@@ -140,10 +140,10 @@ class Intake:
 
         Args:
             request: the request.
-            outside: the ending if the grammar does not allow the token.
+            outside: Finish of a request whose newest token the grammar does not allow.
 
         Returns:
-            The ending, or None if the request continues, and whether the grammar has added tokens.
+            The Finish, or None if the request continues; and whether the grammar has forced further tokens into the output.
         """
         matcher = request.matcher
         if matcher is None:
@@ -159,7 +159,7 @@ class Intake:
         """Appends the tokens that the grammar forces, until a token ends the request.
 
         Returns:
-            The ending, or None if the request continues, and whether tokens were appended.
+            The Finish, or None if the request continues; and whether tokens were appended to the output.
         """
         forced = matcher.forced()
         for place, token in enumerate(forced, 1):

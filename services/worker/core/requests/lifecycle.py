@@ -232,7 +232,7 @@ class RequestLifecycle:
         self._outputs.add_ready(request.peer, PagesReady(request.handle, room, count))
 
     def decode(self, request: Request) -> None:
-        """Makes an extending request decode, because its last chunk is planned."""
+        """Moves a request from the extend phase (prefill) to the decode phase. The caller has planned its last chunk."""
         assert request.kv.lease is not None
         computed = int(self._columns.computed[request.kv.lease.slot])
         assert computed == self._columns.target[request.kv.lease.slot], "a row decodes before its last chunk is planned"
@@ -240,7 +240,7 @@ class RequestLifecycle:
         self._queues.decode(request)
 
     def extend_again(self, request: Request) -> None:
-        """Makes a decoding request extend, because its grammar has added tokens whose KV is not computed.
+        """Moves a request from the decode phase to the extend phase, because its grammar has added tokens without KV.
 
         A step in flight still counts for the request, unless it may have draft tokens at the positions of the added tokens.
         """

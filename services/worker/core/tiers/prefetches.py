@@ -50,7 +50,7 @@ class Prefetches:
     def begin(self, asker: Asker, wanted: Wanted, memory: KVMemory, now: float) -> None:
         """Begins a prefetch, unless the request has one already or there are MOST_PREFETCHES of them.
 
-        `wanted.source` has the number of pages that can be read now, to which this sets `wanted.limit`.
+        Sets `wanted.limit` to the number of pages that the source can supply now, or to fewer if the pool is too small.
         """
         if asker not in self._prefetches and len(self._prefetches) < MOST_PREFETCHES:
             self._prefetches[asker] = prefetch = _OpenPrefetch(wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rootstock_llm.services.worker.core.contracts.transfers import Tier
 
 FADES = 0.7  # weight of the earlier average when a new measurement is added
-# Factor by which the rate of a source rises each time when it is too low for a read, so that the source is measured again later.
+# The rate of a source is multiplied by this each time that it is too low for a read, so that the source is measured again later.
 FORGIVES = 1.05
 LARGE_TOKENS = 128  # steps with fewer extended tokens are not measured, because other work dominates their time
 FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e10}  # assumed rates in bytes/s until a read was measured
@@ -74,9 +74,9 @@ class Rates:
         Args:
             source: tier of the pages.
             pages: number of pages.
-            lane: the remote worker, or "".
-            forgives: whether the result False raises the rate by FORGIVES. Without this, a source that is too slow once would
-                never be read and measured again. Callers set it once per request, even if they call this several times.
+            lane: address of the remote worker; "" for other tiers.
+            forgives: if True and the result is False, multiplies the source's rate by FORGIVES, so that a source that was slow
+                once is read and measured again later. Pass False if one request causes many calls, as a prefetch does.
         """
         pays = self._token_s is None or self.reading_s(source, pages, lane) < self.computing_s(pages)
         if not pays and forgives:

@@ -81,6 +81,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+# entry: value of the tensor's name in the header. data: index in the file of the first byte after the header. size: of the file.
 def _place(path: Path, name: str, entry: Any, data: int, size: int) -> TensorPlace:
     fields = dict(entry) if isinstance(entry, _Pairs) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
@@ -91,7 +92,7 @@ def _place(path: Path, name: str, entry: Any, data: int, size: int) -> TensorPla
     begin, end = offsets
     if data + end > size:
         raise CheckpointError(f"{path} is cut off: {name} ends at byte {data + end} of {size}")
-    item = ITEM_BYTES.get(dtype)  # tensors of other dtypes are not read
+    item = ITEM_BYTES.get(dtype)  # other dtypes are never read, so that their sizes are not checked
     if item is not None and math.prod(shape) * item != end - begin:
         raise CheckpointError(f"{name} of {path} has {end - begin} bytes, its shape {shape} of {dtype} another number")
     return TensorPlace(path, name, dtype, tuple(shape), data + begin, end - begin)

@@ -220,7 +220,7 @@ def _run(loads: Sequence[_Load], files: TensorFiles, buffers: list[list[Tensor]]
     finally:
         if stream is not None:
             stream.synchronize()
-            torch.cuda.empty_cache()  # torch's cache of this stream's memory serves no other stream
+            torch.cuda.empty_cache()  # torch caches freed memory per stream; no other stream could use this stream's
 
 
 def _attend(readers: list[Future[None]], meter: LoadMeter) -> None:

@@ -55,7 +55,7 @@ def base_rules() -> dict[str, Node]:
     digits = Repeat(Chars(((0x30, 0x39),)), 1, None)
     natural = Alternatives((Text("0"), Seq((Chars(((0x31, 0x39),)), Repeat(Chars(((0x30, 0x39),)), 0, None)))))
     minus = Repeat(Text("-"), 0, 1)
-    power = Repeat(Chars(((0x30, 0x39),)), 1, 2)  # at most two digits, because a double overflows to infinity above 1e308
+    power = Repeat(Chars(((0x30, 0x39),)), 1, 2)  # exponent of 1 or 2 digits: a double overflows above 1e308
     exponent = Seq((Chars(((0x45, 0x45), (0x65, 0x65))), Repeat(Chars(((0x2B, 0x2B), (0x2D, 0x2D))), 0, 1), power))
     pair = Seq((STRING, WS, Text(":"), WS, VALUE))
     return {

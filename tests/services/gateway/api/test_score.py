@@ -244,7 +244,7 @@ class TestRouting:
                 assert ask(system).status_code == 200
             assert system.submits() == [0, 6]
 
-    def test_score_is_refused_at_once_when_no_worker_has_ends_with_prompt(self) -> None:
+    def test_score_is_refused_at_once_when_no_worker_supports_requests_without_output(self) -> None:
         def samples_always(workers: list[FakeWorker]) -> None:
             workers[0].info.ends_with_prompt = False
 

@@ -229,7 +229,7 @@ def test_metrics_count_requests_and_tokens(system: System) -> None:
 
 
 class TestStopPatterns:
-    def test_matched_text_stays_and_the_pattern_is_named(self, shared: System) -> None:
+    def test_stop_regex_keeps_the_matched_text_and_is_the_stop_reason(self, shared: System) -> None:
         choice = shared.chat(stop_regex="w[a-z]r").json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, wor", "stop", "w[a-z]r")
 

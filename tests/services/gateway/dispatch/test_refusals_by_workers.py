@@ -79,7 +79,7 @@ def test_refusal_keeps_the_index_of_an_element(shared: System) -> None:
     ],
     ids=["no field", "another field", "field twice", "field not at the start", "no text"],
 )
-def test_refusal_drops_the_worker_field_from_the_message_once(shared: System, message: str, shown: str) -> None:
+def test_worker_refusal_loses_one_leading_field_name(shared: System, message: str, shown: str) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, message, "top_k")))
     error = shared.post(CHAT, BODIES[CHAT]).json()["error"]
     assert (error["param"], error["message"]) == ("top_k", f"top_k: {shown}")

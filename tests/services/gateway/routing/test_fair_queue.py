@@ -236,7 +236,7 @@ def test_push_refuses_every_item_when_the_capacity_is_0() -> None:
 
 
 def test_drain_serves_tokens_in_proportion_to_weights() -> None:
-    """The keys always wait, have requests of different sizes, and are charged partly after the end."""
+    """Each API key always has waiting items. Half of an item's tokens is charged when it is placed, the rest when it ends."""
     rng, weights = random.Random(3), {"a": 1.0, "b": 2.0, "c": 4.0}
     queue: FairQueue[Item] = FairQueue(1000, weights)
     sizes = {"a": (10, 50), "b": (200, 400), "c": (1, 1000)}

@@ -26,7 +26,8 @@ PAGES, PAGE_SIZE, TOKEN_BYTES = (
     16,
     4 * 2 * 2 * 64 * 4,
 )  # layers * (keys, values) * heads * head size * bytes of a float32
-PROMPTS, WRITTEN_MIB = (4, 30) if NIGHTLY else (2, 15)  # prompts of 2,000 tokens; the least memory that they fill, in MiB
+# PROMPTS: number of prompts of 2,000 tokens. WRITTEN_MIB: least KV in MiB that these prompts write.
+PROMPTS, WRITTEN_MIB = (4, 30) if NIGHTLY else (2, 15)
 GUARD_S = 180.0
 
 
