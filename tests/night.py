@@ -51,7 +51,7 @@ class DayMark:
 
 
 def select_by_day(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Removes the cases that run only by night from the items. By night, all items stay."""
+    """Deselects the cases in `items` that run only by night. Does nothing in a nightly run."""
     if NIGHTLY:
         return
     groups: dict[tuple[str, DayMark], list[pytest.Item]] = defaultdict(list)

@@ -46,7 +46,7 @@ class Step:
 
     keeps: Allows = _always  # whether the step gives the same result for the parts as for the whole
     splits: Allows = _never  # whether the step splits the text at the cut
-    keeps_blanks: bool = True  # whether any part of a run of blanks stays one word, or in one word
+    keeps_blanks: bool = True  # whether the step splits a run of spaces, or any part of the run, only before its last space
 
 
 class Unknown(Exception):

@@ -208,7 +208,7 @@ def test_traces_merge_child_processes_into_services() -> None:
 
 
 def test_traces_refuse_a_missing_service() -> None:
-    with pytest.raises(RuntimeError, match="no counts came from: worker, detokenizer"):
+    with pytest.raises(RuntimeError, match="these services sent no counts: worker, detokenizer"):
         traces([sent("rootstock_llm.services.gateway"), sent("rootstock_llm.services.tokenizer")])
 
 

@@ -123,7 +123,7 @@ def test_chart_accepts_context_len_up_to_the_kv_pool(settings: dict[str, Any], m
     asked = {**settings, "context_len": held + more}
     said = refusal(values_for("Qwen/Qwen3-32B", 80, **asked))
     if more:
-        assert f"settings.context_len is {held + 1}, and the KV pool of a GPU of 80 GB (gpuMemoryGB) holds {held} tokens" in said
+        assert f"settings.context_len is {held + 1}, and the KV pool of a GPU of 80 GB (gpuMemoryGB) has {held} tokens" in said
         with pytest.raises(PoolTooSmall):
             worker_pages(size, 80, asked)
     else:
@@ -137,7 +137,7 @@ def test_notes_name_the_pool_when_it_limits_the_context() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ci_names() if name != "defaults"])
-def test_ci_file_workers_have_the_models_whole_context(name: str) -> None:
+def test_gpu_workers_of_ci_values_files_have_a_kv_pool_for_the_whole_context(name: str) -> None:
     values = ci_values(name)
     found = []
     for entry in values.get("models", []):

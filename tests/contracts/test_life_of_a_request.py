@@ -32,5 +32,6 @@ def test_page_names_no_type_twice() -> None:
         assert len(names) == len(set(names)), f"{PAGE.name}: {section}"
 
 
+# Names of the classes in a file, without a leading underscore, because the page leaves it out.
 def _classes(file: Path) -> set[str]:
     return {node.name.lstrip("_") for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.ClassDef)}

@@ -81,7 +81,7 @@ def test_split_marks_both_halves_of_a_backed_node() -> None:
 
 
 @given(st.integers(-8, 28))
-def test_match_with_an_end_equals_match_of_the_cut_key(end: int) -> None:
+def test_match_up_to_an_end_offset_equals_match_of_the_truncated_token_key(end: int) -> None:
     """The end is in bytes: within a page, at the end of an edge, inside of the next edge, and beyond the key."""
     whole, alone = Tree(), Tree()
     for tree in (whole, alone):

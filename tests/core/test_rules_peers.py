@@ -21,7 +21,7 @@ from tests.core.harness import Engine
 from tests.core.peers import ADDRESS, EPOCH, Pair, computed_tokens, worker
 from tests.night import NIGHTLY
 
-PROMPT = list(range(40))  # ten pages
+PROMPT = list(range(40))  # ten pages of four tokens
 FIRST_TOKEN = hashed_token(np.array(PROMPT, dtype=np.int32), 1000)
 
 

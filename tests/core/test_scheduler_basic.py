@@ -97,7 +97,7 @@ class TestFaults:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_fail_ends_only_requests_of_the_step(self, overlap: bool) -> None:
+    def test_failed_step_ends_only_the_requests_in_that_step(self, overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 8, max_new_tokens=20, ignore_eos=True)
         for _ in range(4):

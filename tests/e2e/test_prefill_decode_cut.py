@@ -18,8 +18,10 @@ from tests.e2e.system import System, wait_until
 from tests.e2e.test_prefill_decode import PAGE, apart, bodies, ids_of, pulled, workers
 from tests.night import NIGHTLY
 
-CUT_AFTER_S = 0.3  # at that time some requests are computed, some read and some decoded
-AFTER = 64  # requests after the cut: one in 16 prompts is read although the last reads were slower than computing
+CUT_AFTER_S = 0.3  # seconds from sending the requests to the cut; by then, some are computed, some are read and some decode
+# Requests that are sent after the cut is repaired. While recent reads were slower than computing, the gateway sends only one
+# prompt in 16 through the prefill worker. 64 requests contain four of these.
+AFTER = 64
 
 pytestmark = [
     pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1"),
@@ -31,8 +33,9 @@ pytestmark = [
 def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
     """Starts a system whose decode worker is in a network namespace.
 
-    The decode worker reads from another address of the near end than the one that the gateway uses. Flags are appended: of a flag
-    that is given twice, the second value is used.
+    The prefill worker listens on `other`, which the gateway reaches locally. The gateway connects to the decode worker from
+    `near`. The loss of `other` therefore cuts only the reads of the decode worker. The flags are appended to the commands,
+    because the last value of a flag counts.
     """
     with Namespace() as namespace:
         system = apart(folder, worker_flags="--chunked-prefill-size 64 --disaggregation-shm-dir ''")

@@ -147,7 +147,7 @@ def test_profile_separates_idle_time_inside_and_between_launches() -> None:
     assert profile.idle_in_graphs_share == pytest.approx(1 / 40)
     assert (profile.launches, profile.events, profile.gaps_us) == (4, 5, [3.0])
     assert profile.kernels[0] == ("a", pytest.approx(20 / 42), 1.0, 10.0)
-    with pytest.raises(RuntimeError, match="no event"):
+    with pytest.raises(RuntimeError, match="no device event"):
         profile_of([], steps=1)
 
 

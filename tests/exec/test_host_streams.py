@@ -60,7 +60,7 @@ def test_close_waits_for_launched_work() -> None:
     assert done == list(range(100))
 
 
-def test_staging_and_to_host_share_memory(streams: HostStreams) -> None:
+def test_host_streams_staging_and_to_host_return_the_same_memory(streams: HostStreams) -> None:
     host, device = streams.staging(8)
     source = torch.arange(3)
     assert host is device and streams.to_host(source) is source
@@ -68,7 +68,7 @@ def test_staging_and_to_host_share_memory(streams: HostStreams) -> None:
 
 def test_synchronize_is_refused_outside_of_work(streams: HostStreams) -> None:
     assert streams.collect(streams.synchronize)() is None
-    with pytest.raises(AssertionError, match="only work on the streams"):
+    with pytest.raises(AssertionError, match="called by work on the streams"):
         streams.synchronize()
 
 

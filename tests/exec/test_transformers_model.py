@@ -27,7 +27,7 @@ PAGE_SIZE = 4
 NUM_NEW = 12
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 REASONS = {
-    "diffllama": "not one attention over one sequence",
+    "diffllama": "not compute one attention over one sequence",
     "xglm": "has attention that transformers cannot replace",
     "bloom": "has attention that transformers cannot replace",
     "falcon": "has attention that transformers cannot replace",

@@ -70,7 +70,10 @@ class Suite:
 
 
 def run_pytest(root: Path, log: Path, files: Sequence[str]) -> None:
-    """Runs pytest in a forked process, with its libraries and the modules of root, and ends the process with pytest's status."""
+    """Runs pytest on `files` in the current, forked process, and exits with pytest's status.
+
+    Libraries that the parent has imported stay loaded. The modules `tests` and `rootstock_llm` are imported again from `root`.
+    """
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -32,7 +32,7 @@ _UINT32_MAX = (1 << 32) - 1
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}], "title": "Stop"}
 _LISTS = frozenset((Kind.TOKEN_IDS, Kind.STRINGS, Kind.BIASES))
 
-# Checked by functions, so that an error names the exact element.
+# pydantic accepts any value for the types Stop, Source and Object. Functions check it, so that an error names the exact element.
 Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
 Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -84,7 +84,7 @@ class BackgroundWork:
         self.timeout_s = settings.background_timeout_s
 
     async def run(self) -> None:
-        """Runs and takes over responses until cancelled."""
+        """Runs this gateway's responses, and takes over stored responses whose lease is free, until cancelled."""
         await self._runner.run()
 
     async def drain(self) -> None:

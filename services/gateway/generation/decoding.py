@@ -38,7 +38,7 @@ class DecodeStream(Protocol):
 
 
 class Decoding:
-    """Owned by a Choice, or by a call that decodes ids once. Ends when `done` is set or it is dropped."""
+    """The decoding of token ids to text by a detokenizer, for a Choice or a single call. Ends when it is `done` or dropped."""
 
     __slots__ = (
         "_open_fields",
@@ -76,7 +76,7 @@ class Decoding:
         patient: bool = False,
         kept_tokens: Sequence[str] = (),
     ) -> None:
-        """Makes a decoding that is on no detokenizer.
+        """Creates a decoding that is not yet open on a detokenizer stream.
 
         Args:
             ids: Shared with the owner, which appends to it.

@@ -111,7 +111,9 @@ class GenerationParams:
     cache_salt: str
     priority: int | None
     routing_key: str = ""
-    session: worker_pb2.SessionTurn | None = None  # the turn of a session, whose prompt extends the worker's context
+    # The session and the parent turn that this request continues. The worker puts the session's context before the prompt ids.
+    # None: no session.
+    session: worker_pb2.SessionTurn | None = None
     fields: FieldNames = field(default_factory=FieldNames)  # the client's names of fields that a worker may refuse
     grammar: pb.Grammar | None = None  # grammar of the output, or None for any text
     grammar_field: str | None = None  # the client's field that `grammar` was made of

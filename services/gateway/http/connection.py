@@ -413,10 +413,10 @@ class Connection(HttpToolsProtocol):
 
 
 def _ended_by_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Returns an application whose responses without a length are sent without chunks. The end of the connection ends their body.
+    """Wraps `app` so that a response without Content-Length is sent without chunks. Closing the connection ends its body.
 
-    The cycle chunks a response unless `chunked_encoding` is set. Without chunks it counts the bytes of `expected_content_length`,
-    which is therefore set to the size of each piece.
+    uvicorn's RequestResponseCycle sends chunks unless `chunked_encoding` is False. Without chunks, it checks the body against
+    `expected_content_length`. The wrapper therefore sets this attribute to the size of each body message before it is sent.
     """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,9 +1,10 @@
 """Exchanges the gateways' shares of limits through the Redis of the prefix index. All Redis keys have a TTL.
 
-ShareRefill is the background task of a gateway. Each of its turns is one round trip for all API keys that have something to
-report. Requests never wait for Redis. ShareStore makes the round trip, with one call of a script for each API key:
+ShareRefill is the background task of a gateway. In each turn (one exchange with Redis), it reports the API keys that need a
+report, at most KEYS_A_TURN, and gets their grants. Requests never wait for Redis. ShareStore makes the exchange in one round
+trip, with one call of a script for each API key:
 
-    rl:key:DIGEST   hash   one field per gateway: its sub-bucket; then per limit the held amount, the lacking amount and the used
+    rl:key:DIGEST   hash   one field per gateway: its sub-bucket; then per limit the held amount, the unmet amount and the used
                            amounts by sub-bucket. Field "!": Unix seconds at which the hash was created
     rl:gateways     zset   gateways by the Unix seconds of their last report
     rl:need         zset   digests of API keys on which all gateways should report, by the Unix seconds of that request
@@ -43,7 +44,22 @@ NEED_S = 2.0  # seconds for which a request for reports is valid
 TTL_S = 75  # TTL of all Redis keys, in seconds
 GATEWAYS, NEED = "rl:gateways", "rl:need"
 
-# A gateway's record is a list of whole numbers: its sub-bucket, then for each limit the held, the lacking and the used amounts.
+# Reports this gateway's shares of the limits of one API key, and grants amounts of them.
+#
+# KEYS: rl:key:DIGEST, rl:gateways, rl:need.
+# ARGV: name of the gateway, Unix seconds, sub-bucket, digest of the API key, SETTLE_S, DEAD_S, TTL_S, number of limits; then for
+# each limit the number n of its used amounts, the limit, least, most, held, unmet (see ShareReport), and n used amounts.
+# Reply: 1 if the hash is at least SETTLE_S old, else 0; then for each limit the granted amount, the unmet amount of the other
+# live gateways, and n amounts that the other gateways have used.
+# A gateway's record is a list of whole numbers: its sub-bucket, then for each limit the held, the unmet and the used amounts.
+#
+# The free amount is neither used nor held by a gateway. `least` is granted as a whole if it is free, because a request of this
+# size was refused. Of `most`, at most half of the free amount is granted, so that other gateways can get a part. The grant is
+# the larger of the two, and never more than the free amount. If the gateways have used and hold more than the limit, the grant is
+# negative and takes back a part of the amount that this gateway holds.
+#
+# The unmet amount is the requested amount that could not be granted, because no more was free. While a gateway has one, rl:need
+# makes the other gateways report, and they give up a part of their held amounts.
 _SCRIPT = """
 local id, now, bucket, digest = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local settle, dead, ttl, kinds, at = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), 9

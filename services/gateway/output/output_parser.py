@@ -116,7 +116,7 @@ class Parsing:
     reasoning_marks: Sequence[int] = ()  # token ids of the opening and the closing mark; empty if unknown
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int | None:
-        """Returns the number of an output's reasoning tokens with their marks; None if the marks are unknown."""
+        """Returns the number of reasoning tokens of an output, including the marks in it. None if the marks' ids are unknown."""
         if len(self.reasoning_marks) != 2:
             return None
         begin, end = self.reasoning_marks

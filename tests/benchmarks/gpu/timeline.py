@@ -38,7 +38,7 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 def _measure_one(name: str, setting: Setting, journal: Journal) -> None:
     rows, prompt_len, steps, profiled = (2, 8, 4, 3) if setting.toy else (64, 512, 200, 50)
-    turns = steps + profiled + 4
+    turns = steps + profiled + 4  # step_s() runs steps + 1; three turns are a margin, so that no row ends while it is measured
     with serving_of(Wanted(name, rows, prompt_len + output_of(rows, turns)), setting) as model:
         decoding = Decoding(model.serving, rows, prompt_len, turns, model.vocab)
         _, mean = decoding.step_s(steps)

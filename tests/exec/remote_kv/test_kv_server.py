@@ -172,7 +172,7 @@ class TestFrames:
     @settings(max_examples=50)
     @given(before=st.sampled_from([b"", HELLO, HELLO + frames.pack_request(READ)]), said=st.binary(max_size=300))
     @example(before=HELLO, said=frames.pack_request(READ) * 3)
-    def test_server_serves_others_after_any_bytes(self, before: bytes, said: bytes) -> None:
+    def test_server_serves_other_connections_after_one_sent_arbitrary_bytes(self, before: bytes, said: bytes) -> None:
         with Served(SMALL) as served:
             served.server.open(OURS)
             with Asking(served.server.port, hello=before + said) as asking:

@@ -193,7 +193,7 @@ def test_worker_reconnects_when_the_server_becomes_a_replica(server: RedisServer
 
 
 def test_news_reports_a_page_again_after_a_failed_read(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller of the read treats the page as lost."""
+    """After a failed read, the caller treats the page as lost. If the server still has the page, news() must report it again."""
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
     it = store(server, clock)

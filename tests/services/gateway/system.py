@@ -199,7 +199,10 @@ class System:
         return self.tokenizers[0].servicer
 
     def has_tokens(self, count: int) -> bool:
-        """Whether the gateway has exactly `count` tokens of every choice, that is, none is in transit when a worker stops."""
+        """Whether the gateway has received exactly `count` tokens of every choice, of which there is at least one.
+
+        Tests wait for this before they stop a worker or a client, so that no token is in transit then.
+        """
         choices = list(self.gateway.dispatcher._placements)
         return bool(choices) and all(len(choice.output_ids) == count for choice in choices)
 

@@ -317,7 +317,7 @@ class TestS3:
         assert files_of(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"s3://store/models/a"}
 
     @pytest.mark.parametrize(("first", "knows_parts", "compared"), [(1000, True, True), (1 << 16, False, False)])
-    def test_s3_checks_parts_of_different_lengths_if_the_store_lists_parts(
+    def test_s3_verifies_an_object_of_unequal_parts_when_the_store_lists_its_parts(
         self, tmp_path: Path, first: int, knows_parts: bool, compared: bool
     ) -> None:
         bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"}), first=first, knows_parts=knows_parts)

@@ -114,7 +114,10 @@ def read_trace(path: Path, block_size: int | None = None) -> Trace:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Writes a trace file without default values. The file does not contain the block size: the reader needs it again."""
+    """Writes one JSON line per request, without fields that have their default value.
+
+    The file does not contain the block size. The caller of read_trace() must pass it again unless it is BLOCK_SIZE.
+    """
     with path.open("w", encoding="utf-8") as out:
         for request in trace.requests:
             out.write(json.dumps(_to_record(request, trace.block_size), separators=(",", ":")) + "\n")

@@ -436,8 +436,9 @@ class ExtendPlanner:
             available -= self._queues.waiting.kept_from(request.rank).tokens
         result, count = self._asked(request, hit, available)
         if result is AddResult.NO_TOKEN and not self._queues.num_running:
-            # If no request runs, this request must be admitted, because no end of a request would free memory later. submit() has
-            # checked that its prompt fits into the pool. Only running operations may occupy all pages.
+            # No request runs, so none can end and free memory. This request must therefore be admitted now. submit() has checked
+            # that its prompt fits into the pool. If no page is available, operations in flight hold the pages, and the request
+            # waits for these operations.
             self._lifecycle.release_pins()
             if self._memory.num_available:
                 start = hit.depth * self.config.page_size

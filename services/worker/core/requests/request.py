@@ -1,6 +1,7 @@
 """The state of a request: its phase, its parameters, its columns while it has a slot, and its outputs.
 
-Only the scheduler's thread writes it, and only Request.move() changes the phase.
+Only the scheduler's thread writes it. RequestQueues sets the phase of a new request, and changes it through Request.move(), which
+refuses an illegal transition. RequestLifecycle, the planners and the committer write `progress` and `kv`.
 """
 
 from __future__ import annotations
@@ -77,9 +78,8 @@ class RequestProgress:
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit covered at the first admission
     num_retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
-    # Step that was uncommitted when the request was retracted, if its sampled token still counts; otherwise -1.
-    flight_step: int = -1
-    parked_step: int = -1  # step whose plan retracted the request; the same plan does not admit it again
+    flight_step: int = -1  # step in flight when the request was retracted; its sampled token counts at the commit. -1: none
+    parked_step: int = -1  # step whose plan retracted this request; that plan must not admit it again. -1: none
 
 
 @dataclass(slots=True, eq=False)
@@ -102,10 +102,7 @@ class RequestKv:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request in the scheduler, with its identity, its parameters and its phase.
-
-    RequestQueues changes the phase. RequestLifecycle, the planners and the committer write `progress` and `kv`.
-    """
+    """A request in the scheduler, with its identity, its parameters and its phase. RequestQueues has it until it is FINISHED."""
 
     seq: int  # unique; rises in the order of arrival
     peer: int  # the worker's number for the gateway stream
@@ -131,7 +128,9 @@ class Request:
     matcher: Matcher | None = None
     flow: Flow | None = None  # set while the request waits or extends and some of its tokens are not planned
     queued_tokens: int = 0  # prompt and output tokens when the request last began to wait
-    held: int = 0  # tokens of KV set aside while a gate holds the request in the queue; 0 if no gate holds it
+    # Tokens of KV that less urgent requests leave free for this request while a gate makes it wait inside the waiting queue (a
+    # request in the phase GATED waits outside). 0: no gate holds it.
+    held: int = 0
     progress: RequestProgress = field(default_factory=RequestProgress)
     kv: RequestKv = field(default_factory=RequestKv)
 
@@ -301,6 +300,7 @@ class SlotColumns:
         self.redundant[slot] = False
         self.ignore_eos[slot] = params.ignore_eos
         strings = bool(params.stop or params.stop_regex)
+        # The request ends with its prompt, or another worker continues it after its first token here.
         leaves = not params.samples or request.kv.reservation is not None
         self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or leaves
         self.stop_ids[slot] = -1

@@ -222,19 +222,19 @@ class SessionTable:
         self._count(session, len(added))
 
     def held_nodes(self) -> list[TreeNode]:
-        """Returns the node of each hold, for checks."""
+        """Returns the node of each hold, for invariant checks."""
         return [turn.node for session in self._sessions.values() for turn in session.turns.values()]
 
     def running_turns(self) -> set[tuple[int, str]]:
-        """Returns (number of the session, request id) of each unfinished turn, for checks."""
+        """Returns (number of the session, request id) of each unfinished turn, for invariant checks."""
         return {(session.number, rid) for session in self._sessions.values() for rid in session.running}
 
     def overfull(self) -> bool:
-        """Returns whether a session has more tokens than its capacity, for checks."""
+        """Returns whether a session has more tokens than its capacity, for invariant checks."""
         return any(session.num_tokens > session.capacity for session in self._sessions.values())
 
     def count_tokens(self) -> int:
-        """Counts the tokens of all sessions, for checks."""
+        """Counts the tokens of all sessions, for invariant checks."""
         return sum(len(turn.added) for session in self._sessions.values() for turn in session.turns.values())
 
     def _kept(self, parent: _Turn, turn: SessionTurn) -> I32:

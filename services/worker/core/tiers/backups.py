@@ -39,7 +39,7 @@ class _BackUp:
     offered: TreeNode  # node of the queue whose path is copied
     node: TreeNode  # pinned node of the path that has the copied pages
     memory: KVMemory
-    blocks: list[KeptBlock]  # blocks with tokens in the copied pages
+    blocks: list[KeptBlock]  # blocks, not known to KeptBlocks before, with at least one token in the copied pages
     counts: bool = True  # whether the host caches the copied pages when the copy ends
     forgotten: bool = False  # whether the tree drops the device pages when the copy ends
 
@@ -204,8 +204,9 @@ class Backups:
         """Begins a copy of the next pages on the path to `node` that no lower tier has.
 
         Returns:
-            The operation. None if the host tier has no free page, or if the node was dropped from the queue, because its path is
-            copied, retired or beyond its salt's quota.
+            The operation. None if the host tier has no free page for the copy. None also if `node` leaves the queue. It leaves
+            the queue if its tree is retired, if its salt is at its quota, or if lower tiers have all pages of the path that one
+            prompt may have there.
         """
         path = _path(node)
         if is_retired(_tree_of(path)):

@@ -112,7 +112,7 @@ class PageRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The head of an answer."""
+    """The fixed-size frame that begins an answer of the KV server: its status and the size of the payload that follows."""
 
     status: Status
     payload_bytes: int = 0  # size of the payload after the frame

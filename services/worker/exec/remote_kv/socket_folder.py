@@ -1,4 +1,8 @@
-"""The folder in which workers of one machine find each other's Unix sockets, one per TCP port. It belongs to one user."""
+"""The folder with the Unix sockets of the KV servers of one machine.
+
+Each socket has the server's TCP port in its name, so that a reader that knows the port finds the socket. Only the user that owns
+the folder may write in it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ MOST_PATH_BYTES = 107  # longest path of a Unix socket, <linux/un.h>
 
 
 class SocketFolder:
-    """A folder of sockets that only this user can write."""
+    """A folder in which only this user can create sockets."""
 
     def __init__(self, folder: Path) -> None:
         """Creates the folder if it is missing.
@@ -37,7 +41,8 @@ class SocketFolder:
         """Listens on the socket of a port and replaces an existing socket.
 
         Args:
-            port: TCP port on which this process listens, so no other process uses an existing socket of this name.
+            port: TCP port on which this process listens already. An existing socket of this port is therefore left from a process
+                that has ended.
             backlog: backlog of the listener.
 
         Raises:

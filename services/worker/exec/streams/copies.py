@@ -101,7 +101,7 @@ def as_words(array: NDArray[np.generic]) -> I32:
 
 
 def _padded_size(words: I32) -> int:
-    """Returns the words that a section takes in the buffer."""
+    """Returns the number of int32 words that a section occupies in the buffer: its length rounded up to a multiple of ALIGNED."""
     return -(-len(words) // ALIGNED) * ALIGNED
 
 

@@ -233,7 +233,7 @@ class XgrammarMatcher:
         return self._cursor
 
     def _drop_cursor(self) -> None:
-        """Drops the cursor, which has failed. Must be called in an exception handler. The request continues without jumps."""
+        """Drops the failed cursor. Must be called in an exception handler. The request continues without jump-forward."""
         logger.exception("the byte matcher has failed; the request continues without jumps")
         self._cursor = None
         self._unseen.clear()

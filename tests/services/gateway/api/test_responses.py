@@ -392,5 +392,5 @@ def test_response_has_store_false_without_a_store(tmp_path_factory: pytest.TempP
             assert lost.headers["x-rootstock-stored"] == "false" and '"store":false' in lost.text
         unwanted = system.post("/v1/responses", {"model": MODEL, "input": "Hi", "store": False})
         assert "x-rootstock-stored" not in unwanted.headers
-        with pytest.raises(openai.BadRequestError, match="keeps nothing"):
+        with pytest.raises(openai.BadRequestError, match="has no store"):
             system.openai().responses.retrieve("resp_a")

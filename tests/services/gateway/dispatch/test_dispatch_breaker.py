@@ -30,7 +30,7 @@ def breaking(workers: int, times: int, cooldown_s: float = 60.0) -> System:
 
 
 def end_cooldown(system: System) -> None:
-    """Ends the cooldown of the first worker, or the time for the result of its probe."""
+    """Lets the first worker's breaker allow a request at once, as after its cooldown or after a probe without a result."""
     breaker = system.links[0].breaker
     system.do(lambda: setattr(breaker, "_until", 0.0))
     wait_until(lambda: len(system.gateway.dispatcher.fleet.usable()) == len(system.workers), "all workers to be usable")

@@ -40,6 +40,7 @@ def test_late_key_with_few_requests_does_not_wait_for_a_key_with_many() -> None:
         keyed = Keyed(system)
         keyed.send("a", 50)
         keyed.send("b", 3)
+        # The worker already has LIMIT requests of a. Then a and b take turns, so b's three requests are among the next eight.
         assert keyed.served().rindex("b") < LIMIT + 8
 
 
@@ -64,7 +65,7 @@ def test_shares_count_tokens_instead_of_requests() -> None:
         assert len(between) >= 7, order  # b is served until its tokens equal those of the first request of a
 
 
-def test_requests_without_keys_are_served_in_order_of_arrival() -> None:
+def test_requests_are_served_in_order_of_arrival_when_no_api_keys_are_configured() -> None:
     with System(configure=with_one_slot) as system:
         keyed = Keyed(system)
         for key in "abcabcaabb":

@@ -90,7 +90,7 @@ def test_request_is_released_when_the_client_leaves_the_queue(system: System, st
     assert len(system.worker.submits) == 1
 
 
-def test_request_is_released_when_the_client_leaves_before_the_first_worker() -> None:
+def test_request_is_released_when_the_client_leaves_while_no_worker_is_connected() -> None:
     with System(down=("worker",)) as system:
         client = RawClient(system, CHAT, chat_body())
         wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")

@@ -68,7 +68,7 @@ LACKS = {
     **dict.fromkeys((name for name in WALKED if name.startswith("MAX_DRY")), "no tokenizer"),
     "MAX_GRAMMAR_BYTES": "grammar",
     "MAX_SESSION_ID_CHARS": "no such session",
-    "MAX_REVISION_CHARS": "other weights",
+    "MAX_REVISION_CHARS": "another model version",
 }
 
 

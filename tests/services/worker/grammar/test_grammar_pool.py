@@ -151,7 +151,7 @@ def test_book_remembers_refusal_until_failure_s() -> None:
         assert messages.next()[1].startswith("pattern")
 
 
-def test_book_stores_refusal_without_source(shared: tuple[CompiledBook, Messages]) -> None:
+def test_book_caches_a_refusal_by_the_grammars_digest(shared: tuple[CompiledBook, Messages]) -> None:
     book, messages = shared
     before = set(book._failed)
     assert outcome(book, messages, regex("(" + "x" * 100_000)) != ""

@@ -64,7 +64,7 @@ def test_open_session_gives_the_reason_of_a_refusal() -> None:
             nameless = await at.stub.OpenSession(worker_pb2.OpenSessionRequest())
             long = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="x" * 300))
             assert first.opened and not (again.opened or nameless.opened or long.opened)
-            assert "is open" in again.message and "id" in nameless.message and "256" in long.message
+            assert "is already open" in again.message and "id" in nameless.message and "256" in long.message
             assert not (await at.stub.CloseSession(worker_pb2.CloseSessionRequest(session_id="t"))).closed
 
     run(check)
