@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+import rootstock_llm
+
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -74,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
-PROJECT = Path(__file__).resolve().parents[2]  # root of a checkout; in a checkout, the package consists of links
+PROJECT = Path(rootstock_llm.__file__).parents[1]  # the root of a checkout, or the folder of an installation
 COMPILERS = ("g++", "c++", "clang++")
 PACKAGE = "build-essential"  # Debian package with a compiler
 # -ffast-math is not used, because kernels must handle NaN and infinity. The last two options suppress false warnings in GCC's

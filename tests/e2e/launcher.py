@@ -16,6 +16,8 @@ import psutil
 from rootstock_llm.services.local.ports import free_ports
 from tests.e2e.system import ROOT, wait_until
 
+SERVICES = "rootstock_llm.services."
+
 
 class Launcher:
     """A running `python -m rootstock_llm.services.local` in its own process group, with logs and state below `folder`."""
@@ -84,7 +86,7 @@ class Launcher:
             return str(argv[argv.index("--worker-id") + 1])
         if "server" in " ".join(argv[:1]):  # Redis replaces its command line; only the state store's has a folder
             return "state" if Path(process.cwd()).is_relative_to(self.folder / "state") or "--dir" in argv else "redis"
-        service = next((word.removeprefix("services.") for word in argv if word.startswith("services.")), "")
+        service = next((word.removeprefix(SERVICES) for word in argv if word.startswith(SERVICES)), "")
         return "" if service == "local" else service  # forked, before the exec of its program
 
     def wait_for(self, name: str, besides: int = 0) -> psutil.Process:
