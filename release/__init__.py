@@ -1,1 +1,1 @@
-"""Builds what a release consists of; no part of the product."""
+"""Programs that build a release. They are no part of the product."""

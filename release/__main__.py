@@ -65,7 +65,11 @@ def export(folder: Path) -> None:
 
 
 def build_wheel(source: Path, out: Path, isolated: bool) -> None:
-    """isolated: build with the tools of pyproject.toml, which pip downloads, instead of this environment's."""
+    """Builds the wheel of a source tree.
+
+    Args:
+        isolated: Whether pip downloads the build tools that pyproject.toml names. If not, this environment's are used.
+    """
     flags = [] if isolated else ["--no-build-isolation"]
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", *flags]
     subprocess.run([*command, "--wheel-dir", str(out), str(source)], check=True)
@@ -103,7 +107,7 @@ def _output(*command: str) -> str:
 
 
 def release(out: Path, images: Sequence[str], arguments: Sequence[str], isolated: bool, allow_changes: bool) -> None:
-    """Raises ReleaseRefused, or CalledProcessError if a build fails."""
+    """Builds all artifacts from the tracked files. Raises ReleaseRefused, or CalledProcessError if a build fails."""
     if out.exists() and any(out.iterdir()):
         raise ReleaseRefused(f"{out} is not empty. Remove its files, or choose another folder with --out.")
     if not allow_changes and _output("git", "status", "--porcelain"):

@@ -78,9 +78,8 @@ class BatchRun:
         self._free = asyncio.Semaphore(lines_at_once)
         self._most_lines = most_lines
         self._metrics = metrics
-        self._over: asyncio.Future[str] = (
-            asyncio.get_running_loop().create_future()
-        )  # its result is the error code of a stopped batch
+        # The result is the error code of a stopped batch.
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._recording = 0  # results that are being written to the store
         self._all_recorded = asyncio.Event()
         self._all_recorded.set()

@@ -24,7 +24,7 @@ from rootstock_llm.services.shared.output_formats import OutputFormats
 
 Json = dict[str, Any]
 
-_MAX_REQUEST_BYTES = MAX_RECORD_BYTES - (64 << 10)  # reserves 64 KiB of the record for the fields at its end
+_MAX_REQUEST_BYTES = MAX_RECORD_BYTES - (64 << 10)  # leaves 64 KiB of a record for its other fields
 
 
 class Background(Protocol):

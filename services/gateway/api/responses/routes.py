@@ -45,7 +45,7 @@ from rootstock_llm.services.shared import limits
 Json = dict[str, Any]
 B = TypeVar("B", bound=Body)
 
-_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100  # of the parameter 'limit' of lists
+_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100  # default and largest value of a list's parameter 'limit'
 _NUMBER_CHARS = 12  # longest sequence number of an event, in digits
 
 
