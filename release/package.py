@@ -20,10 +20,10 @@ GENERATED_IMPORT = re.compile(r"\brootstock\.v1(?= import|\.\w+_pb2)")
 
 
 def link(root: Path) -> None:
-    """Links the source folders into the package. Existing links stay."""
+    """Links the source folders into the package. Existing links and folders stay."""
     for name in SOURCES:
         place = root / PACKAGE / name
-        if not place.is_symlink():
+        if not place.exists():
             place.symlink_to(Path("..") / name, target_is_directory=True)
 
 

@@ -160,7 +160,7 @@ class Choice:
         self.params = params
         self.seed = seed  # seed of sampling on every worker, or None if no token is drawn
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
-        self.resumed: EarlierOutput | None = None  # output of an earlier attempt; `logprobs` gets the log probabilities
+        self.resumed: EarlierOutput | None = None  # its log probabilities go to `logprobs`; the rest stays here
         # Output of the worker.
         self.output_ids: list[int] = []  # `decoding` reads the same list
         self.logprobs = LogprobTable() if params.wants_logprobs else EMPTY_TABLE  # rows of output_ids, if requested

@@ -33,10 +33,11 @@ class Draft:
     def __init__(self, request: RunningRequest, token_texts: TokenTexts, response: Json, output: OutputItems) -> None:
         self._request = request
         self._output = output
-        self._logprobs = ChatLogprobWriter(request.params, token_texts.of_model(request.model))
-        self._reader = ChoiceReader(request.params.parsing)
+        params = request.params
         # Log probabilities are sent only without a parser, because all tokens are then tokens of the text.
-        self._has_logprobs = request.params.wants_logprobs and request.params.parsing is None
+        has_logprobs = params.wants_logprobs and params.parsing is None
+        self._logprobs = ChatLogprobWriter(params, token_texts.of_model(request.model)) if has_logprobs else None
+        self._reader = ChoiceReader(params.parsing)
         self.response = response
 
     def restore(self, events: Iterable[Json], texts: Iterable[str]) -> None:
@@ -46,7 +47,7 @@ class Draft:
 
     async def events_of(self, delta: Delta) -> list[Json]:
         """Returns the events of a delta. Raises ApiError."""
-        if self._has_logprobs:
+        if self._logprobs is not None:
             self._output.logprobs(orjson.loads(await self._logprobs.of(delta))["content"])
         events = [each for event in self._reader.read(delta) for each in self._output.add(event)]
         if delta.ending is not None:

@@ -108,6 +108,7 @@ class WaitingQueue:
         assert 0 <= self._size <= self.num_tokens, "each waiting request has at least one token"
         if not rank.fresh and not rank.back:
             self._order.remove(request.rank)
+            rank.fresh = {}  # a dict that was large stays slow to iterate
 
     def hold(self, request: Request, tokens: int) -> None:
         """Makes passes skip a request until free(). `tokens` is the upper limit of its KV, 1 or more, which stays free for it."""

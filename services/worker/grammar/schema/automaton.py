@@ -69,15 +69,6 @@ class Automaton:
         is_finite = len(waiting) == len(self.accepts)
         return shortest, max(longest) if is_finite else None
 
-    def accepts_text(self, text: str) -> bool:
-        state = 0
-        for char in text:
-            found = next((target for low, high, target in self.spans[state] if low <= ord(char) <= high), None)
-            if found is None:
-                return False
-            state = found
-        return self.accepts[state]
-
 
 _ALL = complement(())
 _ALL_CHARS = sum(high - low + 1 for low, high in _ALL)
