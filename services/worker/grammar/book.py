@@ -46,13 +46,16 @@ class _CachedGrammar:
 class CompiledBook:
     """Implements core.contracts.grammar.GrammarBook.
 
-    Each open() that returns None is followed by on_ready(spec) or on_failed(spec, reason, busy), on any thread and possibly
-    before open() returns. These callbacks may only post a message. `busy` means that the grammar could not be compiled now, but
-    may be valid. After on_ready(), the grammar stays cached at least until another grammar is ready. A grammar whose matchers
-    overrun their meters twice is refused for failure_s.
+    Callbacks:
 
-    on_compiled(seconds, chars) is called after each successful compilation with the time since the first open() and the length of
-    the source. The pool's threads call it, one at a time; it must return at once.
+    - After an open() that returns None, on_ready(spec) or on_failed(spec, reason, busy) is called, on any thread and possibly
+      before open() returns. Both may only post a message. `busy` means that the compiler has no capacity now; the grammar may be
+      valid.
+    - on_compiled(seconds, chars) is called after each successful compilation, with the time since the first open() and the length
+      of the source. The pool's threads call it, one at a time; it must return at once.
+
+    After on_ready(), the grammar stays cached at least until another grammar is ready. A grammar whose matchers overrun their
+    meters twice is refused for failure_s.
     """
 
     def __init__(
@@ -75,8 +78,8 @@ class CompiledBook:
         self._ready: OrderedDict[GrammarSpec, _CachedGrammar] = OrderedDict()  # least recently used first
         self.num_compiled = 0
         self._ready_bytes = 0
-        self._pending: dict[GrammarSpec, float] = {}  # time of the first open() by spec
-        self._failed: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # end of the refusal and reason by digest of the spec
+        self._pending: dict[GrammarSpec, float] = {}  # grammars that are being compiled, with the time of their first open()
+        self._failed: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # (end of the refusal, reason) by digest of the spec
         self._pool = CompilerPool(vocabulary, limits, self._compiled, enable_jump_forward)
 
     @property
@@ -105,7 +108,7 @@ class CompiledBook:
         meter = StepMeter(self._limits.step_ms * factor, self._limits.burst_ms * factor)
         try:
             return XgrammarMatcher(found.compiled, self._setup, meter, lambda: self._tolerates_overrun(spec, found))
-        except Exception:  # any exception of xgrammar refuses this grammar; it must not end the loop
+        except Exception:  # an exception of xgrammar must not end the loop; it refuses only this grammar
             logger.exception("could not create a grammar matcher")
             reason = f"{spec.label}: an internal error, see the worker's log"
             self._refuse_compiled(spec, reason)
@@ -119,13 +122,13 @@ class CompiledBook:
             Whether a grammar was dropped.
         """
         with self._lock:
-            before, oldest_of_use = len(self._ready), self._clock() - self._limits.idle_s
-            while self._ready_bytes > self._limits.unused_mib * MIB and next(iter(self._ready.values())).used_at < oldest_of_use:
+            before, idle_since = len(self._ready), self._clock() - self._limits.idle_s
+            while self._ready_bytes > self._limits.unused_mib * MIB and next(iter(self._ready.values())).used_at < idle_since:
                 self._drop_oldest()
             return len(self._ready) < before
 
     def close(self) -> None:
-        """Ends the compiling processes. No callback follows; matchers stay usable."""
+        """Ends the compiling processes. No callback is called afterwards; matchers stay usable."""
         self._pool.close()
 
     def _begin(self, spec: GrammarSpec, tenant: bytes) -> tuple[str, bool]:
@@ -150,47 +153,47 @@ class CompiledBook:
             since = self._pending.pop(spec)
             self.num_compiled += 1
             if compiled is not None:
-                self._keep(spec, compiled)
+                self._cache(spec, compiled)
                 self.on_compiled(self._clock() - since, len(spec.source))
             elif not busy:
-                self._remember(spec, reason)
+                self._cache_refusal(spec, reason)
         if compiled is not None:
             self._on_ready(spec)
         else:
             logger.info("grammar refused: %s", reason)
             self._on_failed(spec, reason, busy)
 
-    def _tolerates_overrun(self, spec: GrammarSpec, kept: _CachedGrammar) -> bool:
+    def _tolerates_overrun(self, spec: GrammarSpec, cached: _CachedGrammar) -> bool:
         """Returns whether a matcher of the grammar may continue after it has overrun its meter.
 
-        The first overrun is tolerated, because a short stall of the machine can cause it, too.
+        The first overrun of a grammar is tolerated, because a short stall of the machine may have caused it.
         """
-        if not kept.has_overrun:
-            kept.has_overrun = True
-            logger.info("a grammar has exceeded its CPU time; it is refused if it does so again: %s", spec.kind)
+        if not cached.has_overrun:
+            cached.has_overrun = True
+            logger.info("a grammar exceeded its CPU time; a second overrun will refuse it: %s", spec.kind)
             return True
         self._refuse_compiled(spec, f"{spec.label}: {TOO_SLOW}")
         return False
 
     def _refuse_compiled(self, spec: GrammarSpec, reason: str) -> None:
         """Drops a compiled grammar whose matcher failed although its trial succeeded, and refuses it for failure_s."""
-        logger.info("a compiled grammar is refused from now on: %s", reason)
+        logger.info("a compiled grammar is refused for %g s: %s", self._limits.failure_s, reason)
         with self._lock:
             dropped = self._ready.pop(spec, None)
             if dropped is not None:
                 self._ready_bytes -= dropped.size
-            self._remember(spec, reason)
+            self._cache_refusal(spec, reason)
 
-    def _keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
-        self._ready[spec] = kept = _CachedGrammar(compiled, compiled.size + len(spec.source), self._clock())
-        self._ready_bytes += kept.size
+    def _cache(self, spec: GrammarSpec, compiled: Compiled) -> None:
+        self._ready[spec] = cached = _CachedGrammar(compiled, compiled.size + len(spec.source), self._clock())
+        self._ready_bytes += cached.size
         while self._ready_bytes > self._limits.cache_mib * MIB and len(self._ready) > 1:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         self._ready_bytes -= self._ready.popitem(last=False)[1].size
 
-    def _remember(self, spec: GrammarSpec, reason: str) -> None:
+    def _cache_refusal(self, spec: GrammarSpec, reason: str) -> None:
         key = _digest(spec)
         self._failed[key] = (self._clock() + self._limits.failure_s, reason)
         self._failed.move_to_end(key)
@@ -199,17 +202,17 @@ class CompiledBook:
 
 
 def _digest(spec: GrammarSpec) -> bytes:
-    """Returns a digest of a spec, so that the texts of refused grammars need no memory."""
+    """Returns a digest of a spec. The cache of refusals has digests instead of specs, because specs may be large."""
     return hashlib.sha256(f"{spec.kind}\0{spec.source}\0{spec.parts}".encode(errors="surrogatepass")).digest()
 
 
 class Book(Protocol):
     @property
     def num_compiled(self) -> int:
-        """Number of compilations since the book was made, refusals included."""
+        """Number of compilations since the book was created, including refused grammars."""
 
     def drop_unused(self) -> bool:
-        """Drops unused grammars. Returns whether it dropped any."""
+        """Drops unused grammars. Returns whether a grammar was dropped."""
 
 
 class UnusedGrammars:
@@ -220,13 +223,16 @@ class UnusedGrammars:
         self._every_s = every_s
 
     async def run(self) -> None:
-        """Runs until cancelled. Trims the heap after drops and compilations, at the end of an interval without compilations."""
-        seen, owed = self._book.num_compiled, False
+        """Runs until cancelled.
+
+        After drops and compilations, trims the heap at the end of the first interval without compilations.
+        """
+        seen, trim_due = self._book.num_compiled, False
         while True:
             await asyncio.sleep(self._every_s)
             compiled = self._book.num_compiled
-            owed = self._book.drop_unused() or owed or compiled != seen
-            if owed and compiled == seen:
-                owed = False
+            trim_due = self._book.drop_unused() or trim_due or compiled != seen
+            if trim_due and compiled == seen:
+                trim_due = False
                 await asyncio.to_thread(trim_heap)
             seen = compiled

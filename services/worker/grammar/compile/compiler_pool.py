@@ -6,9 +6,9 @@ Two queues keep fast grammars from waiting behind slow grammars. `workers` threa
 may take quick_s. A grammar that needs longer starts again in the slow queue. One thread serves the slow queue; each compilation
 there may take compile_s of CPU time. Each queue serves the tenants in turn.
 
-Compilations of the quick queue have a lower CPU priority than the worker, and those of the slow queue the lowest. On a busy
-machine, a child may get little CPU time. The slow queue therefore counts CPU time, so that a grammar is not refused because other
-processes were busy. Only after WALL_FACTOR * compile_s of wall time is it refused anyway.
+Compilations of the quick queue have a lower CPU priority than the worker. Compilations of the slow queue have the lowest
+priority. On a busy machine, a child may get little CPU time. The slow queue therefore limits CPU time, so that a grammar is not
+refused because other processes were busy. After WALL_FACTOR * compile_s of wall time, the grammar is refused in any case.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec, Re
 from rootstock_llm.services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler, Prepared
 from rootstock_llm.services.worker.grammar.compile.grammar_limits import GrammarLimits
-from rootstock_llm.services.worker.grammar.compile.priority import give_way
+from rootstock_llm.services.worker.grammar.compile.priority import lower_priority
 from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
-QUICK_NICENESS, SLOW_NICENESS = 10, 19  # of the compiling threads and processes of each queue; the worker has 0
+QUICK_NICENESS, SLOW_NICENESS = 10, 19  # niceness of each queue's compiling threads and processes; the worker's niceness is 0
 ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
-START_S = 120.0  # time limit in seconds of starting the compiling process, which loads xgrammar; seconds on an idle machine
+START_S = 120.0  # time limit in seconds of the start of the compiling process; on an idle machine, it takes a few seconds
 JOIN_S = 2.0  # longest wait in seconds for each thread in close()
 MARGIN_S = 2.0  # seconds that this process waits longer than the child's own alarm, which normally ends the child
 DYING_S = 0.2  # longest time in seconds between the end of a process's sockets and its exit
 WALL_FACTOR = 10.0  # limit of the wall time in the slow queue, in multiples of compile_s
 QUEUE_FULL = "too many grammars are waiting to be compiled; retry later"
-TENANTS_FULL = 4  # a lane's capacity, in multiples of the capacity of one tenant
+QUEUE_TENANTS = 4  # a queue's capacity, in multiples of one tenant's capacity
 Done = Callable[[GrammarSpec, Compiled | None, str, bool], None]  # spec, compiled, reason, busy
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class CompilerGone(Exception):
     """The compiling process has ended or cannot be started. The grammar may be valid; a client may retry."""
 
 
-class _Slow(Exception):
+class _TooSlow(Exception):
     """The compilation took longer than its queue allows."""
 
 
@@ -75,15 +75,15 @@ class CompilerPool:
         self._limits = limits
         self._done = done
         self._fork_server = _ForkServer(self._library.vocabulary, limits, jumps)
-        self._quick, self._slow = FairLane(limits.queue), FairLane(limits.queue)
+        self._quick, self._slow = FairQueue(limits.queue), FairQueue(limits.queue)
         self._closed = False
-        self._late = threading.Lock()
-        self.timeouts = 0  # number of grammars that were refused because their compilation took too long; guarded by _late
-        lanes = [(self._quick, limits.quick_s, QUICK_NICENESS)] * limits.workers
-        lanes.append((self._slow, limits.compile_s, SLOW_NICENESS))
+        self._timeouts_lock = threading.Lock()
+        self.timeouts = 0  # number of grammars whose compilation took too long; guarded by _timeouts_lock
+        queues = [(self._quick, limits.quick_s, QUICK_NICENESS)] * limits.workers
+        queues.append((self._slow, limits.compile_s, SLOW_NICENESS))
         self._threads = [
-            threading.Thread(target=self._serve, args=lane, name=f"grammar-{index}", daemon=True)
-            for index, lane in enumerate(lanes)
+            threading.Thread(target=self._serve, args=queue, name=f"grammar-{index}", daemon=True)
+            for index, queue in enumerate(queues)
         ]
         for thread in self._threads:
             thread.start()
@@ -111,7 +111,7 @@ class CompilerPool:
         """
         self._library.compiler()
         try:
-            self._fork_server.ensure()
+            self._fork_server.ensure_running()
         except CompilerGone as gone:
             logger.warning("%s", gone)
 
@@ -119,17 +119,17 @@ class CompilerPool:
         """Kills the compiling processes and waits up to JOIN_S for each thread."""
         self._closed = True
         self._fork_server.close()
-        for lane in (self._quick, self._slow):
-            lane.close()
+        for queue in (self._quick, self._slow):
+            queue.close()
         for thread in self._threads:
             thread.join(JOIN_S)  # the end of the process ends a running compilation
 
-    def _serve(self, lane: FairLane, seconds: float, niceness: int) -> None:
-        give_way(threading.get_native_id(), niceness)  # this thread compiles, too
-        while (found := lane.take()) is not None:
-            self._finish(*found, lane, seconds, niceness)
+    def _serve(self, queue: FairQueue, seconds: float, niceness: int) -> None:
+        lower_priority(threading.get_native_id(), niceness)  # because this thread compiles each grammar after its trial
+        while (found := queue.take()) is not None:
+            self._finish(*found, queue, seconds, niceness)
 
-    def _finish(self, spec: GrammarSpec, tenant: bytes, lane: FairLane, seconds: float, niceness: int) -> None:
+    def _finish(self, spec: GrammarSpec, tenant: bytes, queue: FairQueue, seconds: float, niceness: int) -> None:
         compiled, reason, busy = None, "", False
         try:
             compiled = self._compile(spec, min(seconds, self._limits.compile_s), niceness)
@@ -137,11 +137,11 @@ class CompilerPool:
             reason = Reason(str(refused), refused.part)
         except CompilerGone as gone:
             reason, busy = f"{gone}; retry later", True
-        except _Slow:
-            if lane is self._slow or seconds >= self._limits.compile_s:
-                with self._late:
+        except _TooSlow:
+            if queue is self._slow or seconds >= self._limits.compile_s:
+                with self._timeouts_lock:
                     self.timeouts += 1
-                reason = f"{spec.label}: compiling it took longer than {self._limits.compile_s:g} s"
+                reason = f"{spec.label}: the compilation took longer than {self._limits.compile_s:g} s"
             elif self._slow.offer(spec, tenant):
                 return
             else:
@@ -165,7 +165,7 @@ class CompilerPool:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                forker = self._fork_server.hand_over(theirs)
+                forker = self._fork_server.fork_child(theirs)
             started = time.monotonic()
             wall_s = seconds if seconds < self._limits.compile_s else WALL_FACTOR * seconds
             ours.settimeout(wall_s + MARGIN_S)
@@ -175,43 +175,46 @@ class CompilerPool:
                 reply = receive_message(ours)
                 text = receive_frame(ours).decode() if reply["error"] is None else ""
             except TimeoutError:
-                raise _Slow from None
-            except (OSError, EOFError):  # the child has ended; after `seconds` of wall time, its CPU time limit may be the cause
-                raise self._why_gone(spec, forker, time.monotonic() - started >= seconds) from None
+                raise _TooSlow from None
+            except (OSError, EOFError):  # the child has ended; if it ran for `seconds` or longer, its time limit has ended it
+                raise self._failure_of(spec, forker, time.monotonic() - started >= seconds) from None
         if reply["error"] is not None:
             raise GrammarRefused(reply["error"], part=reply["part"])
         return self._library.compiler().compile(Prepared(reply["is_tag"], text))
 
-    def _why_gone(self, spec: GrammarSpec, forker: int, late: bool) -> Exception:
+    def _failure_of(self, spec: GrammarSpec, forker: int, late: bool) -> Exception:
         if late:
-            return _Slow()
+            return _TooSlow()
         if not self._fork_server.is_alive(forker):
             return CompilerGone("the grammar compiler has ended")
-        return GrammarRefused(f"{spec.label}: its compiler crashed: it needs too much memory, or is nested too deep")
+        return GrammarRefused(f"{spec.label}: the compiler crashed: the grammar needs too much memory, or is nested too deep")
 
 
 class _Library:
-    """xgrammar and its compiler in this process, loaded at first use, because loading takes seconds. Thread-safe."""
+    """The grammar compiler in this process. xgrammar is loaded at the first use, because this takes seconds. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, jumps: bool) -> None:
-        self._words = vocabulary
+        self._vocabulary = vocabulary
         self._jumps = jumps
         self._lock = threading.Lock()
-        self._made: GrammarCompiler | None = None
+        self._compiler: GrammarCompiler | None = None
 
     def vocabulary(self) -> bytes:
         """Returns the vocabulary in the form that the compiling process reads."""
-        return self._words.info().serialize_json().encode()
+        return self._vocabulary.info().serialize_json().encode()
 
     def compiler(self) -> GrammarCompiler:
         with self._lock:
-            if self._made is None:
-                self._made = GrammarCompiler(self._words.info(), self._jumps)
-            return self._made
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._vocabulary.info(), self._jumps)
+            return self._compiler
 
 
 class _ForkServer:
-    """The process that forks a child for each compilation. It is started at first use, and again if it has ended. Thread-safe."""
+    """The process that forks a child for each compilation. It is started at the first use and restarted after its end.
+
+    Thread-safe.
+    """
 
     def __init__(self, vocabulary: Callable[[], bytes], limits: GrammarLimits, jumps: bool) -> None:
         """Stores the setup without starting the process.
@@ -246,13 +249,13 @@ class _ForkServer:
                 self._process.wait(DYING_S)
             return self._process.poll() is None
 
-    def hand_over(self, link: socket.socket) -> int:
+    def fork_child(self, link: socket.socket) -> int:
         """Makes the process fork a child that serves the socket `link`. Returns the process's id. Raises CompilerGone."""
         with self._lock:
             if self._closed:
                 raise CompilerGone("the grammar compiler is stopping")
             for _ in range(2):  # if the first attempt finds that the process has ended, the second attempt starts it again
-                control = self._running()
+                control = self._ensure_started()
                 try:
                     socket.send_fds(control, [b"g"], [link.fileno()])
                     assert self._process is not None
@@ -261,20 +264,21 @@ class _ForkServer:
                     self._kill()
         raise CompilerGone("the grammar compiler has ended")
 
-    def ensure(self) -> None:
+    def ensure_running(self) -> None:
         """Starts the process if it is not running. Raises CompilerGone."""
         with self._lock:
             if not self._closed:
-                self._running()
+                self._ensure_started()
 
     def close(self) -> None:
         self._closed = True
-        self._kill_group()  # without the lock: a thread that waits for a hanging start holds it, and this ends the wait
+        # Called without the lock, because a thread that waits for a hanging start has the lock. The kill ends that wait.
+        self._kill_group()
         with self._lock:
             self._kill()
         self._starter.shutdown(wait=False)
 
-    def _running(self) -> socket.socket:
+    def _ensure_started(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
             logger.warning("the grammar compiler ended with status %d", self._process.returncode)
             self._kill()
@@ -312,7 +316,7 @@ class _ForkServer:
         if process is None:
             return
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # the id is not reused while the process is not reaped or its group exists
+            os.killpg(process.pid, signal.SIGKILL)  # the id is not reused before the process is reaped and its group is empty
         except ProcessLookupError:
             logger.debug("the grammar compiler's group was empty")
 
@@ -326,12 +330,12 @@ def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), **single},  # the environment of this process is not inherited
-        start_new_session=True,  # a terminal's Ctrl-C must not end it before the worker; its children are in the same group
+        start_new_session=True,  # so that Ctrl-C in a terminal does not end it before the worker; killpg() reaches its children
     )
 
 
-class FairLane:
-    """A queue of grammars that serves the tenants in turn. One tenant can use at most a quarter of it."""
+class FairQueue:
+    """A queue of grammars that serves the tenants in turn. One tenant can use at most a quarter of the queue."""
 
     def __init__(self, most: int) -> None:
         self._most = most  # largest number of waiting grammars of one tenant
@@ -341,10 +345,10 @@ class FairLane:
         self._changed = threading.Condition()
 
     def offer(self, spec: GrammarSpec, tenant: bytes) -> bool:
-        """Queues a grammar without waiting. Returns False if too many grammars wait or the lane is closed."""
+        """Queues a grammar without waiting. Returns False if too many grammars wait or the queue is closed."""
         with self._changed:
-            own = len(self._waiting.get(tenant, ()))
-            if self._closed or own >= self._most or self._size >= self._most * TENANTS_FULL:
+            num_waiting = len(self._waiting.get(tenant, ()))
+            if self._closed or num_waiting >= self._most or self._size >= self._most * QUEUE_TENANTS:
                 return False
             self._waiting.setdefault(tenant, deque()).append(spec)
             self._size += 1
@@ -352,7 +356,7 @@ class FairLane:
             return True
 
     def take(self) -> tuple[GrammarSpec, bytes] | None:
-        """Waits for the next grammar. Returns None if the lane is closed."""
+        """Waits for the next grammar. Returns None if the queue is closed."""
         with self._changed:
             while not self._size and not self._closed:
                 self._changed.wait()
@@ -366,7 +370,7 @@ class FairLane:
             return spec, tenant
 
     def close(self) -> None:
-        """Closes the lane. Running and later calls of take() return None."""
+        """Closes the queue. Running and later calls of take() return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -8,9 +8,9 @@ overflows its stack. The next child starts in milliseconds with clean memory. Me
   a grammar one byte with a socket attached; over that socket {"kind", "source", "parts", "cpu_s", "wall_s", "niceness"}
             → {"error": null or one line, "part" or "is_tag"}, and without an error one frame: the text that was compiled
 
-The worker compiles this text again in its own process, where it is known to be valid and cheap. Sending the compiled grammar
-would cost more: xgrammar serializes it to a hundred times its size (440 MB for a schema of 500 properties). The process has a
-single thread, because forking a process with several threads is not safe. It ends when its stdin ends.
+The worker then compiles this text in its own process, because the child has shown that this is safe and cheap. The child does not
+send the compiled grammar, because xgrammar serializes it to a hundred times its size (440 MB for a schema of 500 properties). The
+compiling process has a single thread, because a fork of a process with several threads is not safe. It ends when its stdin ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rootstock_llm.services.worker.core.contracts.grammar import GrammarKind, Gr
 from rootstock_llm.services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from rootstock_llm.services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared, warning_in
 from rootstock_llm.services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
-from rootstock_llm.services.worker.grammar.compile.priority import give_way
-from rootstock_llm.services.worker.grammar.compile.trial import try_out
+from rootstock_llm.services.worker.grammar.compile.priority import lower_priority
+from rootstock_llm.services.worker.grammar.compile.trial import run_trial
 from rootstock_llm.services.worker.grammar.schema import json_rules
 from rootstock_llm.services.worker.grammar.schema.json_document import parse_json
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
@@ -40,12 +40,12 @@ from rootstock_llm.services.worker.grammar.schema.regex_rules import regex_ebnf
 from rootstock_llm.services.worker.grammar.schema.schema_rules import schema_grammar
 from rootstock_llm.services.worker.grammar.schema.structural_tag import structural_tag
 
-MAX_LOG_BYTES = 1 << 20  # size of the log that replaces a child's stderr
+MAX_LOG_BYTES = 1 << 20  # largest size of the log that replaces a child's stderr
 MAX_RECURSION = 2000  # depth of xgrammar's recursive descent, on a stack of 8 MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Workbench:
+class Inherited:
     """The data that each child inherits through fork()."""
 
     limits: GrammarLimits
@@ -58,7 +58,7 @@ def serve() -> None:
     control = socket.socket(fileno=os.dup(0))
     setup = receive_message(control)
     info = xgrammar.TokenizerInfo.deserialize_json(receive_frame(control).decode())
-    bench = Workbench(GrammarLimits(**setup["limits"]), GrammarCompiler(info, setup["jumps"]), tuple(info.decoded_vocab))
+    inherited = Inherited(GrammarLimits(**setup["limits"]), GrammarCompiler(info, setup["jumps"]), tuple(info.decoded_vocab))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     xgrammar.set_max_recursion_depth(MAX_RECURSION)
     send_message(control, {"ready": True})
@@ -67,10 +67,10 @@ def serve() -> None:
         if not data:
             return
         if fds:
-            _fork(bench, fds[0], control)
+            _fork(inherited, fds[0], control)
 
 
-def _fork(bench: Workbench, fd: int, control: socket.socket) -> None:
+def _fork(inherited: Inherited, fd: int, control: socket.socket) -> None:
     if os.fork():
         os.close(fd)
         return
@@ -78,14 +78,14 @@ def _fork(bench: Workbench, fd: int, control: socket.socket) -> None:
     try:
         control.close()
         os.close(0)
-        _serve(bench, socket.socket(fileno=fd))
+        _serve(inherited, socket.socket(fileno=fd))
         status = 0
     finally:
-        os._exit(status)  # without exit hooks, which the child has inherited but must not run
+        os._exit(status)  # without the exit hooks, which the child has inherited from its parent and must not run
 
 
-def _serve(bench: Workbench, link: socket.socket) -> None:
-    """Compiles one grammar and sends the reply. The limits of CPU time and wall time start when the request has arrived."""
+def _serve(inherited: Inherited, link: socket.socket) -> None:
+    """Compiles one grammar and sends the result. The limits of CPU time and wall time start when the request has arrived."""
     request = receive_message(link)
     spec = GrammarSpec(GrammarKind(request["kind"]), request["source"], tuple(GrammarPart(*part) for part in request["parts"]))
     for alarm, timer, seconds in (
@@ -94,10 +94,10 @@ def _serve(bench: Workbench, link: socket.socket) -> None:
     ):
         signal.signal(alarm, signal.SIG_DFL)  # the default action ends the process, even during a call of xgrammar
         signal.setitimer(timer, seconds)
-    give_way(os.getpid(), request["niceness"])
-    log = _confine(bench.limits)
+    lower_priority(os.getpid(), request["niceness"])
+    log = _limit_resources(inherited.limits)
     try:
-        prepared = _compile(bench, spec, log)
+        prepared = _compile(inherited, spec, log)
     except GrammarRefused as refused:
         send_message(link, {"error": str(refused), "part": refused.part})
     except (MemoryError, RecursionError):
@@ -107,29 +107,29 @@ def _serve(bench: Workbench, link: socket.socket) -> None:
         send_frame(link, prepared.text.encode())
 
 
-def _compile(bench: Workbench, spec: GrammarSpec, log: int) -> Prepared:
+def _compile(inherited: Inherited, spec: GrammarSpec, log: int) -> Prepared:
     prepared = prepare(spec)
     try:
-        compiled = bench.compiler.compile(prepared)
+        compiled = inherited.compiler.compile(prepared)
     except GrammarRefused as refused:
         raise GrammarRefused(f"{spec.label}: {refused}") from None
     warning = warning_in(os.pread(log, MAX_LOG_BYTES, 0).decode(errors="replace"))
     if warning:
         raise GrammarRefused(f"{spec.label}: {warning}")
-    if compiled.size > bench.limits.compiled_mib * MIB:
-        raise GrammarRefused(f"{spec.label}: larger than {bench.limits.compiled_mib} MiB when compiled")
-    try_out(compiled, bench.tokens, bench.limits)
+    if compiled.size > inherited.limits.compiled_mib * MIB:
+        raise GrammarRefused(f"{spec.label}: larger than {inherited.limits.compiled_mib} MiB when compiled")
+    run_trial(compiled, inherited.tokens, inherited.limits)
     return prepared
 
 
 def prepare(spec: GrammarSpec) -> Prepared:
-    """Checks and translates a grammar. Runs in a child, because a malicious grammar may make even this slow.
+    """Checks a grammar and translates it for xgrammar. Runs in a child, because a malicious grammar may make this slow.
 
     Raises:
         GrammarRefused: the grammar is malformed, not supported or too large.
     """
     if spec.kind is GrammarKind.STRUCTURAL_TAG:
-        _bounded(parse_json(spec.source, spec.kind), spec.label)
+        _check_size(parse_json(spec.source, spec.kind), spec.label)
         return Prepared(True, structural_tag(spec.source, spec.parts))
     return Prepared(False, ebnf_of(spec))
 
@@ -140,7 +140,7 @@ def ebnf_of(spec: GrammarSpec) -> str:
         case GrammarKind.JSON_OBJECT:
             return json_rules.finished({}, {}, json_rules.OBJECT).render()
         case GrammarKind.JSON_SCHEMA:
-            return schema_grammar(_bounded(parse_json(spec.source, "json_schema"), spec.kind)).render()
+            return schema_grammar(_check_size(parse_json(spec.source, "json_schema"), spec.kind)).render()
         case GrammarKind.REGEX:
             return regex_ebnf(spec.source)
         case GrammarKind.EBNF:
@@ -149,15 +149,15 @@ def ebnf_of(spec: GrammarSpec) -> str:
             raise ValueError("a structural tag has no EBNF")
 
 
-def _bounded(document: Any, kind: str) -> Any:
-    """Returns the document unchanged. Raises GrammarRefused if it is too large."""
+def _check_size(document: Any, kind: str) -> Any:
+    """Returns the document unchanged, or raises GrammarRefused if the document is too large."""
     why = too_large(document)
     if why:
         raise GrammarRefused(f"{kind}: {why}")
     return document
 
 
-def _confine(limits: GrammarLimits) -> int:
+def _limit_resources(limits: GrammarLimits) -> int:
     """Limits the memory and the file sizes of this child.
 
     Returns:

@@ -15,13 +15,7 @@ from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 if TYPE_CHECKING:
     import xgrammar
 
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import xgrammar
-
-_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # time and source line at the start of the compiler's messages
+_LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # time and source line at the start of the compiler's messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +54,9 @@ class GrammarCompiler:
 
 
 def compiler_reason(message: str) -> str:
-    """Returns the first line of the compiler's message, without time and source line."""
+    """Returns the first line of the compiler's message, without the time and the C++ source line at its start."""
     first = message.strip().splitlines()[0] if message.strip() else "the compiler gave no reason"
-    return "needs too much memory" if "bad_alloc" in first else _PLACE.sub("", first)
+    return "needs too much memory" if "bad_alloc" in first else _LOG_PREFIX.sub("", first)
 
 
 def warning_in(log: str) -> str:

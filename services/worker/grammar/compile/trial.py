@@ -1,4 +1,4 @@
-"""Tries a compiled grammar before a request uses it: timed random walks through the grammar."""
+"""Runs a trial of a compiled grammar before a request uses it: timed random walks through the grammar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WALKS = 3
 SEED = 20240607  # fixed, so that the same grammar always gets the same verdict
 
 
-def try_out(compiled: Compiled, tokens: Sequence[bytes], limits: GrammarLimits) -> None:
+def run_trial(compiled: Compiled, tokens: Sequence[bytes], limits: GrammarLimits) -> None:
     """Walks randomly through the grammar.
 
     Args:
@@ -54,15 +54,19 @@ def _walk(compiled: Compiled, tokens: Sequence[bytes], meter: StepMeter, chooser
         if not matcher.accept_token(token):
             raise GrammarRefused("the grammar's mask allows a token that the grammar refuses")
         if cursor is not None:
-            cursor = _look_ahead(cursor, tokens[token])
+            cursor = _find_forced(cursor, tokens[token])
         meter.step()
         meter.spend(time.thread_time() - started)
         if meter.overrun:
             raise GrammarRefused("too expensive: computing the allowed next tokens takes too long")
 
 
-def _look_ahead(cursor: ByteCursor, data: bytes) -> ByteCursor | None:
-    """Does the work of a matcher that looks for jumps. Returns None if the cursor fails; the walk then continues without it."""
+def _find_forced(cursor: ByteCursor, data: bytes) -> ByteCursor | None:
+    """Searches for forced text as a matcher does for jumps, so that the walk includes this CPU time.
+
+    Returns:
+        The advanced cursor, or None if it has failed. The walk then continues without a cursor.
+    """
     try:
         cursor.advance(data)
         cursor.forced()

@@ -33,25 +33,25 @@ class Vocabulary:
         )
 
 
-def vocabulary_of(tokenizer: HfTokenizer, vocab_size: int, stop_ids: Sequence[int], marks: Sequence[str] = ()) -> Vocabulary:
+def vocabulary_of(tokenizer: HfTokenizer, vocab_size: int, stop_ids: Sequence[int], markers: Sequence[str] = ()) -> Vocabulary:
     """Returns the vocabulary of a model.
 
     Args:
         vocab_size: vocabulary size of the model, which may differ from the tokenizer's.
         stop_ids: the model's EOS ids.
-        marks: texts of special tokens that a grammar may contain, such as those around a tool call. Stop tokens among them are
-            ignored.
+        markers: texts of special tokens that a grammar may contain, such as the tokens around a tool call. Stop tokens among
+            them are ignored.
     """
     anchor = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
     anchor_chars = len(tokenizer.decode(anchor, False))
     stops = tuple(sorted({token for token in stop_ids if 0 <= token < vocab_size}))
-    marked = {tokenizer.token_id(text): text.encode() for text in marks}
-    silent = tokenizer.special_ids | set(stops)
+    marker_bytes = {tokenizer.token_id(text): text.encode() for text in markers}
+    textless = tokenizer.special_ids | set(stops)
 
     def text_of(token: int) -> bytes:
-        if token in marked and token not in stops:
-            return marked[token]
-        if token in silent or token >= tokenizer.vocab_size:
+        if token in marker_bytes and token not in stops:
+            return marker_bytes[token]
+        if token in textless or token >= tokenizer.vocab_size:
             return b""
         found = tokenizer.token_bytes(token)
         return found if found is not None else tokenizer.decode([*anchor, token], False)[anchor_chars:].encode()

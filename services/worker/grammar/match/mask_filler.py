@@ -1,4 +1,4 @@
-"""Fills the masks of a step into one buffer. Two buffers alternate, because the executor may still read the previous one."""
+"""Fills the masks of a step into one of two buffers. They alternate, because the executor may still read the last masks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ logger = logging.getLogger(__name__)
 class MaskFiller:
     """Fills masks within a budget of CPU time per step. Used only on the loop's thread.
 
-    The budget covers the masks of a step, and the accepts and jumps of its requests since their last masks. CPU time beyond the
-    budget is charged to the most expensive matcher. Otherwise, many grammars that each stay within their own limit could slow
-    down every step. A batch on several threads gives no times of single masks, so no matcher is charged for it. After a slow
-    batch, the masks of the next step are filled one by one, so that the meter of each matcher measures its mask.
+    The budget covers the masks of a step, and the accepted tokens and jumps of its requests since their last masks. CPU time
+    beyond the budget is charged to the most expensive matcher. Otherwise, many grammars that each stay within their own limit
+    could slow down every step.
+
+    A batch on several threads measures no single mask, so no matcher is charged for it. After a slow batch, the masks of the next
+    step are filled one by one, so that each matcher's meter measures its own mask.
     """
 
     def __init__(
@@ -43,12 +45,12 @@ class MaskFiller:
 
         Args:
             max_rows: largest number of masks of a step.
-            threads: threads that fill a batch; 1 to fill masks one by one.
+            threads: threads that fill a batch; 1: masks are filled one by one.
             fill_ms: the budget of a step, in milliseconds of CPU time.
-            max_drafts: largest number of draft tokens per step after which masks are filled.
+            max_drafts: largest number of masks per step for the positions after draft tokens; 0: no masks for drafts.
         """
         self._buffers = [np.zeros((max_rows, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
-        self._ahead = [np.zeros((max_drafts, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
+        self._draft_buffers = [np.zeros((max_drafts, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
         self._threads = threads
         self._budget_s = fill_ms / 1e3
         self._batch = _batch_matcher(threads) if threads > 1 else None
@@ -70,32 +72,32 @@ class MaskFiller:
         self._one_by_one = too_slow or total_s > self._budget_s
         return {row: buffer[index] for index, (row, _) in enumerate(rows)}
 
-    def behind(
+    def fill_after_drafts(
         self, matchers: Iterable[tuple[int, XgrammarMatcher]], draft_tokens: Mapping[int, Sequence[int]]
     ) -> dict[int, NDArray[np.uint32]]:
-        """Returns the masks after each row's draft tokens, by plan row.
+        """Returns the masks of the positions after each row's draft tokens.
 
-        The masks of a row end at its first draft token that the grammar does not allow. When the step's budget is used up, no
-        further masks are filled. The masks are valid as long as those of fill() for the same step.
+        A row's masks end at its first draft token that the grammar does not allow. No mask is filled after the step's budget is
+        used up. The masks are valid as long as the masks of fill() for the same step.
 
         Returns:
             uint32[n, words] by plan row, with n at most the number of draft tokens.
         """
-        self._ahead.reverse()
-        buffer, used = self._ahead[0], 0
+        self._draft_buffers.reverse()
+        buffer, used = self._draft_buffers[0], 0
         masks = {}
         until = time.thread_time() + self._budget_s
         for row, matcher in matchers:
             draft = draft_tokens.get(row, ())[: len(buffer) - used]
             if not draft:
                 continue
-            count = matcher.look_ahead(draft, buffer[used:], until)
+            count = matcher.fill_after(draft, buffer[used:], until)
             masks[row] = buffer[used : used + count]
             used += count
         return masks
 
     def _charge(self, matchers: list[XgrammarMatcher]) -> float:
-        """Charges CPU time beyond the budget to the most expensive matcher. Returns the seconds that all matchers have spent."""
+        """Charges CPU time beyond the budget to the most expensive matcher. Returns the CPU seconds of all matchers."""
         costs = [matcher.take_cost() for matcher in matchers]
         total_s = sum(costs)
         if total_s > self._budget_s:
@@ -111,7 +113,7 @@ class MaskFiller:
     ) -> float:
         """Fills the masks of several matchers with threads. Returns the wall time in seconds.
 
-        If it fails, each matcher fills its own mask later, which fails only for the faulty matcher.
+        If the batch fails, each matcher fills its own mask later. Only the faulty matcher then fails again.
         """
         started = time.perf_counter()
         try:
@@ -120,7 +122,7 @@ class MaskFiller:
             logger.exception("could not fill a batch of grammar masks; they are filled one by one")
         else:
             for index, matcher in zip(indices, matchers, strict=True):
-                matcher.adopt(buffer[index])
+                matcher.set_mask(buffer[index])
         return time.perf_counter() - started
 
 

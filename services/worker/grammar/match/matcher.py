@@ -1,7 +1,7 @@
 """The position of a request in its grammar, on top of xgrammar's matcher. Used only on the loop's thread.
 
-If a matcher exceeds the CPU time of its meter, or xgrammar fails, `fault` is set, it accepts no more tokens, and its request
-ends. This is rare, because each grammar has passed a trial. ForcedText tokenizes text that a grammar determines.
+If a matcher exceeds the CPU time of its meter or xgrammar fails, the matcher sets `fault` and accepts no more tokens, and its
+request ends. This is rare, because each grammar has passed a trial. ForcedText tokenizes text that a grammar determines.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
-MIN_CHARS = 2  # shortest text for a jump; a shorter text is nearly always one token, which is sampled as fast
+MIN_CHARS = 2  # fewest characters of a jump; one character is nearly always one token, and sampling it is as fast as a jump
 TOO_SLOW = "the grammar has become too expensive: computing the allowed next tokens takes too long"
 BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
-MAX_UNSEEN = 256  # tokens by which the cursor may lag; limits the CPU time of catching up in one step
-MIN_FORCED = 2  # fewest tokens of a jump: a jump costs an extend step, in which one token could be sampled as well
+MAX_BACKLOG = 256  # accepted tokens by which the byte cursor may lag; limits the CPU time that it needs to catch up in one step
+MIN_FORCED = 2  # fewest tokens of a jump; a jump of one token saves nothing, because it costs one step, as sampling does
 logger = logging.getLogger(__name__)
 
 
@@ -42,8 +42,8 @@ class MatcherSetup:
     num_words: int  # uint32 words of a mask
     stop_mask: NDArray[np.uint32]  # mask that allows only the stop ids
     last_word: np.uint32  # bits of a mask's last word that belong to token ids
-    silent: frozenset[int]  # ids without text, which no grammar allows: special tokens and padding, except stop ids
-    forced: ForcedText | None  # tokenizes forced text, or None if jumps are disabled
+    textless: frozenset[int]  # ids without text, which no grammar allows: special tokens and padding, except stop ids
+    forced: ForcedText | None  # tokenizes forced text; None: jumps are disabled
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, forced: ForcedText | None) -> MatcherSetup:
@@ -51,15 +51,15 @@ class MatcherSetup:
         stop_mask = np.zeros(vocabulary.num_words, np.uint32)
         for token in vocabulary.stop_ids:
             stop_mask[token >> 5] |= np.uint32(1 << (token & 31))
-        silent = frozenset(index for index, text in enumerate(vocabulary.tokens) if not text) - frozenset(vocabulary.stop_ids)
+        textless = frozenset(index for index, text in enumerate(vocabulary.tokens) if not text) - frozenset(vocabulary.stop_ids)
         last_word = np.uint32(0xFFFFFFFF if size % 32 == 0 else (1 << size % 32) - 1)
-        return cls(vocabulary.tokens, vocabulary.num_words, stop_mask, last_word, silent, forced)
+        return cls(vocabulary.tokens, vocabulary.num_words, stop_mask, last_word, textless, forced)
 
 
 class XgrammarMatcher:
     """Implements core.contracts.grammar.Matcher and fills masks.
 
-    on_overrun() is called when the meter overruns. If it returns True, the meter is reset. If it returns False, `fault` is set.
+    on_overrun() is called when the meter overruns. If it returns True, the meter is reset; otherwise, `fault` is set.
     """
 
     def __init__(self, compiled: Compiled, setup: MatcherSetup, meter: StepMeter, on_overrun: Callable[[], bool]) -> None:
@@ -70,17 +70,17 @@ class XgrammarMatcher:
         self._meter = meter
         self._on_overrun = on_overrun
         self._cursor = ByteCursor(compiled.by_bytes) if setup.forced is not None and compiled.by_bytes is not None else None
-        self._unseen: list[int] = []  # accepted tokens by which the cursor has not advanced yet
+        self._cursor_backlog: list[int] = []  # accepted tokens that the cursor has not read yet
         self._mask = np.zeros((1, setup.num_words), np.uint32)
         self._row: NDArray[np.uint32] = self._mask[0]
         self._mask_is_current = False
-        self._terminated: bool | None = None  # cached value of `terminated`; None if a token was accepted since
+        self._terminated: bool | None = None  # cached value of `terminated`; None: unknown, because a token was accepted
         self._fault = ""
-        self._cost_s = 0.0
+        self._cost_s = 0.0  # CPU seconds since the last take_cost()
 
     @property
     def fault(self) -> str:
-        """The reason why the matcher accepts no more tokens; "" if it works."""
+        """The reason why the matcher accepts no more tokens; "" if it has no fault."""
         return self._fault
 
     @property
@@ -91,7 +91,7 @@ class XgrammarMatcher:
                 ended = self._matcher.is_terminated()
                 self._terminated = ended or (self._matcher.is_completed() and self._only_stops_follow())
             except Exception:
-                self._break()
+                self._set_fault()
         return bool(self._terminated)
 
     def accept(self, token: int) -> bool:
@@ -101,31 +101,32 @@ class XgrammarMatcher:
         try:
             accepted = self._advances(token)
         except Exception:
-            self._break()
+            self._set_fault()
             return False
         self._meter.step()
         if accepted:
-            self._moved([token])
-            if len(self._unseen) >= MAX_UNSEEN:
+            self._position_changed([token])
+            if len(self._cursor_backlog) >= MAX_BACKLOG:
                 self._catch_up()
         self._spend(time.thread_time() - started)
         return accepted
 
     def mask(self) -> NDArray[np.uint32]:
-        """Returns the mask of the tokens that may come next, uint32[words]. It is valid until the next accept().
+        """Returns the mask of the tokens that may come next, uint32[words]. The mask is valid until the next accept().
 
-        After the end of the output, it allows the stop ids. If xgrammar fails, it allows all tokens, and accept() refuses each.
+        After the end of the output, the mask allows the stop ids. If xgrammar fails, the mask allows all tokens, and accept()
+        refuses each of them.
         """
         if not self._mask_is_current:
             started = time.thread_time()
             try:
                 self._fill()
             except Exception:
-                self._break()
+                self._set_fault()
             self._spend(time.thread_time() - started)
         return self._row
 
-    def look_ahead(self, tokens: Sequence[int], masks: NDArray[np.uint32], until: float) -> int:
+    def fill_after(self, tokens: Sequence[int], masks: NDArray[np.uint32], until: float) -> int:
         """Fills the masks of the positions after each draft token. The matcher's position does not change.
 
         The CPU time is not charged to the request, because the client did not choose to draft.
@@ -133,7 +134,7 @@ class XgrammarMatcher:
         Args:
             tokens: draft tokens in order.
             masks: uint32[>= len(tokens), words]; the first rows are filled.
-            until: value of time.thread_time() at which the work stops.
+            until: value of time.thread_time() after which no mask is filled.
 
         Returns:
             The number of filled masks. It is smaller than the number of tokens if a token is not allowed or ends the output, or
@@ -157,7 +158,7 @@ class XgrammarMatcher:
 
     def _advances(self, token: int) -> bool:
         """Advances xgrammar's matcher by a token. Returns False if the grammar does not allow the token."""
-        if not 0 <= token < len(self._setup.tokens) or token in self._setup.silent or self._matcher.is_terminated():
+        if not 0 <= token < len(self._setup.tokens) or token in self._setup.textless or self._matcher.is_terminated():
             return False
         return bool(self._matcher.accept_token(token))
 
@@ -166,7 +167,7 @@ class XgrammarMatcher:
             try:
                 self._matcher.rollback(count)
             except Exception:
-                self._break()
+                self._set_fault()
 
     @property
     def needs_fill(self) -> bool:
@@ -178,7 +179,7 @@ class XgrammarMatcher:
         """xgrammar's matcher, for filling a batch of masks. The caller must not change it."""
         return self._matcher
 
-    def adopt(self, mask: NDArray[np.uint32]) -> None:
+    def set_mask(self, mask: NDArray[np.uint32]) -> None:
         """Copies a mask that a batch has filled for the present position."""
         self._row[:] = mask
         self._row[-1] &= self._setup.last_word
@@ -190,13 +191,13 @@ class XgrammarMatcher:
         return cost
 
     def charge(self, seconds: float) -> None:
-        """Adds CPU time to the meter, and handles its overrun."""
+        """Adds CPU time to the meter. If the meter overruns, calls on_overrun() and resets the meter or sets the fault."""
         before = self._meter.overrun
         self._meter.spend(seconds)
         if not self._meter.overrun or before:
             return
         if self._on_overrun():
-            self._meter.forgive()
+            self._meter.reset()
         else:
             self._fault = self._fault or TOO_SLOW
 
@@ -210,7 +211,7 @@ class XgrammarMatcher:
         try:
             tokens = self._accept_forced(forced.tokens(data)) if data else ()
         except Exception:
-            self._break()
+            self._set_fault()
         self._spend(time.thread_time() - started)
         return tokens
 
@@ -226,51 +227,51 @@ class XgrammarMatcher:
         """Advances the cursor to the matcher's position and returns it. Returns None if there is no cursor or it fails."""
         if self._cursor is not None:
             try:
-                self._cursor.advance(b"".join([self._setup.tokens[token] for token in self._unseen]))
+                self._cursor.advance(b"".join([self._setup.tokens[token] for token in self._cursor_backlog]))
             except Exception:
                 self._drop_cursor()
-            self._unseen.clear()
+            self._cursor_backlog.clear()
         return self._cursor
 
     def _drop_cursor(self) -> None:
-        """Drops the failed cursor. Must be called in an exception handler. The request continues without jump-forward."""
+        """Drops the failed cursor. Must be called in an exception handler. The request continues without jumps."""
         logger.exception("the byte matcher has failed; the request continues without jumps")
         self._cursor = None
-        self._unseen.clear()
+        self._cursor_backlog.clear()
 
     def _accept_forced(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Accepts forced tokens and returns the accepted ones.
+        """Accepts forced tokens and returns the accepted tokens.
 
-        The last token is not accepted unless the output ends after it, because the tokenizer might merge it with the following
-        text. If fewer than MIN_FORCED tokens remain, none of them is accepted.
+        The last token is accepted only if the output ends after it; otherwise, the tokenizer might merge it with the following
+        text. If fewer than MIN_FORCED tokens remain, no token is accepted.
         """
         taken = 0
         for token in tokens:
-            if token in self._setup.silent or not self._matcher.accept_token(token):
+            if token in self._setup.textless or not self._matcher.accept_token(token):
                 break
             taken += 1
         if taken and taken == len(tokens):
-            self._moved(())
+            self._position_changed(())
             if not self.terminated:
                 self._matcher.rollback(1)
                 taken -= 1
         if 0 < taken < MIN_FORCED:
             self._matcher.rollback(taken)
             taken = 0
-        self._moved(tokens[:taken])
+        self._position_changed(tokens[:taken])
         return tuple(tokens[:taken])
 
-    def _moved(self, tokens: Sequence[int]) -> None:
+    def _position_changed(self, tokens: Sequence[int]) -> None:
         self._mask_is_current = False
         self._terminated = None
         if self._cursor is not None:
-            self._unseen.extend(tokens)
+            self._cursor_backlog.extend(tokens)
 
     def _spend(self, seconds: float) -> None:
         self._cost_s += seconds
         self.charge(seconds)
 
-    def _break(self) -> None:
+    def _set_fault(self) -> None:
         """Sets the fault after an exception of xgrammar. Must be called in the exception handler."""
         logger.exception("a grammar's matcher has failed; its request ends")
         self._fault = self._fault or BROKEN
@@ -316,8 +317,8 @@ class ForcedText:
 def _whole_characters(data: bytes) -> str:
     """Returns the text up to the first incomplete character.
 
-    The bytes may end inside a character. If the last token ended inside a character, they also begin there; the result is then
-    "".
+    The bytes may end inside a character. If the last accepted token ended inside a character, the bytes begin inside it, and the
+    result is "".
     """
     try:
         return data.decode()

@@ -1,7 +1,7 @@
 """Deterministic automata over characters: intersections, complements and lengths of regular languages.
 
-A state is an index; state 0 is the start. If a state has no edge for a character, the text is not in the language. A construction
-with more than MAX_EXPLORED states raises TooLarge.
+A state is an index; state 0 is the start. If a state has no edge for the next character, the text is not in the language. A
+construction with more than MAX_EXPLORED states raises TooLarge.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TypeVar
 from rootstock_llm.services.worker.grammar.schema.ebnf import Alternatives, Node, Ranges, Ref, Seq, choice, complement
 
 MAX_EXPLORED = 5_000  # largest number of states during a construction
-MAX_STATES = 1_000  # largest number of states that become rules; xgrammar compiles each in about 3 ms for 150,000 tokens
+MAX_STATES = 1_000  # largest number of states that become rules; with 150,000 tokens, xgrammar compiles each in about 3 ms
 
-Span = tuple[int, int, int]  # an edge: first and last code point, target state
+Edge = tuple[int, int, int]  # (first code point, last code point, target state)
 S = TypeVar("S", bound=Hashable)
 Step = Callable[[S], tuple[bool, Sequence[tuple[int, int, S]]]]
 
@@ -29,7 +29,7 @@ class Automaton:
     """A language: the texts that lead from state 0 to an accepting state."""
 
     accepts: tuple[bool, ...]  # per state: whether a text may end there
-    spans: tuple[tuple[Span, ...], ...]  # per state: its edges, sorted and disjoint
+    spans: tuple[tuple[Edge, ...], ...]  # per state: its edges, sorted and disjoint
 
     @property
     def is_empty(self) -> bool:
@@ -85,7 +85,7 @@ def explored(start: S, step: Step[S]) -> Automaton:
     numbers: dict[S, int] = {start: 0}
     waiting = [start]
     accepts: list[bool] = []
-    spans: list[tuple[Span, ...]] = []
+    spans: list[tuple[Edge, ...]] = []
     for state in waiting:
         accepted, found = step(state)
         edges = []
@@ -156,8 +156,8 @@ def of_texts(texts: Iterable[str]) -> Automaton:
 def minimal(automaton: Automaton) -> Automaton:
     """Returns the automaton of the same language with the fewest states. Each state is reachable and reaches an accepting state.
 
-    Partition refinement: states with equal edges into blocks stay in one block. A state is checked again only if a target of its
-    edges has moved to another block.
+    The algorithm is partition refinement. States stay in one block while their edges lead to the same blocks. A state is checked
+    again only after a target of its edges has moved to another block.
     """
     alive = _alive(automaton)
     spans = [tuple(span for span in edges if span[2] in alive) for edges in automaton.spans]
@@ -169,11 +169,11 @@ def minimal(automaton: Automaton) -> Automaton:
     members: dict[int, set[int]] = {0: set(), 1: set()}
     for state, name in enumerate(block):
         members[name].add(state)
-    shape: dict[int, tuple[Span, ...]] = {}
+    shape: dict[int, tuple[Edge, ...]] = {}
     changed = set(range(len(spans)))
     fresh = 2
     while changed:
-        groups: dict[int, dict[tuple[Span, ...], list[int]]] = {}
+        groups: dict[int, dict[tuple[Edge, ...], list[int]]] = {}
         for state in changed:
             signature = _joined([(low, high, block[target]) for low, high, target in spans[state]])
             groups.setdefault(block[state], {}).setdefault(signature, []).append(state)
@@ -195,7 +195,7 @@ def minimal(automaton: Automaton) -> Automaton:
     return _merged(automaton.accepts, spans, block)
 
 
-def _merged(accepts: Sequence[bool], spans: Sequence[Sequence[Span]], block: Sequence[int]) -> Automaton:
+def _merged(accepts: Sequence[bool], spans: Sequence[Sequence[Edge]], block: Sequence[int]) -> Automaton:
     """Returns the automaton that has one state for each block that is reachable from the start."""
     numbers = {block[0]: 0}
     waiting = [0]
@@ -213,7 +213,7 @@ def _merged(accepts: Sequence[bool], spans: Sequence[Sequence[Span]], block: Seq
 
 
 def _alive(automaton: Automaton) -> set[int]:
-    """Returns the states from which an accepting state is reachable, and the start."""
+    """Returns state 0 and all states from which an accepting state is reachable."""
     before: list[list[int]] = [[] for _ in automaton.spans]
     for state, edges in enumerate(automaton.spans):
         for _, _, target in edges:
@@ -228,9 +228,9 @@ def _alive(automaton: Automaton) -> set[int]:
     return alive | {0}
 
 
-def _joined(edges: Iterable[Span]) -> tuple[Span, ...]:
+def _joined(edges: Iterable[Edge]) -> tuple[Edge, ...]:
     """Merges adjacent edges with the same target. The edges must be sorted and disjoint."""
-    joined: list[Span] = []
+    joined: list[Edge] = []
     for low, high, target in edges:
         if joined and joined[-1][1] + 1 == low and joined[-1][2] == target:
             joined[-1] = (joined[-1][0], high, target)
@@ -257,15 +257,15 @@ def rules_of(automaton: Automaton, chars: Callable[[Ranges], Node], end: Node, p
         for target in {target for _, _, target in edges}:
             entries[target] += 1
     onward = [_by_target(edges) for edges in automaton.spans]
-    runs_on = [count == 1 and len(onward[state]) == 1 and not automaton.accepts[state] for state, count in enumerate(entries)]
+    is_inlined = [count == 1 and len(onward[state]) == 1 and not automaton.accepts[state] for state, count in enumerate(entries)]
     rules: dict[str, Node] = {}
     for state in range(len(automaton.accepts)):
-        if state and runs_on[state]:
-            continue  # the rule of the only state before it contains it
+        if state and is_inlined[state]:
+            continue  # the rule of the state's only predecessor contains the state
         options = [end] if automaton.accepts[state] else []
         for target, ranges in onward[state].items():
             items = [chars(ranges)]
-            while target and runs_on[target]:
+            while target and is_inlined[target]:
                 ((following, between),) = onward[target].items()
                 items.append(chars(between))
                 target = following
@@ -278,7 +278,7 @@ def _name(prefix: str, state: int) -> str:
     return f"{prefix}s{state}" if state else prefix
 
 
-def _by_target(edges: Sequence[Span]) -> dict[int, Ranges]:
+def _by_target(edges: Sequence[Edge]) -> dict[int, Ranges]:
     found: dict[int, list[tuple[int, int]]] = {}
     for low, high, target in edges:
         found.setdefault(target, []).append((low, high))

@@ -61,7 +61,8 @@ class Grammar:
     """Rules by name. A match begins with the rule `root`."""
 
     rules: dict[str, Node] = field(default_factory=dict)
-    imported: dict[str, str] = field(default_factory=dict)  # further rules as EBNF text; each matches at least one finite text
+    # Rules of xgrammar's schema converter as EBNF text, by name. Each of them matches at least one finite text.
+    imported: dict[str, str] = field(default_factory=dict)
 
     def render(self) -> str:
         lines = [f"{name} ::= {_render(node)}" for name, node in self.rules.items()]
@@ -191,7 +192,7 @@ def _count(low: int, high: int | None) -> str:
 def _escape(code: int) -> str:
     """Returns ASCII letters, digits and blanks unchanged, and other characters as escapes.
 
-    An escape has four or eight digits, because xgrammar may read further digits after a two-digit escape as a part of it.
+    An escape has four or eight digits, because xgrammar may read a digit after a two-digit escape as part of the escape.
     """
     char = chr(code)
     if code < 0x80 and (char.isalnum() or char == " "):

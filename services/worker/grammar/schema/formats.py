@@ -1,7 +1,7 @@
 """String formats of JSON Schema as patterns.
 
-A pattern matches only valid texts of its format, but not all valid texts. Host names are an exception: the pattern also matches
-labels with more than 63 characters, because counting characters costs a state per character.
+A pattern matches only valid texts of its format, but not all of them. The pattern of host names is an exception: it also matches
+invalid labels with more than 63 characters, because a limit would cost one automaton state per character.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ PATTERNS: Mapping[str, str] = {
     "multi-host-uri": _URI,
     **dict.fromkeys(("path", "file-path", "directory-path"), r"^[^\x00-\x1f\x7f]+$"),
 }
-# Less strict patterns of JSON Schema's formats. They are used if a schema also has a `pattern`, so that texts which satisfy both
-# the format and that pattern are not excluded.
-BESIDE_PATTERN: Mapping[str, str] = {
+# Less strict patterns of JSON Schema's formats, for schemas that also have a `pattern`. A strict pattern of the format could
+# exclude all texts that satisfy the schema's own pattern.
+LENIENT_PATTERNS: Mapping[str, str] = {
     "date": f"^{_ANY_DATE}$",
     "time": rf"^{_CLOCK}(?:\.\d+)?{_OFFSET}$",
     "date-time": rf"^{_ANY_DATE}T{_CLOCK}(?:\.\d+)?{_OFFSET}$",

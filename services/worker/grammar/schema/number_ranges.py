@@ -1,7 +1,7 @@
 """Rules for numbers within bounds and for multiples.
 
-Numbers within bounds, and integer multiples without bounds, use the rules of xgrammar's schema converter, as EBNF text. Other
-multiples use an automaton. Its state has the remainder of the digits so far and their comparison with both bounds.
+For numbers within bounds, and for integer multiples without bounds, xgrammar's schema converter returns the rules as EBNF text.
+Other multiples use an automaton, whose state has the remainder of the digits so far and their comparison with both bounds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _RULE = re.compile(r"^(root\w*) ::= (.*)$", re.MULTILINE)
 _NAME = re.compile(r"\broot\w*\b")
 MAX_MULTIPLE = 1000  # largest divisor that is passed to xgrammar's converter
 INT64 = 1 << 63
-MAX_SCALED = 10**15 - 1  # largest multiple if the decimal point is removed; a double represents all of them exactly
+MAX_SCALED = 10**15 - 1  # largest multiple without its decimal point; a double represents all numbers up to it exactly
 _DIGIT = ord("0")
 Digits = TypeVar("Digits", int, str)  # a number of digits (int), or one digit (str)
 
 
 def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | int]:
-    """Returns the schema's bounds for the converter: at most one lower and one upper bound; for integers, whole numbers.
+    """Returns the schema's bounds for the converter.
 
     Returns:
-        The bounds by keyword; {} if the schema has none.
+        The bounds by keyword: at most one lower and one upper bound, as whole numbers for integers; {} if there are no bounds.
 
     Raises:
         GrammarRefused: a bound of an integer is outside of 64 bits.
@@ -68,7 +68,15 @@ def import_rules(keywords: dict[str, float | int], kind: str, prefix: str, path:
 
 
 def _bound(schema: Schema, name: str, tighter: Any, path: str) -> tuple[float | int, bool] | None:
-    """Returns (tighter value of the bound and its exclusive form, whether it is exclusive), or None if there is no bound."""
+    """Returns a schema's lower or upper bound.
+
+    Args:
+        name: "minimum" or "maximum". The schema may have the keyword, its exclusive form or both.
+        tighter: max() for a lower bound, min() for an upper bound.
+
+    Returns:
+        (value, whether the bound is exclusive), or None if there is no bound.
+    """
     plain = number(schema, name, path)
     strict = number(schema, f"exclusive{name.title()}", path)
     if plain is None or strict is None:
@@ -151,13 +159,13 @@ def _parts(magnitude: int, decimals: int) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """The state of the automaton: what the characters so far determine."""
+    """The state of the automaton after some characters of a number."""
 
     side: int = 0  # 0 positive, 1 negative
     begun: bool = False  # whether a sign or a digit was written
     digits: int = 0  # number of digits before the decimal point
-    places: int = -1  # number of digits after the decimal point; -1 if it was not written yet
-    remainder: int = 0  # remainder of all digits so far, divided by the step
+    places: int = -1  # number of digits after the decimal point; -1: the decimal point was not written yet
+    remainder: int = 0  # remainder of the number that all digits so far form, divided by `step`
     low: int = 0  # -1, 0 or 1: the digits so far are below, equal to or above those of the lower bound
     high: int = 0  # the same comparison with the upper bound
     is_zero: bool = False  # whether the part before the decimal point is 0
@@ -200,7 +208,10 @@ def _with_digit(number: _Number, digit: str, side: _Side, step: int, decimals: i
 
 
 def _settled(number: _Number, side: _Side) -> _Number:
-    """Returns the state at the decimal point. It corrects both comparisons, because a number with more digits is larger."""
+    """Returns the state at the decimal point.
+
+    Corrects both comparisons, because a number with more digits before the decimal point is larger.
+    """
     low = _sign(number.digits, len(side.low[0])) or number.low
     high = _sign(number.digits, len(side.high[0])) or number.high
     return replace(number, places=0, digits=0, low=low, high=high, is_zero=False)

@@ -12,9 +12,10 @@ class GrammarRefused(ValueError):
         """Builds the message.
 
         Args:
-            path: JSON pointer of the refused keyword of a schema, or "" if no keyword is refused.
-            why: the reason without the pointer.
-            part: index of the refused part of a structural tag, or None if the whole grammar is refused.
+            reason: the message; line breaks are removed, and it is cut at MAX_REASON_CHARS.
+            path: JSON pointer of the schema keyword that is refused; "" if the refusal concerns no single keyword.
+            why: the reason without the pointer; "" if it equals `reason`.
+            part: index of the refused part of a structural tag; None if the whole grammar is refused.
         """
         super().__init__(one_line(reason))
         self.path = path

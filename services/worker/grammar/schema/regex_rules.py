@@ -1,8 +1,8 @@
-"""Rules for regular expressions, either for a whole output or for a JSON string, in which some characters must be escaped.
+"""Rules for regular expressions, for a whole output or for a JSON string, in which some characters must be escaped.
 
 A pattern without lookaheads and length limits is translated directly. Other patterns become an automaton, whose states become
-rules. A state of the automaton is a set of threads. A thread is a position in the pattern, with the lookaheads that the rest of
-the text must still satisfy. Each lookahead is a separate automaton, for the lookahead's body followed by any text.
+rules. A state of the automaton is a set of threads. A thread is a position in the pattern, with the pending lookaheads, which the
+rest of the text must still satisfy. Each lookahead is a separate automaton, for the lookahead's body followed by any text.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ COUNTED_CHARS = 16  # a repeated group with more characters becomes a rule, so t
 _ANY = Times(Class(complement(()), complement(())), 0, None)  # any text
 _FILLER = Times(Class(SAFE.ranges, SAFE.ranges), 0, None)  # any text without escapes
 Define = Callable[[Node], Ref]
-Pending = frozenset[tuple[int, int]]  # unsatisfied lookaheads as (index of the lookahead's automaton, its state)
-Threads = frozenset[tuple[int, Pending]]  # (position, unsatisfied lookaheads)
-_Known = dict[tuple[Tree, bool, bool, bool], Automaton]  # by body, negative, wide, at_start
+Pending = frozenset[tuple[int, int]]  # pending lookaheads as (index of the lookahead's automaton, state of that automaton)
+Threads = frozenset[tuple[int, Pending]]  # threads as (position, pending lookaheads)
+_Known = dict[tuple[Tree, bool, bool, bool], Automaton]  # automata of lookaheads by (body, negative, wide, at_start)
 
 
 def regex_ebnf(pattern: str) -> str:
     """Returns the EBNF of a pattern that the whole output must match, even without `^` and `$`. Raises GrammarRefused."""
     tree = parse(pattern)
     branches = [branch for branch, _, _ in _branches(tree)]
-    if not any(map(_looks, branches)):
+    if not any(map(_has_assertion, branches)):
         return Grammar({"root": choice(_node(branch, _raw_chars, None) for branch in branches)}).render()
     try:
         found = _language(tree, plain_text=True)
@@ -73,8 +73,8 @@ class StringLimits:
     low: int = 0  # smallest number of characters
     high: int | None = None  # largest number of characters; None: unlimited
 
-    def as_it_stands(self, define: Define) -> Node | None:
-        """Returns the direct translation of the only pattern.
+    def direct_node(self, define: Define) -> Node | None:
+        """Returns the direct translation of the pattern.
 
         Returns:
             None if there are several patterns, the pattern has lookaheads, or the length limits exclude some texts that match.
@@ -88,7 +88,7 @@ class StringLimits:
         return _string_with(tree, define) if within and len(self.patterns) == 1 else None
 
     @property
-    def has_end(self) -> bool:
+    def is_bounded(self) -> bool:
         """Whether the first pattern limits the length of the text. Raises GrammarRefused."""
         return _found_lengths(parse(self.patterns[0]))[1] is not None
 
@@ -111,10 +111,11 @@ class StringLimits:
 def _without_length(tree: Tree) -> tuple[Tree, int, int | None]:
     """Removes a leading lookahead that limits the length of the whole text, such as `^(?=.{1,253}$)`.
 
-    If the lookahead stayed, its count would multiply the states of the automaton.
+    Otherwise, the count of the lookahead would multiply the states of the automaton.
 
     Returns:
-        (pattern without the lookahead, smallest number of characters, largest number). Without such a lookahead, 0 and None.
+        (pattern without the lookahead, smallest number of characters, largest number). If the pattern has no such lookahead, the
+        numbers are 0 and None.
     """
     if not isinstance(tree, Sequence) or tree.items[:1] != (START,) or len(tree.items) < 2:
         return tree, 0, None
@@ -124,7 +125,7 @@ def _without_length(tree: Tree) -> tuple[Tree, int, int | None]:
     counted, *optional, last = look.body.items
     if not isinstance(counted, Times) or not isinstance(counted.item, Class) or last != END:
         return tree, 0, None
-    if any(_looks(item) or _lengths(item)[0] for item in optional):
+    if any(_has_assertion(item) or _lengths(item)[0] for item in optional):
         return tree, 0, None
     every_char = Look(Sequence((Times(counted.item, 0, None), END)), negative=False)
     return Sequence((START, every_char, *tree.items[2:])), counted.low, counted.high
@@ -134,7 +135,7 @@ def _string_with(tree: Tree, define: Define) -> Node | None:
     """Returns a JSON string in which the pattern matches somewhere, or None if the pattern needs an automaton."""
     options = []
     for branch, starts, ends in _branches(tree):
-        if _looks(branch):
+        if _has_assertion(branch):
             return None
         options.append(Sequence((*(() if starts else (_FILLER,)), branch, *(() if ends else (_FILLER,)))))
     return seq(QUOTE, choice(_node(option, _json_chars, define) for option in options), QUOTE)
@@ -180,7 +181,7 @@ def _json_chars(ranges: Ranges, vague: bool) -> Node:
     """Returns the node of one character in a JSON string. Each character has one spelling.
 
     Args:
-        vague: whether characters that need an escape are omitted.
+        vague: whether the pattern defines the characters by exclusion. Characters that need an escape are then omitted.
     """
     plain = intersection(ranges, SAFE.ranges)
     options: list[Node] = [Chars(plain)] if plain else []
@@ -200,7 +201,13 @@ def _raw_chars(ranges: Ranges, vague: bool) -> Node:
 
 
 def _node(tree: Tree, chars: Callable[[Ranges, bool], Node], define: Define | None) -> Node:
-    """Returns the node of a tree without anchors and lookaheads. Long repeated groups become rules if `define` is given."""
+    """Returns the node of a tree without anchors and lookaheads.
+
+    Args:
+        chars: returns the node of one character of the ranges; the second argument is Class.vague.
+        define: turns a node into a rule. A repeated group of more than COUNTED_CHARS characters then becomes a rule. None: no
+            rules.
+    """
     match tree:
         case Class(ranges, _, vague):
             return chars(ranges, vague)
@@ -216,15 +223,15 @@ def _node(tree: Tree, chars: Callable[[Ranges, bool], Node], define: Define | No
     raise AssertionError("a tree with anchors or lookaheads is not translated directly")
 
 
-def _looks(tree: Tree) -> bool:
+def _has_assertion(tree: Tree) -> bool:
     """Returns whether the tree contains an anchor or a lookahead."""
     match tree:
         case Look() | Anchor():
             return True
         case Sequence(items) | Choice(items):
-            return any(map(_looks, items))
+            return any(map(_has_assertion, items))
         case Times(item, _, _):
-            return _looks(item)
+            return _has_assertion(item)
     return False
 
 
@@ -249,72 +256,75 @@ def _lengths(tree: Tree) -> tuple[int, int | None]:
 
 @dataclass(slots=True)
 class _Threads:
-    """A pattern's positions and the moves between them. Position 0 is the start, position 1 the end of the pattern."""
+    """A pattern's positions and the moves between them. Position 0 is the start of the pattern, and position 1 is its end."""
 
     wide: bool  # whether classes have the members of all dialects, as inside a negative lookahead
     plain_text: bool  # whether the text is plain; in a JSON string, a vague class has no characters that need an escape
-    known: _Known  # cached automata of lookaheads, shared with nested patterns; without it, each nesting doubles the work
-    # Per position: moves that read no character, as (target, condition). A condition is a pair of indices into `looks`: for the
-    # start of the text and for other positions. (-1, -1) allows the move only at the start of the text.
-    silent: list[list[tuple[int, tuple[int, int] | None]]] = field(default_factory=lambda: [[], []])
-    reads: list[tuple[Ranges, int] | None] = field(default_factory=lambda: [None, None])  # per position: (character, target)
-    looks: list[Automaton] = field(default_factory=lambda: [automaton.END_ALONE])  # automata of lookaheads; 0 is the end of text
+    known: _Known  # cache of lookahead automata, shared with nested patterns; without it, each nesting level doubles the work
+    # Per position: moves that read no character, as (target, condition). None allows the move everywhere, and (-1, -1) only at
+    # the start of the text. Any other condition is the pair of indices into `looks` of the automata that the rest of the text
+    # must
+    # satisfy: (index at the start of the text, index at other positions).
+    empty_moves: list[list[tuple[int, tuple[int, int] | None]]] = field(default_factory=lambda: [[], []])
+    # Per position: the move that reads a character, as (allowed characters, target); None: there is none.
+    reads: list[tuple[Ranges, int] | None] = field(default_factory=lambda: [None, None])
+    looks: list[Automaton] = field(default_factory=lambda: [automaton.END_ALONE])  # automata of lookaheads; index 0: end of text
 
-    def position(self) -> int:
+    def new_position(self) -> int:
         if len(self.reads) >= MAX_EXPLORED:
             raise TooLarge(f"more than {MAX_EXPLORED} positions")
-        self.silent.append([])
+        self.empty_moves.append([])
         self.reads.append(None)
         return len(self.reads) - 1
 
-    def lay(self, tree: Tree, first: int, last: int) -> None:
+    def add_moves(self, tree: Tree, first: int, last: int) -> None:
         """Adds the moves of a part of the pattern between two positions."""
         match tree:
             case Class(ranges, wide, vague):
                 sure = ranges if self.plain_text or not vague else intersection(ranges, SAFE.ranges)
-                at = self.position()
-                self.silent[first].append((at, None))
+                at = self.new_position()
+                self.empty_moves[first].append((at, None))
                 self.reads[at] = (wide if self.wide else sure, last)
             case Sequence(items):
                 for item in items[:-1]:
-                    onward = self.position()
-                    self.lay(item, first, onward)
+                    onward = self.new_position()
+                    self.add_moves(item, first, onward)
                     first = onward
                 if items:
-                    self.lay(items[-1], first, last)
+                    self.add_moves(items[-1], first, last)
                 else:
-                    self.silent[first].append((last, None))
+                    self.empty_moves[first].append((last, None))
             case Choice(options):
                 for option in options:
-                    self.lay(option, first, last)
+                    self.add_moves(option, first, last)
             case Times(item, low, high):
-                self._lay_times(item, low, high, first, last)
+                self._add_repetition(item, low, high, first, last)
             case Anchor(at_end):
-                self.silent[first].append((last, (0, 0) if at_end else (-1, -1)))
+                self.empty_moves[first].append((last, (0, 0) if at_end else (-1, -1)))
             case Look(body, negative):
-                self.silent[first].append((last, self._look(body, negative)))
+                self.empty_moves[first].append((last, self._look(body, negative)))
 
-    def _lay_times(self, item: Tree, low: int, high: int | None, first: int, last: int) -> None:
+    def _add_repetition(self, item: Tree, low: int, high: int | None, first: int, last: int) -> None:
         for _ in range(low):
-            onward = self.position()
-            self.lay(item, first, onward)
+            onward = self.new_position()
+            self.add_moves(item, first, onward)
             first = onward
         if high is None:
-            again = self.position()
-            self.silent[first].append((again, None))
-            onward = self.position()
-            self.lay(item, again, onward)
-            self.silent[onward].append((again, None))
+            again = self.new_position()
+            self.empty_moves[first].append((again, None))
+            onward = self.new_position()
+            self.add_moves(item, again, onward)
+            self.empty_moves[onward].append((again, None))
             first = again
         for _ in range((high or low) - low):
-            self.silent[first].append((last, None))
-            onward = self.position()
-            self.lay(item, first, onward)
+            self.empty_moves[first].append((last, None))
+            onward = self.new_position()
+            self.add_moves(item, first, onward)
             first = onward
-        self.silent[first].append((last, None))
+        self.empty_moves[first].append((last, None))
 
     def _look(self, body: Tree, negative: bool) -> tuple[int, int]:
-        """Returns the indices of the lookahead's automata: for the start of the text, and for other positions."""
+        """Returns the indices into `looks` of a lookahead's automata: (at the start of the text, at other positions)."""
         wide = self.wide != negative
         numbers = []
         for at_start in (True, False):
@@ -329,14 +339,14 @@ class _Threads:
     def closure(self, threads: Iterable[tuple[int, Pending]], at_start: bool) -> Threads:
         """Returns the threads that the given threads reach without reading a character.
 
-        Each returned thread is at the end of the pattern or reads a character next. A thread is omitted if another thread at the
-        same position has a subset of its pending lookaheads, because that thread accepts at least as many texts.
+        Each returned thread is at the end of the pattern or reads a character next. If two threads at one position have pending
+        lookaheads A and B, and A is a subset of B, the thread with B is omitted, because the thread with A accepts all its texts.
         """
         waiting = list(threads)
         seen = set(waiting)
         while waiting:
             position, pending = waiting.pop()
-            for target, condition in self.silent[position]:
+            for target, condition in self.empty_moves[position]:
                 onward = self._with(pending, condition, at_start)
                 if onward is not None and (target, onward) not in seen:
                     seen.add((target, onward))
@@ -408,12 +418,13 @@ def _language(
 ) -> Automaton:
     """Returns the automaton of the texts that the tree matches completely.
 
-    It recurses into nested lookaheads, whose depth is limited.
+    Recurses into nested lookaheads, whose depth MAX_GROUP_DEPTH limits.
 
     Args:
+        plain_text, wide: as in _Threads.
         at_start: whether `^` matches at the first character.
-        known: cache of the automata of lookaheads; None: a new cache.
+        known: cache of lookahead automata; None: a new cache.
     """
     threads = _Threads(wide, plain_text, {} if known is None else known)
-    threads.lay(tree, 0, 1)
+    threads.add_moves(tree, 0, 1)
     return explored(threads.closure([(0, frozenset())], at_start), threads.step)

@@ -30,7 +30,7 @@ OTHER_SPACE: Ranges = (
 # Decimal digits of other scripts, which Python's \d includes.
 OTHER_DIGITS = normalized((code, code) for code in range(0x80, MAX_CODE_POINT + 1) if chr(code).isdecimal())
 _NAMED: dict[str, Ranges] = {"d": DIGITS, "w": WORD, "s": SPACE}
-_BEYOND: dict[str, Ranges] = {"d": OTHER_DIGITS, "w": BEYOND_ASCII, "s": OTHER_SPACE}  # members in some dialects
+_BEYOND: dict[str, Ranges] = {"d": OTHER_DIGITS, "w": BEYOND_ASCII, "s": OTHER_SPACE}  # members in only some dialects
 _CONTROL = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
 _COUNT = re.compile(r"\{(\d+)(?:(,)(\d+)?)?\}", re.ASCII)
 _ESCAPED_NAME = re.compile(r"\\[dwsDWS]")
@@ -243,7 +243,7 @@ class _Parser:
             raise self._refuse("a character class is not closed")
         first, last = _single(low), _single(self._class_char())
         if first is None or last is None or last < first:
-            raise self._refuse("a range in a character class must lead from a character to a later one")
+            raise self._refuse("a range in a character class must have two characters, the first not after the last")
         return Class(((first, last),), ((first, last),))
 
     def _class_char(self) -> Class:
@@ -252,7 +252,10 @@ class _Parser:
         return self._escape(in_class=True) if char == "\\" else _one(ord(char))
 
     def _escape(self, in_class: bool) -> Class:
-        """Returns the class of an escape. A named class has only ASCII members for sure; dialects differ about other members."""
+        """Returns the class of an escape.
+
+        All dialects agree about the ASCII members of a named class, such as `\\d`. They differ about its other members.
+        """
         if self._at >= len(self._pattern):
             raise self._refuse("the pattern ends with a backslash")
         char = self._pattern[self._at]
@@ -301,6 +304,6 @@ def _one(code: int) -> Class:
 
 
 def _single(found: Class) -> int | None:
-    """Returns the code point of a class with one character, or None if the class has several."""
+    """Returns the code point of a class that has one character, or None if the class has several characters."""
     ranges = found.ranges
     return ranges[0][0] if ranges == found.wide and len(ranges) == 1 and ranges[0][0] == ranges[0][1] else None

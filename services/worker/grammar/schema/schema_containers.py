@@ -1,4 +1,8 @@
-"""Rules for the objects and arrays of a schema: one per position, and also per count if the number of properties is limited."""
+"""Rules for the objects and arrays of a schema.
+
+An object has one rule per position in its list of declared properties. If the number of properties is limited, it has one rule
+per position and number of properties so far.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,14 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import (
     types_of,
 )
 
-MAX_COUNTED_STATES = 2000  # largest product of positions and counts of an object
+MAX_COUNTED_STATES = 2000  # largest number of an object's rules, by position and number of properties so far
 MANY_PROPERTIES = 64  # if an object has more properties, each optional pair becomes a rule
 RUN_ITEMS = 32  # largest number of consecutive required pairs in one rule
 _COLON = Seq((WS, Text(":"), WS))
 
 
 class Builder(Protocol):
-    """Builds the nodes of members and keys, and turns nodes into rules."""
+    """Builds the nodes of an object's keys and values and of an array's items, and turns nodes into rules."""
 
     def node(self, schema: Any, path: str) -> Node: ...
 
@@ -129,7 +133,8 @@ def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
         if member is not False:
             at = child(where, name) if name in written else child(path, "additionalProperties")
             pair = _pair(_key(name, where), builder.node(member, at))
-            # An optional pair occurs in several rules. With hundreds of pairs, separate rules reduce the cost to a tenth.
+            # An optional pair occurs in several rules. With hundreds of pairs, one shared rule per pair reduces the cost to a
+            # tenth.
             shared = len(properties) > MANY_PROPERTIES and name not in required
             pairs.append((builder.define(pair) if shared else pair, name in required))
         elif name in required:
@@ -180,8 +185,8 @@ def _extra_pair(builder: Builder, schema: Schema, path: str, properties: Mapping
     if "patternProperties" in limits:
         return _pattern_pair(builder, schema, path, properties, additional)
     declared = [*properties, *names(schema, "required", path)]
-    says = bool(declared) or ("properties" in schema and not schema.get("minProperties"))
-    if additional is False or (says and additional is None and not limits):
+    is_declared = bool(declared) or ("properties" in schema and not schema.get("minProperties"))
+    if additional is False or (is_declared and additional is None and not limits):
         return None
     value = VALUE if additional is None else builder.node(additional, child(path, "additionalProperties"))
     if "propertyNames" in limits:
@@ -216,13 +221,14 @@ def _found(pattern: str, name: str, path: str) -> bool:
 
 
 def _with_named(builder: Builder, schema: Schema, path: str) -> Schema:
-    """Converts a `propertyNames` with an enum or a const into declared properties, each of which occurs at most once.
+    """Returns the schema with the names in `propertyNames` as declared properties, if these names are an enum or a const.
 
-    A `propertyNames` that allows every name is removed.
+    Declared properties occur at most once in an object. A `propertyNames` that allows every name is removed. Any other
+    `propertyNames` does not change.
     """
     where = child(path, "propertyNames")
     found = builder.followed(schema.get("propertyNames", True), where)
-    if found is True or (isinstance(found, dict) and _says(found) <= {"type"} and "string" in types_of(found, where)):
+    if found is True or (isinstance(found, dict) and _keywords_of(found) <= {"type"} and "string" in types_of(found, where)):
         return {key: value for key, value in schema.items() if key != "propertyNames"}
     if not isinstance(found, dict) or not ("enum" in found or "const" in found) or schema.get("patternProperties"):
         return schema
@@ -242,7 +248,7 @@ def _with_named(builder: Builder, schema: Schema, path: str) -> Schema:
     return {**rest, "properties": declared, "additionalProperties": False}
 
 
-def _says(schema: Schema) -> set[str]:
+def _keywords_of(schema: Schema) -> set[str]:
     return {key for key in schema if not is_annotation(key)}
 
 
@@ -257,8 +263,8 @@ def _pair(key: Node, value: Node) -> Node:
 def _key_except(builder: Builder, declared: set[str]) -> Ref:
     """Returns the node of a key without escapes that differs from all declared keys.
 
-    Otherwise a declared key could occur twice, and most parsers use the last value. There is one rule per prefix of a declared
-    key, with the characters that may follow the prefix.
+    If an undeclared pair could have a declared key, the key could occur twice, and most parsers would use the last value. There
+    is one rule per prefix of a declared key, with the characters that may follow the prefix.
     """
     following: dict[str, set[str]] = {"": set()}
     for name in sorted(declared):
@@ -281,46 +287,50 @@ def _is_safe(char: str) -> bool:
 
 
 class _PairStates:
-    """Builds the rules of an object. A rule matches the rest of the object, given the next declared pair and the pairs so far."""
+    """Builds the rules of an object.
+
+    A rule matches the rest of the object. It depends on the next declared pair and the number of pairs so far.
+    """
 
     def __init__(self, builder: Builder, members: _Members) -> None:
         self._builder = builder
         self._members = members
-        # By (index of the next declared pair, pairs so far, whether the next pair is the first); None if no text can follow.
+        # Rules by (index of the next declared pair, number of pairs so far, whether the next pair is the first of the object).
+        # None: no text can complete the object.
         self._rules: dict[tuple[int, int, bool], Node | None] = {}
 
     def first(self) -> Node:
         """Returns the node of the whole object. Builds the rules from the last declared pair backwards, without recursion."""
         members = self._members
-        for place in range(len(members.pairs), -1, -1):
+        for index in range(len(members.pairs), -1, -1):
             for pairs in range(members.counted_to, -1, -1):
                 for is_first in (False, True) if pairs == 0 else (False,):
-                    options = self._options(place, pairs, is_first)
-                    self._rules[place, pairs, is_first] = self._state(place, options) if options else None
+                    options = self._options(index, pairs, is_first)
+                    self._rules[index, pairs, is_first] = self._state(index, options) if options else None
         start = self._rules[0, 0, True]
         assert start is not None, "the counts were checked against the properties"
         return start
 
-    def _state(self, place: int, options: list[Node]) -> Node:
+    def _state(self, index: int, options: list[Node]) -> Node:
         """Returns a reference to a new rule, or the node itself if it continues a run of required pairs.
 
         A run of required pairs in one rule compiles four times as fast as one rule per pair.
         """
         node = choice(options)
-        follows_required = place > 0 and self._members.pairs[place - 1][1] and not self._members.counted_to
+        follows_required = index > 0 and self._members.pairs[index - 1][1] and not self._members.counted_to
         if follows_required and isinstance(node, Seq) and len(node.items) < RUN_ITEMS:
             return node
         return self._builder.define(node)
 
-    def _options(self, place: int, pairs: int, is_first: bool) -> list[Node]:
+    def _options(self, index: int, pairs: int, is_first: bool) -> list[Node]:
         members = self._members
         room = members.high is None or pairs < members.high
         after = min(pairs + 1, members.counted_to)
-        if place == len(members.pairs):
+        if index == len(members.pairs):
             return self._last(pairs, is_first, room)
-        pair, required = members.pairs[place]
+        pair, required = members.pairs[index]
         options: list[Node] = []
-        taken, left_out = self._rules[place + 1, after, False], self._rules[place + 1, pairs, is_first]
+        taken, left_out = self._rules[index + 1, after, False], self._rules[index + 1, pairs, is_first]
         if room and taken is not None:
             follows = taken.items if isinstance(taken, Seq) else (taken,)
             options.append(Seq((_joined(pair, is_first), *follows)))

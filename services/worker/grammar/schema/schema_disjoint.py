@@ -12,6 +12,12 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import follow, 
 
 
 def disjoint(document: Any, left: Any, right: Any, path: str) -> bool:
+    """Returns whether no value satisfies both schemas. False if this is not certain.
+
+    Args:
+        document: the whole schema, to which references refer.
+        path: JSON pointer for errors.
+    """
     left, right = follow(document, left, path), follow(document, right, path)
     if not isinstance(left, dict) or not isinstance(right, dict):
         return False

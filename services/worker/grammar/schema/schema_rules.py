@@ -13,7 +13,7 @@ from typing import Any
 from rootstock_llm.services.worker.grammar.schema import json_rules
 from rootstock_llm.services.worker.grammar.schema.automaton import TooLarge
 from rootstock_llm.services.worker.grammar.schema.ebnf import Grammar, Node, Ref, Seq, Text, choice
-from rootstock_llm.services.worker.grammar.schema.formats import ANY_TEXT, BESIDE_PATTERN, PATTERNS
+from rootstock_llm.services.worker.grammar.schema.formats import ANY_TEXT, LENIENT_PATTERNS, PATTERNS
 from rootstock_llm.services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, QUOTE, STRING, VALUE
 from rootstock_llm.services.worker.grammar.schema.number_ranges import import_rules, multiples, numeric_keywords, whole_multiple
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused, one_line
@@ -38,8 +38,8 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import (
     types_of,
 )
 
-FEW = 16  # up to this number, constants are listed as they are; above it, common prefixes are shared
-MAX_DEPTH = 64  # nested common prefixes
+MAX_LISTED = 16  # largest number of constants that are listed one by one; more constants share their common prefixes
+MAX_DEPTH = 64  # nesting depth of common prefixes
 MAX_RULES = 20_000  # rules of one schema
 
 
@@ -68,15 +68,18 @@ def _grammar(builder: RuleBuilder) -> Grammar:
 
 
 class RuleBuilder:
-    """Builds nodes of schemas. Recurses into nested schemas, whose depth is limited. Referenced schemas are built afterwards."""
+    """Builds the nodes and rules of one schema document.
+
+    node() recurses into nested schemas, whose depth is limited. build_referenced() builds the schemas to which `$ref` refers.
+    """
 
     def __init__(self, document: Any) -> None:
         self.rules: dict[str, Node] = {}
-        self.imported: dict[str, str] = {}
+        self.imported: dict[str, str] = {}  # see Grammar.imported
         self.document = document
-        self._referenced: dict[str, str] = {}  # name of the rule by JSON pointer
-        self._waiting: list[tuple[str, str, Any]] = []
-        self._strings: dict[StringLimits, Node] = {}
+        self._referenced: dict[str, str] = {}  # name of the rule by JSON pointer of the referenced schema
+        self._waiting: list[tuple[str, str, Any]] = []  # referenced schemas without a rule, as (rule name, pointer, schema)
+        self._strings: dict[StringLimits, Node] = {}  # cached nodes of limited strings
 
     def node(self, schema: Any, path: str) -> Node:
         if schema is True:
@@ -134,16 +137,16 @@ class RuleBuilder:
         A pattern with unlimited repetitions becomes an automaton, whose loops become recursive rules, because masks of unlimited
         repetitions take a hundred times as long. If the automaton is too large, the pattern is translated directly if possible.
         """
-        own = limits.as_it_stands(self.define)
-        if own is not None and limits.has_end:
-            return own
+        direct = limits.direct_node(self.define)
+        if direct is not None and limits.is_bounded:
+            return direct
         prefix = f"a{len(self._strings)}"
         try:
             rules = string_of(limits.automaton(), prefix)
         except TooLarge:
-            if own is None:
+            if direct is None:
                 raise
-            return own
+            return direct
         self.rules.update(rules)
         if len(self.rules) > MAX_RULES:
             raise TooLarge(f"more than {MAX_RULES} rules")
@@ -235,12 +238,12 @@ class RuleBuilder:
                 raise refuse(child(path, "contentEncoding"), "must be base64 or base64url, unless the schema has a pattern")
             format_name = encoding
         if pattern is None and format_name is not None and format_name not in (*PATTERNS, *ANY_TEXT):
-            known = ", ".join(BESIDE_PATTERN)
-            why = f"'{one_line(format_name)}' is not supported; supported are {known}, and some of zod and pydantic"
+            known = ", ".join(LENIENT_PATTERNS)
+            why = f"'{one_line(format_name)}' is not supported; supported are {known}, and some formats of zod and pydantic"
             raise refuse(child(path, "format"), why)
         if pattern is not None:
-            beside = BESIDE_PATTERN.get(format_name or "")
-            patterns = (pattern,) if beside is None else (pattern, beside)
+            lenient = LENIENT_PATTERNS.get(format_name or "")
+            patterns = (pattern,) if lenient is None else (pattern, lenient)
             return self._limited(StringLimits(patterns, low, high), child(path, "pattern"))
         if format_name is not None and format_name in PATTERNS:
             return self._limited(StringLimits((PATTERNS[format_name],), low, high), child(path, "format"))
@@ -248,14 +251,14 @@ class RuleBuilder:
 
 
 class PartialRuleBuilder(RuleBuilder):
-    """Ignores the keywords that it cannot enforce: builds a schema again without the refused keyword.
+    """A builder that ignores keywords that it cannot enforce: it removes a refused keyword and builds the schema again.
 
-    Nodes are cached by path, so that members are not built again.
+    Nodes are cached by path, so that nested schemas are not built again.
     """
 
     def __init__(self, document: Any) -> None:
         super().__init__(document)
-        self._made: dict[str, Node] = {}
+        self._made: dict[str, Node] = {}  # nodes by JSON pointer
 
     def node(self, schema: Any, path: str) -> Node:
         made = self._made.get(path)
@@ -274,8 +277,8 @@ def _enforceable(schema: Any) -> Any:
     """Returns the schema without keywords that cannot be combined with its other keywords.
 
     - If the schema has `const` or `enum`, only this keyword and `type` remain.
-    - If it has keywords of a type, such as minLength, they and `type` remain, and combiners are removed.
-    - Otherwise only the first combiner remains.
+    - Otherwise, if it has keywords of a type, such as minLength, these keywords and `type` remain, and combiners are removed.
+    - Otherwise, only the first combiner remains.
     """
     if not isinstance(schema, dict):
         return True
@@ -313,7 +316,7 @@ def any_of(texts: Sequence[str], define: Callable[[Node], Ref], depth: int = 0) 
         depth: number of common prefixes that were already removed from these texts.
     """
     distinct = sorted(set(texts))
-    if len(distinct) <= FEW or depth == MAX_DEPTH:
+    if len(distinct) <= MAX_LISTED or depth == MAX_DEPTH:
         return choice(Text(text) for text in dict.fromkeys(texts))
     length = _shared(distinct[0], distinct[-1])
     rests = itertools.groupby((text[length:] for text in distinct), key=lambda rest: rest[:1])
@@ -322,5 +325,5 @@ def any_of(texts: Sequence[str], define: Callable[[Node], Ref], depth: int = 0) 
 
 
 def _shared(first: str, last: str) -> int:
-    """Returns the length of the common prefix of the first and the last of sorted texts, which is common to all of them."""
+    """Returns the length of the common prefix of sorted texts. The first and the last of them determine it."""
     return next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))

@@ -46,14 +46,14 @@ def child(path: str, key: str | int) -> str:
 
 
 def keyword_below(path: str, refused: str) -> str:
-    """Returns the keyword of the schema at `path` below which the pointer `refused` lies; "" if it is not below the path."""
+    """Returns the keyword of the schema at `path` that contains the pointer `refused`; "" if the pointer is not below `path`."""
     if not refused.startswith(f"{path}/"):
         return ""
     return refused[len(path) + 1 :].partition("/")[0].replace("~1", "/").replace("~0", "~")
 
 
 def check_keywords(schema: Any, path: str) -> Schema:
-    """Returns the schema. Raises GrammarRefused if a keyword is unknown or cannot be combined with another one."""
+    """Returns the schema. Raises GrammarRefused if a keyword is unknown or cannot be combined with another keyword."""
     if not isinstance(schema, dict):
         raise refuse(path, "must be an object, or true" if schema is not False else "the schema false allows no value")
     for key in schema:
@@ -62,10 +62,10 @@ def check_keywords(schema: Any, path: str) -> Schema:
     if "$id" in schema and path != "#":
         raise refuse(child(path, "$id"), "is only supported at the root of the schema")
     combiners = [key for key in COMBINERS if key in schema]
-    beside = [key for key in schema if key in TYPED or key in COMBINERS or key == "type"]
+    others = [key for key in schema if key in TYPED or key in COMBINERS or key == "type"]
     if combiners:
         allowed = {combiners[0], "type"} if combiners[0] in ("enum", "const") else {combiners[0]}
-        for key in beside:
+        for key in others:
             if key not in allowed:
                 raise refuse(child(path, key), f"is not supported together with '{combiners[0]}'")
     return schema
@@ -104,6 +104,7 @@ def type_of_value(value: Any) -> str:
 
 
 def is_of(value: Any, types: tuple[str, ...]) -> bool:
+    """Returns whether a value has one of the types; empty types allow every value."""
     found = type_of_value(value)
     return not types or found in types or (found == "integer" and "number" in types)
 

@@ -1,7 +1,7 @@
-"""Translates structural tags: formats of the whole output, with a schema, pattern or grammar for some parts of it.
+"""Translates structural tags. A structural tag describes the whole output, with a schema, pattern or grammar for some parts.
 
-A tag has xgrammar's format. Its schemas and patterns are replaced by grammars of this package, so that they have the same meaning
-as outside of a tag.
+A tag has xgrammar's format. This module replaces its schemas and patterns by grammars of this package, so that they have the same
+meaning as outside of a tag.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def structural_tag(source: str, parts: Sequence[GrammarPart] = ()) -> str:
         raise _refuse("#", "must be an object")
     layout = document.get("format") if "format" in document else _legacy(document)
     known = {"type", "format"} if "format" in document else {"type", "structures", "triggers"}
-    _no_others(document, known, "#")
+    _check_fields(document, known, "#")
     known_parts = {part.pointer: (index, part) for index, part in enumerate(parts)}
     return json.dumps({"type": KIND, "format": _format(layout, "#/format", known_parts)})
 
 
 def _legacy(document: dict[str, Any]) -> Any:
-    """Returns the format of a tag of the older kind, which has `structures` (begin, schema, end) and `triggers`."""
+    """Returns the format of a tag in SGLang's older form, which has `structures` (begin, schema, end) and `triggers`."""
     structures, triggers = document.get("structures"), document.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise _refuse("#", "needs 'format', or 'structures' and 'triggers'")
@@ -61,7 +61,7 @@ def _legacy(document: dict[str, Any]) -> Any:
         where = child("#/structures", index)
         if not isinstance(structure, dict) or not {"begin", "end"} <= structure.keys():
             raise _refuse(where, "needs 'begin' and 'end'")
-        _no_others(structure, {"begin", "schema", "end"}, where)
+        _check_fields(structure, {"begin", "schema", "end"}, where)
         schema = structure.get("schema", True)
         content = {"type": "json_schema", "json_schema": schema if schema != {} else True}
         tags.append({"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]})
@@ -69,15 +69,15 @@ def _legacy(document: dict[str, Any]) -> Any:
 
 
 def _format(layout: Any, path: str, parts: Parts) -> dict[str, Any]:
-    """Returns a format in which grammars replace schemas and patterns. parse_json() limits the depth of the recursion."""
+    """Returns the format with grammars instead of schemas and patterns. parse_json() limits the depth of the recursion."""
     kind = layout.get("type") if isinstance(layout, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise _refuse(path, f"must be an object whose 'type' is one of {', '.join(_FIELDS)}")
-    _no_others(layout, _FIELDS[kind] | {"type"}, path)
+    _check_fields(layout, _FIELDS[kind] | {"type"}, path)
     if kind == "json_schema":
         return {"type": "grammar", "grammar": _schema(layout, path, parts)}
     if kind == "regex":
-        return {"type": "grammar", "grammar": _inside(lambda: regex_ebnf(_text(layout, "pattern", path)), path, parts)}
+        return {"type": "grammar", "grammar": _build_part(lambda: regex_ebnf(_text(layout, "pattern", path)), path, parts)}
     if kind == "tag":
         _tag_ends(layout, path)
     changed = dict(layout)
@@ -94,18 +94,18 @@ def _format(layout: Any, path: str, parts: Parts) -> dict[str, Any]:
 def _schema(layout: dict[str, Any], path: str, parts: Parts) -> str:
     schema = layout.get("json_schema")
     is_partial = path in parts and parts[path][1].partial
-    return _inside(lambda: schema_grammar(schema, is_partial).render(), path, parts)
+    return _build_part(lambda: schema_grammar(schema, is_partial).render(), path, parts)
 
 
-def _inside(build: Callable[[], str], path: str, parts: Parts) -> str:
+def _build_part(build: Callable[[], str], path: str, parts: Parts) -> str:
     try:
         return build()
     except GrammarRefused as error:
         if path not in parts:
             raise _refuse(path, str(error)) from None
         index, part = parts[path]
-        place = error.path if error.path.startswith(DEFINITIONS) else f"#{part.within}{error.path[1:]}"
-        raise GrammarRefused(f"{place}: {error.why}" if error.path else str(error), part=index) from None
+        pointer = error.path if error.path.startswith(DEFINITIONS) else f"#{part.within}{error.path[1:]}"
+        raise GrammarRefused(f"{pointer}: {error.why}" if error.path else str(error), part=index) from None
 
 
 def _tag_ends(layout: dict[str, Any], path: str) -> None:
@@ -123,7 +123,7 @@ def _text(layout: dict[str, Any], key: str, path: str) -> str:
     return value
 
 
-def _no_others(found: dict[str, Any], known: frozenset[str] | set[str], path: str) -> None:
+def _check_fields(found: dict[str, Any], known: frozenset[str] | set[str], path: str) -> None:
     for key in found:
         if key not in known:
             raise _refuse(child(path, key), "is not supported")

@@ -18,12 +18,12 @@ from rootstock_llm.services.worker.grammar.compile.byte_cursor import ByteCursor
 from rootstock_llm.services.worker.grammar.compile.forking_compiler import prepare
 from rootstock_llm.services.worker.grammar.compile.grammar_compiler import Compiled, GrammarCompiler
 from rootstock_llm.services.worker.grammar.compile.grammar_limits import GrammarLimits
-from rootstock_llm.services.worker.grammar.compile.trial import allowed_ids, try_out
+from rootstock_llm.services.worker.grammar.compile.trial import allowed_ids, run_trial
 from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
 from rootstock_llm.services.worker.grammar.match.mask_filler import MaskFiller
 from rootstock_llm.services.worker.grammar.match.matcher import (
     BROKEN,
-    MAX_UNSEEN,
+    MAX_BACKLOG,
     TOO_SLOW,
     ForcedText,
     MatcherSetup,
@@ -181,19 +181,19 @@ def test_trial_refuses_a_grammar_with_an_expensive_search_for_jumps() -> None:
     limits = GrammarLimits(step_ms=0.1, burst_ms=5)
     cheap = regex("a*")
     endless = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "a" root'))  # the search reads 256 bytes after each token
-    try_out(cheap, model.vocabulary().tokens, limits)
+    run_trial(cheap, model.vocabulary().tokens, limits)
     with pytest.raises(GrammarRefused, match="too expensive"):
-        try_out(Compiled(cheap.grammar, endless.by_bytes), model.vocabulary().tokens, limits)
+        run_trial(Compiled(cheap.grammar, endless.by_bytes), model.vocabulary().tokens, limits)
 
 
 def test_trial_refuses_expensive_grammars_and_dead_ends() -> None:
     ambiguous = model.compiled(GrammarSpec(GrammarKind.EBNF, "root ::= s\ns ::= s s s | s s | [a-z]"))
     nowhere = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "ab" x\nx ::= x'))
     with pytest.raises(GrammarRefused, match="too expensive"):
-        try_out(ambiguous, model.vocabulary().tokens, GrammarLimits())
+        run_trial(ambiguous, model.vocabulary().tokens, GrammarLimits())
     with pytest.raises(GrammarRefused, match="dead end"):
-        try_out(nowhere, model.vocabulary().tokens, GrammarLimits())
-    try_out(regex("[0-9]+"), model.vocabulary().tokens, GrammarLimits())
+        run_trial(nowhere, model.vocabulary().tokens, GrammarLimits())
+    run_trial(regex("[0-9]+"), model.vocabulary().tokens, GrammarLimits())
 
 
 def test_masks_stay_valid_when_next_step_is_filled() -> None:
@@ -218,7 +218,7 @@ def test_masks_after_draft_tokens_equal_masks_after_acceptance() -> None:
     wrong = [*guess[:2], model.tokenizer().encode_batch(["7"], False)[0][0], *guess[2:]]
     matchers = {row: model.matcher(schema(names)) for row in (2, 5, 6)}
     before = {row: mask.copy() for row, mask in filler.fill(matchers.items()).items()}
-    masks = filler.behind(matchers.items(), {2: [*guess, model.EOS[0], 5], 5: wrong, 6: guess})
+    masks = filler.fill_after_drafts(matchers.items(), {2: [*guess, model.EOS[0], 5], 5: wrong, 6: guess})
     assert {row: len(mask) for row, mask in masks.items()} == {2: len(guess), 5: 2, 6: 12 - len(guess) - 2}
     for row, matcher in matchers.items():
         np.testing.assert_array_equal(matcher.mask(), before[row])
@@ -299,7 +299,7 @@ def test_cursor_follows_accepted_tokens_in_small_batches(monkeypatch: pytest.Mon
     assert all(matcher.accept(token) for _ in range(1000))
     text = b"".join(model.vocabulary().tokens[found] for found in matcher.forced())
     assert len(text) > 5 and b"the end of it".startswith(text)
-    assert sum(lengths) == 1000 and max(lengths) <= MAX_UNSEEN
+    assert sum(lengths) == 1000 and max(lengths) <= MAX_BACKLOG
 
 
 def test_resumed_outputs_do_not_count_as_slow_step() -> None:
