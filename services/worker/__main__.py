@@ -1,6 +1,7 @@
 """python -m rootstock_llm.services.worker: creates the parts of a worker, connects them and serves.
 
-The asyncio loop serves gRPC. The thread `scheduler` runs the loop over core and executor. The executor's threads compute.
+The asyncio loop serves gRPC. The thread `scheduler` runs loop.Loop, which calls core and executor. The executor's threads
+compute.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class LoopObserver:
         if deadline is None:
             self._pulse.beat()
         else:
-            self._pulse.works(deadline)
+            self._pulse.begin_command(deadline)
 
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()
@@ -93,12 +94,12 @@ class LoopObserver:
     def ended(self, plan: BatchPlan, seconds: float) -> None:
         self._pulse.beat()
         self._counts.ended(plan, seconds)
-        self._limit.took(plan, seconds)
+        self._limit.record_step(plan, seconds)
 
-    def turned(self, stats: StepStats, busy: bool) -> None:
+    def iteration_ended(self, stats: StepStats, busy: bool) -> None:
         self._pulse.beat()
-        self._counts.turned(stats)
-        self._load.turned(stats)
+        self._counts.iteration_ended(stats)
+        self._load.iteration_ended(stats)
 
     def cached(self, events: CacheEvents) -> None:
         self._counts.cached(events)
@@ -107,6 +108,8 @@ class LoopObserver:
 
 
 class MeasuredOutbox:
+    """An outbox that records the latencies of outputs before it sends them."""
+
     def __init__(self, worker_metrics: WorkerMetrics, outbox: StreamOutbox) -> None:
         self._metrics, self._outbox = worker_metrics, outbox
 
@@ -214,7 +217,10 @@ def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService,
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Serves until a signal. Metrics are served from the start; the health service reports ready once the model is loaded."""
+    """Serves until SIGTERM or SIGINT.
+
+    /metrics is available from the start. The health service reports ready when the model is loaded and _warm_up() has ended.
+    """
     health = grpc_server.HealthService("worker")
     registry = _registry(settings)
     life = WorkerLife()
@@ -254,32 +260,32 @@ async def serve(settings: WorkerSettings) -> None:
         guard=guard,
     )
     probes = await grpc_server.start_probe_port(settings.host, settings.health_port, health)
-    operated = None if mtls is None else PortGuard(mtls, Role.GATEWAY, Role.OPERATOR)
+    control_guard = None if mtls is None else PortGuard(mtls, Role.GATEWAY, Role.OPERATOR)
     engine.weights.on_replaced = servicer.weights_replaced
     kv_peers = engine.peer_reader.rates if engine.peer_reader is not None else tuple
-    at = _control_address(settings)
-    control = await start_control(at, inbox.put, info.worker_id, info.model, engine.weights, operated, kv_peers)
+    address = _control_address(settings)
+    control = await start_control(address, inbox.put, info.worker_id, info.model, engine.weights, control_guard, kv_peers)
     scheduler.start()
     watchdog.start()
-    keeping = asyncio.create_task(publisher.keep()) if publisher else None
-    await _either(warming, stop)
+    publishing = asyncio.create_task(publisher.run()) if publisher else None
+    await _wait_for_either(warming, stop)
     if not stop.is_set():
         await health.set_ready(True)
         life.ready()
-    beside = [asyncio.create_task(load_report.keep())]
+    background = [asyncio.create_task(load_report.run())]
     if engine.book is not None:
-        beside.append(asyncio.create_task(UnusedGrammars(engine.book).run()))
+        background.append(asyncio.create_task(UnusedGrammars(engine.book).run()))
     pod_cost = _pod_cost(settings, load_report)
     if pod_cost is not None:
         pod_cost.start()
 
-    async def leave() -> None:
+    async def drain_worker() -> None:
         life.draining()
         await drain(outbox, load_report, scheduler, settings.grace_s)
 
-    await server.serve_until(stop, grpc_server.CLOSE_S, leave)
-    scheduler.leave_if_alive()
-    for task in beside:
+    await server.serve_until(stop, grpc_server.CLOSE_S, drain_worker)
+    scheduler.exit_if_alive()
+    for task in background:
         task.cancel()
     if pod_cost is not None:
         pod_cost.stop()
@@ -288,15 +294,15 @@ async def serve(settings: WorkerSettings) -> None:
     if probes is not None:
         await probes.stop(0)
     watchdog.stop()
-    if keeping is not None:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+    if publishing is not None:
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
     engine.close()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
 
 
-async def _either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
+async def _wait_for_either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
     """Waits until the task ends or `stop` is set. If the task has failed, raises its error."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -308,7 +314,7 @@ async def _either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
 async def _warm_up(settings: WorkerSettings, engine: Engine) -> None:
     """Starts the grammar compiler before the worker is ready, so that the first request with a grammar does not wait for it.
 
-    The fake executor skips this, because tests need a fast start and rarely use grammars.
+    With the fake executor, the compiler starts at the first grammar, because tests need a fast start and rarely use grammars.
     """
     if engine.book is not None and settings.executor != "fake":
         await asyncio.to_thread(engine.book.pool.warm_up)
@@ -319,7 +325,7 @@ def _first_steps(settings: WorkerSettings, engine: Engine, pulse: Pulse, limit: 
     if settings.executor == "fake":  # fake_step_s sets the time of its steps, so there is nothing to measure
         return
     text = ModelText(engine.tokenizer)
-    run_first_steps(engine.executor, engine.core.config, text, engine.info.generates, limit.took)
+    run_first_steps(engine.executor, engine.core.config, text, engine.info.generates, limit.record_step)
     logger.info("a step may take %.1f s", limit.seconds)
 
 
@@ -344,7 +350,10 @@ def _from_thread(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthServ
 
 
 def _publisher(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: CollectorRegistry) -> IndexPublisher | None:
-    """Returns the publisher to the prefix index, or None without Redis. Without cache events, it only renews the lease."""
+    """Returns the publisher of this worker's lease and cached blocks, or None if no Redis is set.
+
+    If enable_prefix_index is off, the publisher gets no cache events and only renews the lease.
+    """
     if not settings.redis_url:
         return None
     publisher = IndexPublisher(settings.redis_url, info.model, info.worker_id, info.generation)

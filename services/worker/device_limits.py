@@ -1,7 +1,8 @@
 """Defaults of max_running_requests and chunked_prefill_size, by the device's memory.
 
-A device with more memory stores the KV of more requests. It is usually faster, too, and computes a longer chunk in the same time.
-The chunk sizes are SGLang's defaults by GPU memory. At most 256 requests run, the default row limit of decode graphs.
+A device with more memory stores the KV of more requests. It is usually also faster and computes a longer chunk in the same time.
+The chunk sizes are SGLang's defaults by GPU memory. No default of max_running_requests exceeds 256, because decode graphs have at
+most 256 rows by default.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def limits_of(device_bytes: int | None) -> StepLimits:
 
 
 def resolved(settings: WorkerSettings, device_bytes: int | None) -> WorkerSettings:
-    """Returns the settings with unset limits replaced by the device's defaults. A chunk size of 0 then means no chunks."""
+    """Returns the settings with unset limits replaced by the device's defaults.
+
+    In the result, a chunked_prefill_size of 0 means that prompts are not split into chunks.
+    """
     limits, found = limits_of(device_bytes), {}
     if settings.max_running_requests == BY_DEVICE:
         found["max_running_requests"] = limits.max_running_requests
@@ -46,12 +50,12 @@ def resolved(settings: WorkerSettings, device_bytes: int | None) -> WorkerSettin
     return settings.model_copy(update=found)
 
 
-def most_step_tokens(settings: WorkerSettings) -> int:
+def max_step_tokens(settings: WorkerSettings) -> int:
     """Returns the number of tokens of the largest step that the scheduler plans.
 
-    With chunks, a step has at most chunked_prefill_size tokens, including the decode rows of a mixed step. If many rows decode,
-    it still has one page of prompt tokens. Without chunks, a step has up to max_prefill_tokens plus the decode rows of a mixed
-    step. The executor computes a single longer prompt in pieces.
+    With chunks, a step has at most chunked_prefill_size tokens, including the decode rows of a mixed step. A mixed step with many
+    decode rows still has one page of prompt tokens. Without chunks, a step has up to max_prefill_tokens plus the decode rows of a
+    mixed step. A single prompt may be longer; the executor then computes it in pieces.
 
     Args:
         settings: settings from resolved().

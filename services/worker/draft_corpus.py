@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 SETTING = "--speculative-ngram-external-corpus-path"
 PIECE_CHARS = 1 << 16  # longer texts are encoded in pieces of this many characters, which limits memory
-PIECES = 64  # pieces per call of the tokenizer
+BATCH_PIECES = 64  # pieces per call of the tokenizer
 
 Encode = Callable[[Sequence[str], bool], Sequence[Sequence[int]]]
 
@@ -36,7 +36,7 @@ def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 
         int32[n], with BETWEEN_TEXTS between texts.
 
     Raises:
-        ValueError: the settings do not fit, or the file is missing, unreadable, malformed, empty or too large.
+        ValueError: speculative_algorithm is not ngram, or the file is missing, unreadable, malformed, empty or too large.
     """
     path = settings.speculative_ngram_external_corpus_path
     if not path:
@@ -44,17 +44,17 @@ def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 
     if settings.speculative_algorithm != "ngram":
         raise ValueError(f"{SETTING} has no effect with --speculative-algorithm {settings.speculative_algorithm}")
     pieces, encoder = _pieces(_texts(Path(path))), encode()
-    most, tokens = settings.speculative_ngram_external_corpus_max_tokens, array("i")
-    while some := list(islice(pieces, PIECES)):
-        for (begins, _), ids in zip(some, encoder([piece for _, piece in some], False), strict=True):
-            if begins and tokens:
+    limit, tokens = settings.speculative_ngram_external_corpus_max_tokens, array("i")
+    while batch := list(islice(pieces, BATCH_PIECES)):
+        for (is_first, _), ids in zip(batch, encoder([piece for _, piece in batch], False), strict=True):
+            if is_first and tokens:
                 tokens.append(BETWEEN_TEXTS)
             tokens.extend(ids)
-        if len(tokens) > most:
-            raise ValueError(f"{SETTING}: {path} has more than {most} tokens (--speculative-ngram-external-corpus-max-tokens)")
+        if len(tokens) > limit:
+            raise ValueError(f"{SETTING}: {path} has more than {limit} tokens (--speculative-ngram-external-corpus-max-tokens)")
     if not tokens:
         raise ValueError(f"{SETTING}: {path} has no text")
-    logger.info("ngram drafts also come from %s with %d tokens", path, len(tokens))
+    logger.info("n-gram drafts also use the corpus %s, which has %d tokens", path, len(tokens))
     return np.array(tokens, dtype=np.int32)
 
 
@@ -93,15 +93,12 @@ def _record(line: str, where: str) -> str:
         raise ValueError(f"{where} is not JSON") from None
     text = record.get("text") if isinstance(record, dict) else record
     if not isinstance(text, str):
-        raise ValueError(f"{where} is neither a string nor an object with a string named text")
+        raise ValueError(f"{where} must be a string, or an object whose field 'text' is a string")
     return text
 
 
 def _pieces(texts: Iterator[str]) -> Iterator[tuple[bool, str]]:
-    """Yields (whether the piece is the first of its text, piece). A piece ends at a line break if it has one.
-
-    Pieces limit the memory of encoding.
-    """
+    """Yields (whether the piece is the first of its text, piece). A piece ends at its last line break if it has one."""
     for text in texts:
         begin = 0
         while begin < len(text):

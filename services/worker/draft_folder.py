@@ -9,7 +9,7 @@ from rootstock_llm.services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-WITH_A_FOLDER = frozenset(("draft", "eagle3", "mtp"))
+FOLDER_ALGORITHMS = frozenset(("draft", "eagle3", "mtp"))  # algorithms whose draft model has its own folder
 
 
 def draft_folder(settings: WorkerSettings) -> str:
@@ -18,14 +18,14 @@ def draft_folder(settings: WorkerSettings) -> str:
     If speculative_draft_model_path is empty, the algorithm is appended to the model's folder: models/demo-eagle3 for models/demo.
 
     Returns:
-        "" if no folder is set and the one next to the model's does not exist. mtp then uses the layer in the model's checkpoint.
+        "" if no folder is set and the default folder does not exist. mtp then uses the MTP layer in the model's checkpoint.
     """
     path, algorithm = settings.speculative_draft_model_path, settings.speculative_algorithm
-    if path or algorithm not in WITH_A_FOLDER:
+    if path or algorithm not in FOLDER_ALGORITHMS:
         return path
-    model = Path(settings.model).absolute()  # "." has no name
-    beside = model.with_name(f"{model.name}-{algorithm}")
-    if not beside.is_dir():
+    model = Path(settings.model).absolute()  # absolute, because the relative path "." has no name
+    default_folder = model.with_name(f"{model.name}-{algorithm}")
+    if not default_folder.is_dir():
         return ""
-    logger.info("%s drafts with %s, because --speculative-draft-model-path is not set", algorithm, beside)
-    return str(beside)
+    logger.info("%s drafts with %s, because --speculative-draft-model-path is not set", algorithm, default_folder)
+    return str(default_folder)

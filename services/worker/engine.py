@@ -22,7 +22,7 @@ from rootstock_llm.services.worker.core.contracts.plan import VERIFIED_TOKENS
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog
 from rootstock_llm.services.worker.core.scheduler import Scheduler
 from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from rootstock_llm.services.worker.device_limits import most_step_tokens, resolved
+from rootstock_llm.services.worker.device_limits import max_step_tokens, resolved
 from rootstock_llm.services.worker.draft_corpus import draft_corpus
 from rootstock_llm.services.worker.draft_folder import draft_folder
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
@@ -48,32 +48,32 @@ from rootstock_llm.services.worker.tier_options import tier_options
 logger = logging.getLogger(__name__)
 
 OnLost = Callable[[str], None]
-CPU_FRACTION = 0.5  # share of the free memory, because other processes use the machine, too
-GPU_FRACTION = 0.9  # share of the device's memory, which only the worker uses
+CPU_FRACTION = 0.5  # default of mem_fraction_static on a CPU: other processes use the machine's memory, too
+GPU_FRACTION = 0.9  # default of mem_fraction_static on a GPU, whose memory only the worker uses
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """A loaded executor, what it has loaded, and its KV transfers with other workers."""
+class LoadedExecutor:
+    """An executor with a loaded model, and its KV transfers with other workers."""
 
     executor: Executor
     info: LoadedInfo
     stats: ExecutorStats | None = None  # counts of steps, or None if the executor counts nothing
-    kv_server: KvServer | None = None  # lets other workers read KV of this worker, or None
-    peer_reader: PeerReader | None = None  # reads KV of other workers, or None
+    kv_server: KvServer | None = None  # lets other workers read KV of this worker; None: they cannot read it
+    peer_reader: PeerReader | None = None  # reads KV of other workers; None: this worker reads none
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """The memories outside the KV pool with which the pool exchanges pages."""
+class PageExchanges:
+    """The options of everything outside the KV pool with which the pool exchanges pages."""
 
-    tiers: TierOptions | None  # the host and storage tiers, or None if there are no tiers
-    peers: PeerOptions | None  # KV transfers between workers, or None if this worker transfers no KV
+    tiers: TierOptions | None  # options of the host and storage tiers; None: there are no tiers
+    peers: PeerOptions | None  # options of KV transfers between workers; None: this worker transfers no KV
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """All parts of a worker without its servers."""
+    """The scheduler core, the executor and the objects that they use. The gRPC and HTTP servers are not part of it."""
 
     core: Scheduler
     executor: Executor
@@ -85,9 +85,9 @@ class Engine:
     tokenizer: HfTokenizer
     book: CompiledBook | None  # compiled grammars, or None if structured output is disabled
     masks: MaskFiller
-    keys: PageKeys | None  # computes the keys of pages in tiers and KV transfers, or None without either
-    kv_server: KvServer | None  # lets other workers read KV of this worker, or None to serve no reads
-    peer_reader: PeerReader | None  # reads the KV of other workers, or None if this worker does not
+    keys: PageKeys | None  # computes page keys for tiers and KV transfers; None: the worker has neither
+    kv_server: KvServer | None  # lets other workers read KV of this worker; None: they cannot read it
+    peer_reader: PeerReader | None  # reads KV of other workers; None: this worker reads none
 
     def close(self) -> None:
         """Ends the grammar compilers and the executor. The scheduler's loop must have ended."""
@@ -103,7 +103,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
         on_lost: called once, with a sentence for the log, if the executor's device stops responding.
 
     Raises:
-        ValueError: the folder, the settings or the device cannot be used; the message has the reason.
+        ValueError: the model folder, a setting or the device cannot be used. The message has the reason.
     """
     defaults = defaults_of(settings)
     name = _executor_name(settings)
@@ -111,13 +111,12 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     running, chunk = settings.max_running_requests, settings.chunked_prefill_size
     pieces = f"long prompts are computed in pieces of {chunk} tokens" if chunk else "prompts are computed in one piece"
     logger.info("up to %d requests run at once; %s", running, pieces, extra=step())
-    moves = Moves(tier_options(settings), peer_options(settings, inbox.put))
-    tokenizer = load_tokenizer(
-        settings.model, settings.chat_template
-    )  # before the weights, which take longer, because it may be missing
-    built, weights = _load(name, settings, on_lost, moves)
-    ends = end_of_sequence(settings.model, built.info.eos_token_ids, tokenizer, built.info.vocab_size)
-    info = replace(built.info, eos_token_ids=ends)
+    exchanges = PageExchanges(tier_options(settings), peer_options(settings, inbox.put))
+    # Loaded before the weights, so that a missing tokenizer is reported without a wait for the weights.
+    tokenizer = load_tokenizer(settings.model, settings.chat_template)
+    built, weights = _load(name, settings, on_lost, exchanges)
+    eos_ids = end_of_sequence(settings.model, built.info.eos_token_ids, tokenizer, built.info.vocab_size)
+    info = replace(built.info, eos_token_ids=eos_ids)
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
     logger.info("model ready", extra=fields(**asdict(info) | {"load_seconds": dict(info.load_seconds)}))
     tokens, size = info.num_pages * info.page_size, info.num_pages * info.page_bytes / 1e9
@@ -127,18 +126,19 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     logger.info("scheduler configured", extra=fields(**asdict(config)))
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
-    # A storage tier in Redis is shared: its pages are no reason to route a request to this worker, so they are not reported.
-    own = settings.hicache_storage_backend != "redis"
-    events = CacheEventLog(info.page_size, block_hash, weights.tree_root, tells_storage=own) if publishes else None
+    # All workers share a storage tier in Redis, so its pages are no reason to route a request to this worker. They are not
+    # reported.
+    reports_storage = settings.hicache_storage_backend != "redis"
+    events = CacheEventLog(info.page_size, block_hash, weights.tree_root, tells_storage=reports_storage) if publishes else None
     keys = None
     if info.host_pages or info.reads_peers:
-        secret = secrets.token_bytes(SECRET_BYTES) if moves.tiers is None else moves.tiers.secret
+        secret = secrets.token_bytes(SECRET_BYTES) if exchanges.tiers is None else exchanges.tiers.secret
         keys = PageKeys(secret, info.kv_layout.encode(), info.page_size)
     core = Scheduler(config, ModelText(tokenizer), book, events, weights.identity.revision, keys)
     built.executor.wake_on_facts(lambda: inbox.put(FactsReady()))
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
-    most = VERIFIED_TOKENS if info.max_drafts else 0
-    masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms, most)
+    max_drafts = VERIFIED_TOKENS if info.max_drafts else 0
+    masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms, max_drafts)
     return Engine(
         core,
         built.executor,
@@ -161,10 +161,12 @@ def defaults_of(settings: WorkerSettings) -> SamplingDefaults:
     return sampling_defaults(settings.model, settings.sampling_defaults == "model", settings.preferred_sampling_params)
 
 
-def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> tuple[Built, ServedWeights]:
-    """Loads the model with an executor of EXECUTORS. The model version is computed at the same time."""
+def _load(
+    executor: str, settings: WorkerSettings, on_lost: OnLost, exchanges: PageExchanges
+) -> tuple[LoadedExecutor, ServedWeights]:
+    """Loads the model with an executor of EXECUTORS, and computes the model version while the weights are loaded."""
     with WeightsReading(Path(settings.model)) as reading:
-        built = EXECUTORS[executor](settings, on_lost, moves)
+        built = EXECUTORS[executor](settings, on_lost, exchanges)
         try:
             identity = identify_model(settings.model, settings.served_model_name, reading.revision())
         except BaseException:
@@ -174,7 +176,7 @@ def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, moves: Moves
 
 
 def _bos_token_id(tokenizer: HfTokenizer) -> int:
-    """Returns the token that the tokenizer puts before a text, or -1 if it puts no token or several."""
+    """Returns the id of the token that the tokenizer puts before a text, or -1 if it puts no token or several tokens."""
     before_text = tokenizer.encode_batch([""], True)[0]
     return before_text[0] if len(before_text) == 1 else -1
 
@@ -201,6 +203,7 @@ def _book(settings: WorkerSettings, info: LoadedInfo, tokenizer: HfTokenizer, in
 
 
 def _num_pages(settings: WorkerSettings) -> int | None:
+    """Returns the number of KV pages that the settings demand, or None if the free memory determines it."""
     return -(-settings.max_total_tokens // settings.page_size) or None
 
 
@@ -225,17 +228,19 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def _cpu(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
+def _cpu(settings: WorkerSettings, on_lost: OnLost, exchanges: PageExchanges) -> LoadedExecutor:
     """Builds the CPU executor. GPU settings are ignored instead of refused, because executor `auto` may choose a CPU."""
     logger.info("loading the model; the first start on a machine also compiles kernels for about half a minute", extra=step())
-    return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost, moves)
+    return _build_on_device("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost, exchanges)
 
 
-def _cuda(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
-    return _computing(settings.device, GPU_FRACTION, settings, on_lost, moves)
+def _cuda(settings: WorkerSettings, on_lost: OnLost, exchanges: PageExchanges) -> LoadedExecutor:
+    return _build_on_device(settings.device, GPU_FRACTION, settings, on_lost, exchanges)
 
 
-def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
+def _build_on_device(
+    device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost, exchanges: PageExchanges
+) -> LoadedExecutor:
     """Builds the executor that computes the model on a device.
 
     Args:
@@ -250,7 +255,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         attention_backend=settings.attention_backend,
         cuda_graphs=settings.cuda_graphs,
         max_graph_rows=settings.cuda_graph_max_rows,
-        max_tokens=most_step_tokens(settings),
+        max_tokens=max_step_tokens(settings),
         max_whole_tokens=max(settings.max_prefill_tokens, settings.max_running_requests),
         load_threads=settings.load_threads,
         deterministic=settings.deterministic,
@@ -258,8 +263,8 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         speculative_algorithm=settings.speculative_algorithm,
         draft_model=draft_folder(settings),
         draft_corpus=draft_corpus(settings, lambda: load_tokenizer(settings.model).encode_batch),
-        tiers=moves.tiers,
-        peers=moves.peers,
+        tiers=exchanges.tiers,
+        peers=exchanges.peers,
     )
     executor, info = build_device_executor(
         model_path=settings.model,
@@ -273,10 +278,10 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         progress=logger.info,
     )
     executor.on_lost = on_lost
-    return Built(executor, info, executor.runner.stats, executor.kv_server, executor.peer_reader)
+    return LoadedExecutor(executor, info, executor.runner.stats, executor.kv_server, executor.peer_reader)
 
 
-def _fake(settings: WorkerSettings, _: OnLost, moves: Moves) -> Built:
+def _fake(settings: WorkerSettings, _: OnLost, exchanges: PageExchanges) -> LoadedExecutor:
     """Builds the fake executor. It reads config.json of the model's folder, but no weights."""
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
     context_len = settings.context_len or int(config["max_position_embeddings"])
@@ -292,18 +297,18 @@ def _fake(settings: WorkerSettings, _: OnLost, moves: Moves) -> Built:
         weight_bytes=0,
         kv_bytes_per_token=0,
         embedding_size=FAKE_EMBEDDING_SIZE,
-        host_pages=0 if moves.tiers is None else max(1, int(moves.tiers.host_ratio * num_pages)),
-        has_storage=moves.tiers is not None and moves.tiers.open_storage is not None,
+        host_pages=0 if exchanges.tiers is None else max(1, int(exchanges.tiers.host_ratio * num_pages)),
+        has_storage=exchanges.tiers is not None and exchanges.tiers.open_storage is not None,
     )
     pages_per_request = -(-context_len // settings.page_size)
     time_model = TimeModel(base=settings.fake_step_s)
     executor = FakeExecutor(
         info.num_pages, info.page_size, settings.max_running_requests, pages_per_request, info.vocab_size, time_model=time_model
     )
-    return Built(executor, info)
+    return LoadedExecutor(executor, info)
 
 
-EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost, Moves], Built]] = {
+EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost, PageExchanges], LoadedExecutor]] = {
     "cpu": _cpu,
     "cuda": _cuda,
     "fake": _fake,

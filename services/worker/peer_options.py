@@ -1,4 +1,4 @@
-"""Turns settings into the options of KV transfers between workers (docs/design/prefill-and-decode.md)."""
+"""Builds the options of KV transfers between workers from the settings (docs/design/prefill-and-decode.md)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rootstock_llm.services.worker.exec.remote_kv.tls import PeerTls
 from rootstock_llm.services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
-MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # used if no --disaggregation-tls-*-file is set
+MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # files that are used if no --disaggregation-tls-*-file is set
 
 
-def peer_options(settings: WorkerSettings, on_left: Callable[[ReservationReleased], None]) -> PeerOptions | None:
+def peer_options(settings: WorkerSettings, on_released: Callable[[ReservationReleased], None]) -> PeerOptions | None:
     """Returns the options of a prefill or decode worker, or None for a worker that computes whole requests.
 
     Args:
-        on_left: called on any thread when the reader of a KV reservation has released it.
+        on_released: called on any thread when the reader of a KV reservation has released it.
 
     Raises:
         ValueError: settings contradict each other, or files or addresses cannot be used.
@@ -42,12 +42,12 @@ def peer_options(settings: WorkerSettings, on_left: Callable[[ReservationRelease
     if is_nixl and tls is not None:
         raise ValueError("--disaggregation-transfer-backend nixl does not encrypt. Remove the TLS files, or use tcp")
     if settings.disaggregation_mode == "prefill":
-        return PeerOptions(open_server=partial(_server, settings, on_left, tls, folder))
+        return PeerOptions(open_server=partial(_server, settings, on_released, tls, folder))
     return PeerOptions(open_reader=partial(_reader, settings.page_size, tls, folder, is_nixl))
 
 
 def _folder(name: str) -> SocketFolder | None:
-    """Returns the folder of sockets, or None if disaggregation_shm_dir is empty. Raises ValueError if it cannot be used."""
+    """Returns the folder of sockets, or None if disaggregation_shm_dir is empty. Raises ValueError for an unusable folder."""
     if not name:
         return None
     try:
@@ -78,7 +78,7 @@ def _tls(settings: WorkerSettings) -> PeerTls | None:
 
 def _server(
     settings: WorkerSettings,
-    on_left: Callable[[ReservationReleased], None],
+    on_released: Callable[[ReservationReleased], None],
     tls: PeerTls | None,
     folder: SocketFolder | None,
     layout: bytes,
@@ -89,7 +89,7 @@ def _server(
     carrier = _carrier() if settings.disaggregation_transfer_backend == "nixl" else None
     try:
         return TcpKvServer(
-            host, port, layout, settings.page_size, page_bytes, read_pages, on_left, tls=tls, folder=folder, carrier=carrier
+            host, port, layout, settings.page_size, page_bytes, read_pages, on_released, tls=tls, folder=folder, carrier=carrier
         )
     except OSError as error:
         if carrier is not None:
@@ -104,7 +104,7 @@ def _reader(
 
 
 def _carrier() -> Carrier | None:
-    """Starts the process that runs NIXL. If it cannot be loaded, logs the reason and returns None; KV then uses TCP."""
+    """Starts the process that runs NIXL. If NIXL cannot be loaded, logs the reason and returns None; KV is then sent over TCP."""
     try:
         return Carrier()
     except OSError as error:

@@ -1,7 +1,7 @@
 """Writes the number of this worker's requests as its pod's deletion cost: a scale-down deletes the least loaded pod first.
 
-The cost is the annotation controller.kubernetes.io/pod-deletion-cost of the pod (KEP-2255), which needs the right to patch pods.
-A separate thread writes it, because the API server may be slow.
+The cost is the annotation controller.kubernetes.io/pod-deletion-cost of the pod (KEP-2255). Writing it needs the permission to
+patch pods. A separate thread writes it, because the API server may be slow.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from kubernetes.client import Configuration
 
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-PERIOD_S = 10.0  # shortest time between two patches
-PAUSE_S = 300.0  # time after a failed patch
-TIMEOUT_S = 5.0  # time limit of a patch
+PERIOD_S = 10.0  # seconds between two reads of the load, and smallest time between two patches
+PAUSE_S = 300.0  # seconds between a failed patch and the retry
+TIMEOUT_S = 5.0  # time limit in seconds of a patch
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def pod_patch(namespace: str, pod: str, configuration: Configuration | None = No
     """Returns a function that writes a cost to the pod's annotation and raises PatchFailed if the API server refuses it.
 
     Args:
-        configuration: address and credentials of the Kubernetes API; None for those of the cluster that runs this process.
+        configuration: address and credentials of the Kubernetes API; None: the credentials that the cluster gives to this pod.
 
     Raises:
         PatchFailed: the process does not run in a cluster.
@@ -70,7 +70,7 @@ class PodCost:
         period_s: float = PERIOD_S,
         pause_s: float = PAUSE_S,
     ) -> None:
-        """Stores the functions.
+        """Stores the functions; start() starts the thread.
 
         Args:
             connect: returns the function that writes a cost, see pod_patch().
@@ -92,7 +92,7 @@ class PodCost:
     def stop(self) -> None:
         self._stopped.set()
 
-    def tell(self) -> float:
+    def write_if_changed(self) -> float:
         """Writes the cost if it has changed. Returns the seconds until the next call."""
         cost = self._load()
         if cost == self._written:
@@ -106,11 +106,11 @@ class PodCost:
             self._failing = True
             return self._pause_s
         if self._failing:
-            logger.info("could write the pod's deletion cost again")
+            logger.info("the pod's deletion cost is written again")
         self._failing = False
         self._written = cost
         return self._period_s
 
     def _run(self) -> None:
-        while not self._stopped.wait(self.tell()):
+        while not self._stopped.wait(self.write_if_changed()):
             pass

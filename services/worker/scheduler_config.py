@@ -1,6 +1,6 @@
 """Builds the configuration of a worker's core from the settings and the loaded model.
 
-Simulators use it as well, so that they behave like a worker with the same settings.
+The simulators use the same function, so that they behave like a worker with the same settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
     """
     assert settings.max_running_requests != BY_DEVICE, "settings come from device_limits.resolved()"
     assert settings.chunked_prefill_size is not None, "settings come from device_limits.resolved()"
-    whole = info.needs_whole_prompt  # the model computes a prompt in one step: no chunks, no cached prefix
+    whole = info.needs_whole_prompt  # whether the model must compute a prompt in one step, without chunks and cached prefixes
     return SchedulerConfig(
         num_pages=info.num_pages,
         page_size=info.page_size,

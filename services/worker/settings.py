@@ -33,8 +33,8 @@ class WorkerSettings(ServiceSettings):
     served_model_name: str = Field("", description="Name of the model for clients. Empty: the name of its folder.")
     chat_template: str = Field(
         "",
-        description="Chat template file; the same as the tokenizers'. Grammars may contain the special tokens that delimit its"
-        " reasoning and tool calls. Empty: the model's template.",
+        description="Chat template file; must be the tokenizers' chat_template. Grammars may contain the special tokens that"
+        " delimit its reasoning and tool calls. Empty: the model's template.",
     )
     worker_id: str = Field("", description="Name of this worker in logs, metrics and folders. Empty: host name and port.")
     redis_url: str = Field("", description="URL of the prefix index's Redis, e.g. redis://127.0.0.1:6379/0. Empty: no index.")
@@ -96,7 +96,7 @@ class WorkerSettings(ServiceSettings):
         256,
         ge=0,
         description="Number of decoding requests at which chunks have half of chunked_prefill_size. Chunks shrink steadily with"
-        " the number of decoding requests, to an eighth at least. 0: chunks do not shrink.",
+        " the number of decoding requests, down to an eighth. 0: chunks do not shrink.",
     )
     adaptive_chunk_s: float = Field(
         0.25,
@@ -113,7 +113,7 @@ class WorkerSettings(ServiceSettings):
     )
     prefill_max_requests: int = Field(0, ge=0, description="Largest number of prompts in a prefill step. 0: no limit.")
     max_prompt_logprob_tokens: int = Field(4096, ge=256, description="Largest number of prompt tokens with logprobs in a step.")
-    enable_mixed_chunk: bool = Field(False, description="Decode running requests within prefill steps, too.")
+    enable_mixed_chunk: bool = Field(False, description="Also decode running requests in prefill steps.")
     enable_radix_cache: bool = Field(True, description="Share the KV of common prefixes between requests.")
     eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="Order in which cached prefixes are evicted.")
     enable_prefix_index: bool = Field(True, description="Publish cached blocks of 64 tokens to redis_url.")
@@ -131,8 +131,8 @@ class WorkerSettings(ServiceSettings):
     enable_overlap: bool = Field(True, description="Plan step N+1 while step N runs on the device.")
     consecutive_prefill_overlap: bool = Field(
         True,
-        description="Launch a prefill step while the previous prefill step runs. If off, the previous step's first tokens are"
-        " sent before.",
+        description="Launch a prefill step while the previous prefill step runs. If off, it is launched after the previous step's"
+        " first tokens are sent.",
     )
     max_sessions: int = Field(1024, ge=0, description="Largest number of open sessions.")
     session_capacity: int = Field(1 << 20, ge=1, description="Largest number of tokens of all turns of a session.")
@@ -151,7 +151,8 @@ class WorkerSettings(ServiceSettings):
     grammar_idle_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds after which unused compiled grammars are dropped while all compiled grammars exceed 16 MiB.",
+        description="Seconds after its last use at which a compiled grammar is dropped. Nothing is dropped while all compiled"
+        " grammars together have at most 16 MiB.",
     )
     grammar_workers: int = Field(
         2, ge=0, le=16, description="Threads that compile grammars, plus one for slow grammars. 0: no structured output."
@@ -187,7 +188,7 @@ class WorkerSettings(ServiceSettings):
     )
     speculative_adaptive: bool = Field(
         True,
-        description="Choose the number of draft tokens from step times and acceptance. If off, it is always"
+        description="Choose the number of draft tokens from step times and acceptance. If off, the number is always"
         " speculative_num_steps.",
     )
     speculative_num_steps: int = Field(4, ge=1, le=7, description="Largest number of draft tokens of a request per step.")
@@ -254,7 +255,7 @@ class WorkerSettings(ServiceSettings):
         " workers that share the Redis need the same file. Other users must not be able to read it.",
     )
     hicache_storage_ttl_s: int = Field(
-        86400, ge=1, description="Seconds after its last read or write for which hicache_storage_backend redis stores a page."
+        86400, ge=1, description="Seconds for which hicache_storage_backend redis stores a page after its last read or write."
     )
     disaggregation_mode: Literal["both", "prefill", "decode"] = Field(
         "both",
@@ -268,7 +269,7 @@ class WorkerSettings(ServiceSettings):
     disaggregation_tls_cert_file: str = Field(
         "",
         description="PEM file with this worker's certificate for KV transfers. Reloaded when it changes. Empty: mtls_cert_file is"
-        " used; if that is empty too, KV transfers are not encrypted.",
+        " used. If both are empty, KV transfers are not encrypted.",
     )
     disaggregation_tls_key_file: str = Field("", description="PEM file with the key of disaggregation_tls_cert_file.")
     disaggregation_tls_ca_file: str = Field(

@@ -1,4 +1,4 @@
-"""Turns settings into the options of the tiers below the KV pool, with the secret of their page keys."""
+"""Builds the options of the tiers below the KV pool from the settings, with the secret of the page keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
     """Returns the options of the tiers, or None if there is only the device's memory.
 
     Raises:
-        ValueError: settings contradict each other, or other users could know the secret.
+        ValueError: settings contradict each other, or other users may have read the secret.
     """
     storage = settings.hicache_storage_backend != "none"
     if settings.hicache_storage_salt_quota and not storage:
@@ -43,7 +43,7 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
     if not settings.enable_radix_cache:
         raise ValueError("--enable-hierarchical-cache needs the radix cache. Remove --no-enable-radix-cache")
     if settings.hicache_storage_backend == "redis":
-        return _shared(settings)
+        return _redis_options(settings)
     if storage != bool(settings.hicache_storage_dir):
         raise ValueError("--hicache-storage-backend file and --hicache-storage-dir must be set together")
     name = worker_id(settings)
@@ -65,17 +65,17 @@ def _options(
     return TierOptions(settings.hicache_ratio, settings.hicache_size * GB, open_storage, secret, names_file, share)
 
 
-def _shared(settings: WorkerSettings) -> TierOptions:
+def _redis_options(settings: WorkerSettings) -> TierOptions:
     """Returns the options with a Redis storage tier that workers share. Raises ValueError if its settings are unsuitable."""
     url, file = settings.hicache_storage_url, settings.hicache_storage_secret_file
     if not (url and file):
         raise ValueError("--hicache-storage-backend redis needs --hicache-storage-url and --hicache-storage-secret-file")
-    place = _place(url)
+    address = _address_of(url)
     try:
         page_client(url).close()
     except ValueError as error:
         raise ValueError(f"--hicache-storage-url: {error}") from None
-    if settings.redis_url and place == _place(settings.redis_url):
+    if settings.redis_url and address == _address_of(settings.redis_url):
         raise ValueError("--hicache-storage-url is the prefix index's Redis, which pages of KV would fill. Use another Redis")
     try:
         found = Path(file).read_bytes()
@@ -84,13 +84,13 @@ def _shared(settings: WorkerSettings) -> TierOptions:
     if len(found) < SECRET_BYTES:
         raise ValueError(f"--hicache-storage-secret-file {file} has {len(found)} bytes; it needs at least {SECRET_BYTES}")
 
-    def opened(page_bytes: int, identity: bytes) -> PageStore:
+    def open_store(page_bytes: int, identity: bytes) -> PageStore:
         return RedisPageStore(url, page_bytes, settings.hicache_storage_ttl_s, identity, salt_bytes=_salt_bytes(settings))
 
-    return _options(settings, opened, blake2b(found, digest_size=SECRET_BYTES).digest())
+    return _options(settings, open_store, blake2b(found, digest_size=SECRET_BYTES).digest())
 
 
-def _place(url: str) -> tuple[str, int]:
+def _address_of(url: str) -> tuple[str, int]:
     """Returns the host (or the path of a socket) and the port of a Redis URL. Raises ValueError for another URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
@@ -106,7 +106,7 @@ def _open(folder: Path, max_bytes: int, salt_bytes: int, page_bytes: int, identi
     """Opens the file tier. If the disk cannot be used, logs the reason and returns None; the worker runs without the tier.
 
     Raises:
-        ValueError: the settings or the folder's contents do not fit.
+        ValueError: the tier's size or quota is too small for a page, or the page size or identity is invalid.
     """
     try:
         return SegmentStore(folder, page_bytes, max_bytes, identity=identity, salt_bytes=salt_bytes)

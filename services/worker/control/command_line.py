@@ -16,14 +16,16 @@ from rootstock_llm.services.shared.rpc.control_token import authorization
 from rootstock_llm.services.shared.rpc.dialer import Dialer
 from rootstock_llm.services.shared.rpc.token_check import METADATA_KEY
 from rootstock_llm.services.shared.tls.roles import Role
-from rootstock_llm.services.worker.control.flush import OF_SALT
+from rootstock_llm.services.worker.control.flush import SALT_TIERS
 
 
 class WrongWords(ValueError):
-    """The operation does not accept these arguments. The message continues a sentence that begins with the operation's name."""
+    """The operation does not accept these arguments. The message follows the operation's name: "takes no arguments"."""
 
 
-def _none(build: Callable[[], Message]) -> Callable[[Sequence[str]], Message]:
+def _without_arguments(build: Callable[[], Message]) -> Callable[[Sequence[str]], Message]:
+    """Returns a parser that accepts no arguments and builds the operation's empty request."""
+
     def parse(words: Sequence[str]) -> Message:
         if words:
             raise WrongWords("takes no arguments")
@@ -34,14 +36,14 @@ def _none(build: Callable[[], Message]) -> Callable[[Sequence[str]], Message]:
 
 def _at_most_one(words: Sequence[str], default: str) -> str:
     if len(words) > 1:
-        raise WrongWords("takes one argument at most")
+        raise WrongWords("takes at most one argument")
     return words[0] if words else default
 
 
 def _changes(words: Sequence[str]) -> Message:
     pairs = [word.partition("=") for word in words]
     if not pairs or not all(name and equals for name, equals, _ in pairs):
-        raise WrongWords("takes NAME=VALUE, once or more")
+        raise WrongWords("takes one or more arguments of the form NAME=VALUE")
     request = pb.SetInternalStateRequest()
     put_values(request.tunables, {name: _scalar(value) for name, _, value in pairs})
     return request
@@ -56,7 +58,7 @@ def _scalar(word: str) -> Scalar:
     return value if isinstance(value, (bool, int, float)) else word
 
 
-def _delay(words: Sequence[str]) -> Message:
+def _slow_down(words: Sequence[str]) -> Message:
     return pb.SlowDownRequest(step_delay_s=_seconds(_at_most_one(words, "0")))
 
 
@@ -73,7 +75,7 @@ def _tags(words: Sequence[str]) -> list[Any]:
 
 
 def _flush(words: Sequence[str]) -> Message:
-    """Parses the tiers and the selection of a flush. An empty SALT selects KV without a salt."""
+    """Parses the tiers, the cache salt and the age of a flush. `cache_salt=` without a value selects KV without a salt."""
     request = pb.FlushCacheRequest()
     for word in words:
         name, equals, value = word.partition("=")
@@ -81,10 +83,10 @@ def _flush(words: Sequence[str]) -> Message:
             request.cache_salt = value
         elif equals and name == "older_than_s":
             request.older_than_s = _seconds(value)
-        elif word in OF_SALT:
+        elif word in SALT_TIERS:
             request.tiers.append(word)
         else:
-            raise WrongWords(f"takes some of {', '.join(OF_SALT)}, cache_salt=SALT and older_than_s=SECONDS, not {word}")
+            raise WrongWords(f"takes {', '.join(SALT_TIERS)}, cache_salt=SALT and older_than_s=SECONDS, not {word}")
     if request.HasField("cache_salt") or request.HasField("older_than_s"):
         request.tiers.append(SELECTED)
     return request
@@ -99,14 +101,14 @@ def _seconds(word: str) -> float:
 
 PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
     "FlushCache": _flush,
-    "GetInternalState": _none(pb.GetInternalStateRequest),
+    "GetInternalState": _without_arguments(pb.GetInternalStateRequest),
     "SetInternalState": _changes,
-    "SlowDown": _delay,
+    "SlowDown": _slow_down,
     "Pause": lambda words: pb.PauseRequest(mode=_enum(pb.PauseMode, "PAUSE_MODE_", _at_most_one(words, "abort"))),  # type: ignore[arg-type]
-    "Continue": _none(pb.ContinueRequest),
+    "Continue": _without_arguments(pb.ContinueRequest),
     "StartProfile": lambda words: pb.StartProfileRequest(name=_at_most_one(words, "")),
-    "StopProfile": _none(pb.StopProfileRequest),
-    "FreezeGc": _none(pb.FreezeGcRequest),
+    "StopProfile": _without_arguments(pb.StopProfileRequest),
+    "FreezeGc": _without_arguments(pb.FreezeGcRequest),
     "ReleaseMemory": lambda words: pb.ReleaseMemoryRequest(tags=_tags(words)),
     "ResumeMemory": lambda words: pb.ResumeMemoryRequest(tags=_tags(words)),
     "SetLogLevel": lambda words: pb.SetLogLevelRequest(level=_at_most_one(words, "info")),

@@ -1,4 +1,7 @@
-"""The arguments of `rootstock control`. Imports only the standard library, because every `rootstock` command loads this file."""
+"""The arguments of `rootstock control`.
+
+This file imports only the standard library, because every `rootstock` command loads it and must start fast.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout-s", type=float, metavar="S", help="seconds that the operation may take; default 60")
     parser.add_argument("--control-token-file", metavar="FILE", help="file with the worker's token")
     parser.add_argument("--mtls-cert-file", metavar="FILE", help="PEM file with an operator's certificate")
-    parser.add_argument("--mtls-key-file", metavar="FILE", help="PEM file with the key of --mtls-cert-file")
+    parser.add_argument("--mtls-key-file", metavar="FILE", help="PEM file with the private key of --mtls-cert-file")
     parser.add_argument("--mtls-ca-file", metavar="FILE", help="PEM file with the authorities of the services' certificates")
-    parser.add_argument("--mtls-token-file", metavar="FILE", help="file with tokens, one per line; the first is sent")
+    parser.add_argument("--mtls-token-file", metavar="FILE", help="file with tokens, one per line; the first token is sent")

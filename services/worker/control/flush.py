@@ -14,11 +14,11 @@ from rootstock_llm.services.worker.core.control import SchedulerControl
 from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 
-# The host tier is flushed with the device, because otherwise requests would read the flushed prefixes back from it. The storage
-# tier is flushed only if the request names it or a salt.
-USUAL = (Tier.DEVICE, Tier.HOST)
-OF_SALT = (*USUAL, Tier.STORAGE)
-OF_AGE = (Tier.STORAGE,)  # only the storage tier records when a page was stored
+# Tiers of a flush that names no tier. The host tier is flushed together with the device, because otherwise requests would read
+# the flushed prefixes back from host memory. The storage tier is flushed only if the flush names the tier, a salt or an age.
+DEFAULT_TIERS = (Tier.DEVICE, Tier.HOST)
+SALT_TIERS = (*DEFAULT_TIERS, Tier.STORAGE)  # tiers of a flush that names a salt, but no tier
+AGE_TIERS = (Tier.STORAGE,)  # tiers of a flush that names an age; only the storage tier records when a page was stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
     """Returns the selection of a request.
 
     Args:
-        names: names of tiers; may include SELECTED. Empty: OF_AGE if an age is given, else OF_SALT if a salt is given, else
-        USUAL. salt: cache salt; None: all pages.
+        names: names of tiers; may include SELECTED. Empty: AGE_TIERS if an age is given, else SALT_TIERS if a salt is given, else
+            DEFAULT_TIERS.
+        salt: cache salt; empty: pages without a salt; None: all pages.
         older_than_s: smallest age in seconds; None: every age.
 
     Raises:
@@ -54,32 +55,37 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
     names = [name for name in names if not (selects and name == SELECTED)]
     unknown = [name for name in names if name not in set(Tier) - {Tier.PEER}]
     if unknown:
-        raise ValueError(f"tiers: {unknown[0]} is not one of {', '.join(OF_SALT)}")
+        raise ValueError(f"tiers: {unknown[0]} is not one of {', '.join(SALT_TIERS)}")
     if salt is not None and len(salt) > MAX_CACHE_SALT_CHARS:
         raise ValueError(f"cache_salt: has more than {MAX_CACHE_SALT_CHARS} characters")
-    usual = USUAL if salt is None else OF_SALT
-    tiers = tuple(dict.fromkeys(Tier(name) for name in names)) or (usual if older_than_s is None else OF_AGE)
+    usual = DEFAULT_TIERS if salt is None else SALT_TIERS
+    tiers = tuple(dict.fromkeys(Tier(name) for name in names)) or (usual if older_than_s is None else AGE_TIERS)
     if older_than_s is not None:
         if not (math.isfinite(older_than_s) and older_than_s >= 0):
             raise ValueError("older_than_s: must be a finite number of seconds, 0 or more")
-        if tiers != OF_AGE:
+        if tiers != AGE_TIERS:
             raise ValueError("tiers: only pages of the tier storage have an age; with older_than_s, name no other tier")
     return Flush(tiers, salt, older_than_s)
 
 
-def flush(control: SchedulerControl, executor: Executor, what: Flush) -> Flushed:
-    """Drops the selected pages. Must run on the loop's thread. Returns before the storage tier has deleted its pages."""
+def flush(control: SchedulerControl, executor: Executor, selection: Flush) -> Flushed:
+    """Drops the selected pages. Must run on the loop's thread.
+
+    The storage tier deletes its pages later; Flushed.stored gets the result.
+    """
     pages = 0
-    if what.salt is not None and what.older_than_s is None:
-        pages = control.forget_salt(what.salt, what.tiers)
-    elif what.older_than_s is None:
-        pages = control.flush_cache() if Tier.DEVICE in what.tiers else 0
-    tag = None if what.salt is None else control.storage_tag(what.salt)
+    if selection.salt is not None and selection.older_than_s is None:
+        pages = control.forget_salt(selection.salt, selection.tiers)
+    elif selection.older_than_s is None:
+        pages = control.flush_cache() if Tier.DEVICE in selection.tiers else 0
+    tag = None if selection.salt is None else control.storage_tag(selection.salt)
     stored: Future[Deleted] | None = None
-    if Tier.STORAGE in what.tiers and (what.salt is None or tag is not None):  # a salt has no tag if there is no storage tier
+    if Tier.STORAGE in selection.tiers and (
+        selection.salt is None or tag is not None
+    ):  # a salt has no tag if there is no storage tier
         stored = Future()
-        executor.apply(DeleteStored(Selection(tag, what.older_than_s), stored))
-    everything = what.salt is None and what.older_than_s is None
+        executor.apply(DeleteStored(Selection(tag, selection.older_than_s), stored))
+    everything = selection.salt is None and selection.older_than_s is None
     if everything:
-        pages += control.flush_tiers(what.tiers)
+        pages += control.flush_tiers(selection.tiers)
     return Flushed(pages, stored, everything)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rootstock_llm.services.shared.control_values import Scalar
-from rootstock_llm.services.worker.control.occupation import MemoryPart, Occupation
+from rootstock_llm.services.worker.control.occupation import MemoryControl, MemoryPart
 from rootstock_llm.services.worker.control.profiles import Profiles
 from rootstock_llm.services.worker.core.control import SchedulerControl
 from rootstock_llm.services.worker.loop.inbox import Pace
@@ -21,7 +21,7 @@ MAX_STEP_DELAY_S = 10.0
 class InternalState:
     """A copy of the scheduler's state at one time. Later changes do not affect it."""
 
-    tunables: Mapping[str, Scalar]
+    tunables: Mapping[str, Scalar]  # the settings that SetInternalState can change, by name
     stats: Mapping[str, Scalar]  # the scalar fields of StepStats
     paused: bool
     step_delay_s: float  # smallest time in seconds between the launches of two steps; 0: no delay
@@ -29,7 +29,7 @@ class InternalState:
     profile: Path | None  # file of the running profile; None if no profile is running
 
 
-def snapshot(control: SchedulerControl, pace: Pace, occupation: Occupation, profiles: Profiles) -> InternalState:
+def snapshot(control: SchedulerControl, pace: Pace, memory_control: MemoryControl, profiles: Profiles) -> InternalState:
     """Returns a copy of the present state. Must run on the loop's thread; any thread may use the result."""
     figures = dataclasses.asdict(control.stats())
     return InternalState(
@@ -37,13 +37,17 @@ def snapshot(control: SchedulerControl, pace: Pace, occupation: Occupation, prof
         stats={name: value for name, value in figures.items() if isinstance(value, (bool, int, float, str))},
         paused=control.paused,
         step_delay_s=pace.step_delay_s,
-        released=occupation.released,
+        released=memory_control.released,
         profile=profiles.running,
     )
 
 
 def retune(control: SchedulerControl, changes: Mapping[str, Scalar]) -> None:
-    """Changes tunables. If a change is invalid, no tunable changes.
+    """Changes tunables of the scheduler. If a change is invalid, no tunable changes.
+
+    Args:
+        control: the scheduler's control.
+        changes: new values by tunable.
 
     Raises:
         ValueError: a tunable is unknown or its value is invalid. The message begins with the tunable's name.
@@ -53,7 +57,10 @@ def retune(control: SchedulerControl, changes: Mapping[str, Scalar]) -> None:
 
 
 def _fitted(name: str, value: Scalar, known: Mapping[str, Scalar]) -> Scalar:
-    """Returns the value in the tunable's type, because JSON and command lines may have 1 for 1.0. Raises ValueError."""
+    """Returns the value in the tunable's type. Raises ValueError if the value does not fit the type.
+
+    An int is accepted for a float, because clients write 1 instead of 1.0.
+    """
     if name not in known:
         raise ValueError(f"{name}: no such tunable. The tunables are {', '.join(sorted(known))}")
     wanted = type(known[name])

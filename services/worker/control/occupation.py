@@ -1,4 +1,4 @@
-"""Releases the KV pool or the weights to the system, allocates them again, and pauses the scheduler meanwhile.
+"""Releases the KV pool or the weights to the system and allocates them again. Between the two, the scheduler is paused.
 
 All calls run on the loop's thread.
 """
@@ -21,8 +21,8 @@ class MemoryPart(enum.Enum):
     WEIGHTS = "weights"
 
 
-class Occupation:
-    """The record of which parts of a worker's memory are released.
+class MemoryControl:
+    """Releases and resumes parts of a worker's memory, and records which parts are released.
 
     While a part is released, the scheduler is paused and refuses requests, so that gateways use other workers.
     """
@@ -37,7 +37,7 @@ class Occupation:
         self._clock = clock
         self._weights = weights
         self._released: list[MemoryPart] = []
-        self._paused_here = False
+        self._paused_here = False  # whether release() has paused the scheduler, so that resume() must end the pause
 
     @property
     def released(self) -> tuple[MemoryPart, ...]:
@@ -64,10 +64,11 @@ class Occupation:
         if not control.paused:
             control.pause(PauseMode.ABORT, self._clock())
             self._paused_here = True
-        control.reset_memory()  # also if only weights are released: cached KV would be wrong for other weights
+        # Also if only weights are released, because ResumeMemory may load other weights, for which the cached KV is wrong.
+        control.reset_memory()
 
     def resume(self, control: SchedulerControl, executor: Executor, parts: Sequence[MemoryPart]) -> None:
-        """Allocates released parts again. When all parts are allocated, the scheduler accepts requests again.
+        """Allocates released parts again. When all parts are allocated, the scheduler accepts requests.
 
         Args:
             control: the scheduler's control.
@@ -99,7 +100,7 @@ class Occupation:
             self._paused_here = False
 
     def pause(self, control: SchedulerControl, mode: PauseMode) -> None:
-        """Pauses the scheduler for an operator. resume() does not end this pause."""
+        """Pauses the scheduler for an operator. Only unpause() ends this pause, not resume()."""
         control.pause(mode, self._clock())
         self._paused_here = False
 
@@ -115,7 +116,7 @@ def _resume_weights(control: SchedulerControl, executor: Executor, operation: Re
     """Loads the weights again and computes their revision. If the revision cannot be computed, releases the weights again.
 
     Raises:
-        OperationRefused: nothing has changed.
+        OperationRefused: the weights cannot be loaded, or their revision cannot be computed. The weights are then still released.
     """
     with weights.reading() as reading:
         executor.apply(operation)

@@ -10,21 +10,21 @@ from rootstock_llm.services.worker.exec.contracts.operations import OperationRef
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-_ODD = re.compile(r"[^A-Za-z0-9._-]")
+_NOT_ALLOWED = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class Profiles:
-    """The profile of one worker, of which at most one runs at a time."""
+    """Starts and stops the profiles of one worker. At most one profile runs at a time."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:
-        """Starts without a profile.
+        """Stores the names for the profile files.
 
         Args:
             folder: folder of the profile files; created if missing.
             worker_id: part of each file's name, because several workers may share a folder.
         """
         self._folder = folder
-        self._suffix = _ODD.sub("_", worker_id)
+        self._suffix = _NOT_ALLOWED.sub("_", worker_id)
         self._running: Path | None = None
 
     @property
@@ -44,7 +44,7 @@ class Profiles:
             OperationRefused: a profile is running, the file exists, or it cannot be created.
         """
         if name and not _NAME.fullmatch(name):
-            raise ValueError("name: only letters, digits, '.', '_' and '-', no '.' at the start, at most 100 characters")
+            raise ValueError("name: may have letters, digits, '.', '_' and '-', but no '.' at the start; at most 100 characters")
         if self._running is not None:
             raise OperationRefused(f"a profile that writes to {self._running} is already running; call StopProfile first")
         path = self._path(name or time.strftime("%Y%m%d-%H%M%S"))

@@ -1,4 +1,4 @@
-"""Starts the gRPC server of the control service, which checks the callers' token and certificate."""
+"""Starts the gRPC server of the control service. The server checks each caller's token and certificate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ControlServer:
     server: grpc.aio.Server
 
     async def stop(self, grace_s: float) -> None:
-        """Stops the server. The scheduler's loop must have ended, so that no call waits for it."""
+        """Stops the server. The scheduler's loop must have ended, so that no call still waits for a command."""
         await self.server.stop(grace_s)
 
 
@@ -58,11 +58,11 @@ async def start_control(
 
     Args:
         at: the settings of the port.
-        put: passes a command to the loop.
+        put: passes a command to the scheduler's loop.
         worker_id: name of the worker.
         model: name of the model.
         weights: the served weights; None if the model has no revision.
-        guard: decides which callers may use the port; see start_guarded_server().
+        guard: checks the callers' certificates; None without mutual TLS.
         kv_peers: returns the remote workers whose KV this worker reads, with the measured rates.
 
     Raises:

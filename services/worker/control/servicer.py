@@ -20,7 +20,7 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 from rootstock_llm.services.worker.control import internal_state
 from rootstock_llm.services.worker.control.flush import Flushed, flush, parse
 from rootstock_llm.services.worker.control.internal_state import InternalState
-from rootstock_llm.services.worker.control.occupation import MemoryPart, Occupation
+from rootstock_llm.services.worker.control.occupation import MemoryControl, MemoryPart
 from rootstock_llm.services.worker.control.profiles import Profiles
 from rootstock_llm.services.worker.core.contracts.messages import PauseMode
 from rootstock_llm.services.worker.core.contracts.transfers import Deleted
@@ -33,17 +33,17 @@ from rootstock_llm.services.worker.loop.inbox import Action, Barrier, Command, L
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 3600.0  # longest time of a call, also if the client sets a later deadline or no deadline
-# The command's deadline is this many seconds (at most a tenth of the call's time) before the client's, so that the error response
-# arrives in time.
-ANSWER_S = 0.5
+LONGEST_WAIT_S = 3600.0  # largest time limit of a call in seconds, and the time limit of calls without a deadline
+# Seconds between the deadline of a command and the client's deadline, at most a tenth of the call's time limit. They leave time
+# for the error response of a late command.
+RESPONSE_S = 0.5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 # The barrier of each operation by RPC name (table in docs/reference/control.md).
 BARRIERS: Mapping[str, Barrier] = MappingProxyType(
     {
-        # A flush may free pages that a step in flight reads: later steps, which may overwrite them, run after it on the same
-        # stream.
+        # A flush may free pages that a step in flight still reads. This is safe, because a later step that overwrites these pages
+        # runs on the same device stream, after the step in flight.
         "FlushCache": Barrier.NONE,
         "GetInternalState": Barrier.NONE,
         "SetInternalState": Barrier.NONE,
@@ -74,10 +74,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         weights: ServedWeights | None = None,
         kv_peers: Callable[[], Sequence[PeerRate]] = tuple,
     ) -> None:
-        """Starts without commands.
+        """Stores the objects on which the operations act.
 
         Args:
-            put: passes a command to the loop, from any thread.
+            put: passes a command to the scheduler's loop; may be called on any thread.
             worker_id: name of the worker.
             model: name of the model.
             profiles: starts and stops profiles.
@@ -90,7 +90,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._profiles = profiles
         self._clock = clock
         self._weights, self._kv_peers = weights, kv_peers
-        self._occupation = Occupation(clock, weights)
+        self._memory_control = MemoryControl(clock, weights)
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext) -> pb.FlushCacheResponse:
         salt = request.cache_salt if request.HasField("cache_salt") else None
@@ -124,13 +124,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Pause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.PauseResponse:
         def act(control: SchedulerControl, executor: Executor, pace: Pace) -> None:
-            self._occupation.pause(control, PauseMode(_word(pb.PauseMode, request.mode, "mode")))
+            self._memory_control.pause(control, PauseMode(_word(pb.PauseMode, request.mode, "mode")))
 
         await self._run("Pause", context, act)
         return pb.PauseResponse()
 
     async def Continue(self, request: pb.ContinueRequest, context: grpc.aio.ServicerContext) -> pb.ContinueResponse:
-        await self._run("Continue", context, lambda control, executor, pace: self._occupation.unpause(control))
+        await self._run("Continue", context, lambda control, executor, pace: self._memory_control.unpause(control))
         return pb.ContinueResponse()
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: grpc.aio.ServicerContext) -> pb.StartProfileResponse:
@@ -150,15 +150,15 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.ReleaseMemoryRequest, context: grpc.aio.ServicerContext
     ) -> pb.ReleaseMemoryResponse:
         def act(control: SchedulerControl, executor: Executor, pace: Pace) -> tuple[MemoryPart, ...]:
-            self._occupation.release(control, executor, _parts(request.tags))
-            return self._occupation.released
+            self._memory_control.release(control, executor, _parts(request.tags))
+            return self._memory_control.released
 
         return pb.ReleaseMemoryResponse(released=_tags(await self._run("ReleaseMemory", context, act)))
 
     async def ResumeMemory(self, request: pb.ResumeMemoryRequest, context: grpc.aio.ServicerContext) -> pb.ResumeMemoryResponse:
         def act(control: SchedulerControl, executor: Executor, pace: Pace) -> tuple[MemoryPart, ...]:
-            self._occupation.resume(control, executor, _parts(request.tags))
-            return self._occupation.released
+            self._memory_control.resume(control, executor, _parts(request.tags))
+            return self._memory_control.released
 
         return pb.ResumeMemoryResponse(released=_tags(await self._run("ResumeMemory", context, act)))
 
@@ -174,7 +174,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.TraceRequestResponse(events=rows)
 
     async def _run(self, operation: str, context: grpc.aio.ServicerContext, action: Action) -> Any:
-        """Runs an action on the loop's thread and returns its result. An error aborts the call with a status for its type."""
+        """Runs an action on the loop's thread and returns its result. An exception aborts the call with a gRPC status."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._put(Command(BARRIERS[operation], action, future, self._deadline(context)))
         try:
@@ -192,7 +192,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return result
 
     async def _deleted(self, stored: concurrent.futures.Future[Deleted], context: grpc.aio.ServicerContext) -> Deleted:
-        """Waits until the storage tier has deleted the selected pages. If it fails or is late, aborts the call."""
+        """Waits until the storage tier has deleted the selected pages. Aborts the call if the tier fails or is too late."""
         left = self._deadline(context) - self._clock()
         try:
             deleted = await asyncio.wait_for(asyncio.wrap_future(stored), max(left, 0.0))
@@ -211,10 +211,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def _deadline(self, context: grpc.aio.ServicerContext) -> float:
         left = context.time_remaining()
         wait = LONGEST_WAIT_S if left is None else min(left, LONGEST_WAIT_S)
-        return self._clock() + wait - min(ANSWER_S, 0.1 * wait)
+        return self._clock() + wait - min(RESPONSE_S, 0.1 * wait)
 
     def _snapshot(self, control: SchedulerControl, executor: Executor, pace: Pace) -> InternalState:
-        return internal_state.snapshot(control, pace, self._occupation, self._profiles)
+        return internal_state.snapshot(control, pace, self._memory_control, self._profiles)
 
     def _state_to_pb(self, state: InternalState) -> pb.InternalState:
         message = pb.InternalState(
@@ -235,6 +235,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
 def _word(enum: Any, number: int, field: str) -> str:
     """Returns the name of an enum's value, in lower case and without its prefix.
+
+    Args:
+        field: name of the request's field, for the error.
 
     Raises:
         ValueError: the value is unset or unknown.

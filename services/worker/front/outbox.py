@@ -1,6 +1,7 @@
 """Queues the messages to gateways, by stream: outputs of the scheduler, and load reports.
 
-Everything here runs on the asyncio loop, except StreamOutbox.send() and LoadReport.turned(), which the scheduler's thread calls.
+All code runs on the asyncio loop, except StreamOutbox.send() and LoadReport.iteration_ended(), which the scheduler's thread
+calls.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from rootstock_llm.services.worker.loop.progress import Pulse, StepLimit
 
 logger = logging.getLogger(__name__)
 
-# Largest size of merged outputs. Outputs of several steps are merged if a gateway reads slowly; gRPC limits a message's size.
+# Largest size in bytes of merged outputs. If a gateway reads slowly, the outputs of several steps are merged into one message,
+# whose size gRPC limits.
 MERGED_BYTES = 1 << 20
 GAP_S = 0.1  # shortest time in seconds between two load reports, except for changes that are sent at once
 BEAT_S = 1.0  # longest time in seconds between two load reports
 
 
 class ProtocolError(Exception):
-    """A gateway has violated the protocol. Its stream is closed, which ends all requests of the stream."""
+    """A gateway has violated the protocol. The caller closes its stream, which ends all requests of the stream."""
 
 
-class PeerStream:
+class GatewayStream:
     """The queued messages of one gateway stream.
 
     While the gateway reads slowly, outputs are merged up to MERGED_BYTES, and a new load replaces an unsent load. Memory
@@ -45,14 +47,14 @@ class PeerStream:
 
     def __init__(self) -> None:
         self._pending: deque[worker_pb2.StepOutput] = deque()
-        self._last_bytes = 0  # size of the last pending message; 0: not computed yet
-        self._load: worker_pb2.WorkerLoad | None = None
-        self._hello: worker_pb2.WorkerInfo | None = None
-        self._ends = False
+        self._last_bytes = 0  # size in bytes of the last pending message; 0: not computed yet
+        self._load: worker_pb2.WorkerLoad | None = None  # unsent load
+        self._hello: worker_pb2.WorkerInfo | None = None  # unsent hello
+        self._ends = False  # whether the stream ends after the queued messages
         self._ready = asyncio.Event()
         self.open: set[int] = set()  # handles of requests without a terminal output
-        self.reported: worker_pb2.WorkerLoad | None = None  # the last load without the fields that change in every step
-        self.reported_at = 0.0  # time at which it was queued, on the asyncio loop's clock
+        self.reported: worker_pb2.WorkerLoad | None = None  # last queued load, without the fields that change in every step
+        self.reported_at = 0.0  # time at which that load was queued, on the asyncio loop's clock
 
     def opened(self, handle: int) -> None:
         """Records a new request, which is open until its terminal output. Raises ProtocolError if its handle is already open."""
@@ -61,26 +63,28 @@ class PeerStream:
         self.open.add(handle)
 
     def put(self, message: worker_pb2.StepOutput) -> None:
-        more = message.ByteSize() if self._pending else 0
-        if self._pending and (gathered := (self._last_bytes or self._pending[-1].ByteSize()) + more) <= MERGED_BYTES:
+        """Queues outputs. Merges them into the last pending message if that does not exceed MERGED_BYTES."""
+        size = message.ByteSize() if self._pending else 0
+        if self._pending and (merged := (self._last_bytes or self._pending[-1].ByteSize()) + size) <= MERGED_BYTES:
             self._pending[-1].MergeFrom(message)
-            self._last_bytes = gathered
+            self._last_bytes = merged
         else:
             self._pending.append(message)
-            self._last_bytes = more
+            self._last_bytes = size
         self._ready.set()
 
     def put_hello(self, info: worker_pb2.WorkerInfo) -> None:
-        """Queues a hello, which is sent before the pending messages.
+        """Queues a hello, which is sent before the pending outputs.
 
-        This order is safe, because the gateway fixes a request's revision when it submits the request.
+        Outputs of the previous revision may follow the hello. This is safe, because the gateway fixes a request's revision when
+        it submits the request.
         """
         self._hello = info
         self._ready.set()
 
-    def put_load(self, load: worker_pb2.WorkerLoad, news: worker_pb2.WorkerLoad, now: float) -> None:
-        """Queues a load, which replaces an unsent load. `news` is the load without the fields that change in every step."""
-        self._load, self.reported, self.reported_at = load, news, now
+    def put_load(self, load: worker_pb2.WorkerLoad, stable: worker_pb2.WorkerLoad, now: float) -> None:
+        """Queues a load, which replaces an unsent load. `stable` is the load without the fields that change in every step."""
+        self._load, self.reported, self.reported_at = load, stable, now
         self._ready.set()
 
     def end(self) -> None:
@@ -113,13 +117,13 @@ class StreamOutbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._streams: dict[int, PeerStream] = {}
-        self._left = asyncio.Event()
-        self._abandoned = False
+        self._streams: dict[int, GatewayStream] = {}
+        self._ended = asyncio.Event()  # set when a request or a stream has ended
+        self._drops_outputs = False  # set by end()
         self.closed = ""  # reason for which new requests are refused; empty: new requests are accepted
 
     @property
-    def streams(self) -> list[PeerStream]:
+    def streams(self) -> list[GatewayStream]:
         return list(self._streams.values())
 
     @property
@@ -130,54 +134,54 @@ class StreamOutbox:
     async def wait_empty(self) -> None:
         """Waits until every request has its terminal output."""
         while self.num_open:
-            self._left.clear()
-            await self._left.wait()
+            self._ended.clear()
+            await self._ended.wait()
 
-    def open(self, peer: int) -> PeerStream:
-        stream = self._streams[peer] = PeerStream()
+    def open(self, peer: int) -> GatewayStream:
+        stream = self._streams[peer] = GatewayStream()
         return stream
 
     def close(self, peer: int) -> None:
         del self._streams[peer]
-        self._left.set()
+        self._ended.set()
 
     def end(self) -> None:
         """Ends every stream after its pending messages.
 
         Open requests end as unavailable. Later outputs of the scheduler's loop are dropped.
         """
-        self._abandoned = True
+        self._drops_outputs = True
         for stream in self._streams.values():
             if stream.open:
                 stream.put(worker_pb2.StepOutput(finishes=[unavailable(handle, self.closed) for handle in sorted(stream.open)]))
                 stream.open.clear()
             stream.end()
-        self._left.set()
+        self._ended.set()
 
     def send(self, outputs: tuple[PeerOutput, ...]) -> None:
         """Passes outputs to the asyncio loop. Called on the thread of the scheduler's loop."""
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, peers: tuple[PeerOutput, ...]) -> None:
-        if self._abandoned:
+        if self._drops_outputs:
             return
         for output in peers:
             _log_faults(output)
             if stream := self._streams.get(output.peer):
                 stream.open.difference_update(finish.handle for finish in output.finishes)
-                self._left.set()
+                self._ended.set()
                 stream.put(output_to_pb(output))
 
 
 def _log_faults(output: PeerOutput) -> None:
-    """Logs internal errors with their request ids, which the log lines at the place of the error do not have."""
+    """Logs each internal error with its request id, because the log line at the origin of the error has no request id."""
     for finish in output.finishes:
         if finish.error is ErrorCode.INTERNAL:
             logger.error("request failed: %s", finish.message, extra=fields(request_id=finish.request_id))
 
 
 class IndexState(Protocol):
-    """The state of this worker in the prefix index. Read on the asyncio loop."""
+    """This worker's lease and its progress in the prefix index. Read on the asyncio loop."""
 
     @property
     def lease_held(self) -> bool: ...
@@ -203,9 +207,9 @@ class NoIndex:
 class LoadReport:
     """Sends the worker's load to each gateway stream.
 
-    A load is sent after a change, with gap_s seconds between two loads, and every beat_s seconds without a change. A change of
-    `paused` or `refuses_new` is sent at once. The reports run on the asyncio loop and not on the scheduler's, so that gateways
-    also get the age of a step that takes long.
+    A load is sent after a change, but at most every gap_s seconds, and without a change every beat_s seconds. A change of
+    `paused` or `refuses_new` is sent at once. The reports run on the asyncio loop and not on the scheduler's thread, so that
+    gateways get the age of a step while it is computed.
     """
 
     def __init__(
@@ -218,7 +222,7 @@ class LoadReport:
         gap_s: float = GAP_S,
         beat_s: float = BEAT_S,
     ) -> None:
-        """Prepares the reports; keep() sends them.
+        """Prepares the reports; run() sends them.
 
         Args:
             outbox: the gateway streams.
@@ -235,8 +239,8 @@ class LoadReport:
         self._pulse, self._limit = pulse, limit
         self._gap_s, self._beat_s = gap_s, beat_s
         self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self._signalled = False
+        self._changed = asyncio.Event()  # set when the load may have changed since the last report
+        self._signalled = False  # whether the scheduler's thread has set _changed since the last report
         self.stats: StepStats | None = None  # stats of the loop's last iteration; None before the first iteration
 
     @property
@@ -249,69 +253,70 @@ class LoadReport:
         """Number of open KV reservations after the loop's last iteration. Readable from any thread."""
         return 0 if self.stats is None else self.stats.num_rooms
 
-    def turned(self, stats: StepStats) -> None:
-        """Stores the stats of an iteration of the scheduler's loop. Called on its thread.
-        Wakes the asyncio loop once for all iterations between two reports.
+    def iteration_ended(self, stats: StepStats) -> None:
+        """Stores the stats of an iteration of the scheduler's loop. Called on the scheduler's thread.
+
+        Wakes the asyncio loop at most once between two reports, because a wake-up costs the scheduler's thread time.
         """
         before = (False, False) if self.stats is None else (self.stats.paused, self.stats.refuses_new)
         self.stats = stats
         if (stats.paused, stats.refuses_new) != before:
-            self._loop.call_soon_threadsafe(self.tell)
+            self._loop.call_soon_threadsafe(self.send_due)
         elif not self._signalled:
             self._signalled = True
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def changed(self) -> None:
-        """Requests a report, because a part of the load other than the stats may have changed."""
+        """Requests a report, because a field of the load that does not come from the stats may have changed."""
         self._changed.set()
 
-    def greet(self, stream: PeerStream) -> None:
+    def send_first(self, stream: GatewayStream) -> None:
         """Sends the first load on a new stream."""
-        self._put(stream, self._unaged(stream), self._loop.time())
+        self._put(stream, self._stable_load(stream), self._loop.time())
 
-    def tell(self) -> float:
+    def send_due(self) -> float:
         """Sends the load on each stream whose load has changed or was sent beat_s seconds ago.
 
         Returns:
             The seconds until a stream needs a load again because of beat_s.
         """
         self._changed.clear()
-        self._signalled = False  # before the stats are read, so that stats that arrive meanwhile cause another report
+        self._signalled = False  # reset before the stats are read, so that stats that arrive meanwhile cause another report
         now, due_s = self._loop.time(), self._beat_s
         for stream in self._outbox.streams:
-            load = self._unaged(stream)
+            load = self._stable_load(stream)
             if load != stream.reported or now - stream.reported_at >= self._beat_s:
                 self._put(stream, load, now)
             due_s = min(due_s, stream.reported_at + self._beat_s - now)
         return due_s
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Sends reports until it is cancelled."""
         while True:
-            due_s = self.tell()
+            due_s = self.send_due()
             await asyncio.sleep(self._gap_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(due_s - self._gap_s, 0.0)):
                     await self._changed.wait()
 
-    def _put(self, stream: PeerStream, load: worker_pb2.WorkerLoad, now: float) -> None:
-        """Queues the load together with the fields that change in every step, which alone do not cause a report."""
-        aged = worker_pb2.WorkerLoad()
-        aged.CopyFrom(load)
-        aged.step_age_ms, aged.step_limit_ms = math.ceil(self._pulse.age_s * 1e3), math.ceil(self._limit.seconds * 1e3)
+    def _put(self, stream: GatewayStream, load: worker_pb2.WorkerLoad, now: float) -> None:
+        """Queues the load, completed with the fields that change in every step. A change of only these causes no report."""
+        complete = worker_pb2.WorkerLoad()
+        complete.CopyFrom(load)
+        complete.step_age_ms, complete.step_limit_ms = math.ceil(self._pulse.age_s * 1e3), math.ceil(self._limit.seconds * 1e3)
         stats = self.stats
         if stats is not None:
-            aged.running_tokens = stats.pages_used * self._page_size
-            aged.prompt_tokens, aged.cached_prompt_tokens = stats.prompt_tokens_total, stats.cached_tokens_total
+            complete.running_tokens = stats.pages_used * self._page_size
+            complete.prompt_tokens, complete.cached_prompt_tokens = stats.prompt_tokens_total, stats.cached_tokens_total
             if stats.host_saves is not None:
-                aged.host_saves = stats.host_saves
+                complete.host_saves = stats.host_saves
             if stats.storage_saves is not None:
-                aged.storage_saves = stats.storage_saves
-            aged.generated_tokens, aged.retractions = stats.generated_tokens_total, stats.retractions_total
-        stream.put_load(aged, load, now)
+                complete.storage_saves = stats.storage_saves
+            complete.generated_tokens, complete.retractions = stats.generated_tokens_total, stats.retractions_total
+        stream.put_load(complete, load, now)
 
-    def _unaged(self, stream: PeerStream) -> worker_pb2.WorkerLoad:
-        """Returns the load without the fields that change in every step. A change of it causes a report."""
+    def _stable_load(self, stream: GatewayStream) -> worker_pb2.WorkerLoad:
+        """Returns the load without the fields that change in every step. A change of the returned fields causes a report."""
         index = self._index
         load = worker_pb2.WorkerLoad(
             num_open=self._outbox.num_open,
@@ -332,7 +337,7 @@ class LoadReport:
 
 
 def unavailable(handle: int, message: str) -> worker_pb2.Finish:
-    """Returns the finish of a request with the error UNAVAILABLE: the gateway may send the request to another worker."""
+    """Returns a finish with the error UNAVAILABLE, after which the gateway may send the request to another worker."""
     return worker_pb2.Finish(
         handle=handle, reason=common_pb2.FINISH_REASON_ABORT, error=common_pb2.ERROR_CODE_UNAVAILABLE, message=message
     )

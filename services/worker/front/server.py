@@ -1,7 +1,7 @@
 """Serves the Worker service: one long-lived stream per gateway, with one StepOutput per scheduler step.
 
-All calls run on the asyncio loop. When a stream ends for any reason, PeerGone is put into the inbox, and the scheduler frees the
-memory of the stream's requests.
+All calls run on the asyncio loop. When a stream ends for any reason, PeerGone is put into the inbox. The scheduler then aborts
+the stream's requests and frees their memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rootstock_llm.services.worker.core.contracts.reservations import RESERVATIO
 from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
 from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
 from rootstock_llm.services.worker.front.outbox import (
+    GatewayStream,
     LoadReport,
-    PeerStream,
     ProtocolError,
     StreamOutbox,
     refusal_to_pb,
@@ -62,17 +62,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         spans: RequestSpans | None = None,
         keys: PageKeys | None = None,
     ) -> None:
-        """Starts without streams.
+        """Stores the objects that the streams use.
 
         Args:
             inbox: messages to the scheduler's loop.
             outbox: the gateway streams.
-            info: the hello of this worker.
-            model: limits for requests.
+            info: the hello, the first message on each stream.
+            model: the model's limits and defaults, against which requests are checked.
             on_arrival: called with (peer, handle) of each request before the request is put into the inbox.
             load: load reports.
-            spans: traced requests; None without tracing.
-            keys: computes page keys on the asyncio thread instead of the scheduler's; None if there are no tiers or KV transfers.
+            spans: records traced requests; None without tracing.
+            keys: computes page keys here, which saves time on the scheduler's thread; None without tiers and KV transfers.
         """
         self._on_arrival = on_arrival
         self._load = load
@@ -86,7 +86,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._loop = asyncio.get_running_loop()
 
     def weights_replaced(self, identity: ModelIdentity, defaults: SamplingDefaults) -> None:
-        """Sends a hello with the new revision to all gateways. Called on the scheduler's thread before outputs of new weights."""
+        """Sends a hello with the new revision to all gateways.
+
+        Called on the scheduler's thread, before the new weights compute their first output.
+        """
         self._loop.call_soon_threadsafe(self._announce, identity.revision, defaults)
 
     def _announce(self, revision: str, defaults: SamplingDefaults) -> None:
@@ -106,17 +109,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         peer = next(self._peers)
         stream = self._outbox.open(peer)
         reader = asyncio.create_task(self._read(request_iterator, peer, stream))
-        taking: asyncio.Task[worker_pb2.GenerateResponse | None] | None = None
+        next_message: asyncio.Task[worker_pb2.GenerateResponse | None] | None = None
         logger.info("gateway connected", extra=fields(peer=peer, address=context.peer()))
         try:
             yield worker_pb2.GenerateResponse(hello=self._info)
-            self._load.greet(stream)
+            self._load.send_first(stream)
             while not reader.done():
-                taking = asyncio.create_task(stream.take())
-                await asyncio.wait((taking, reader), return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done():
+                next_message = asyncio.create_task(stream.take())
+                await asyncio.wait((next_message, reader), return_when=asyncio.FIRST_COMPLETED)
+                if not next_message.done():
                     break
-                message = taking.result()
+                message = next_message.result()
                 if message is None:
                     return
                 yield message
@@ -125,8 +128,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             reader.cancel()
-            if taking is not None:
-                taking.cancel()
+            if next_message is not None:
+                next_message.cancel()
             self._outbox.close(peer)
             self._inbox.put(PeerGone(peer))
             self._load.changed()
@@ -152,20 +155,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         was_open = await asyncio.wrap_future(closed)
         return worker_pb2.CloseSessionResponse(closed=was_open)
 
-    async def _read(self, requests: AsyncIterator[worker_pb2.GenerateRequest], peer: int, stream: PeerStream) -> None:
+    async def _read(self, requests: AsyncIterator[worker_pb2.GenerateRequest], peer: int, stream: GatewayStream) -> None:
         async for request in requests:
-            self._read_ahead(request, peer)
+            self._put_prefetches(request, peer)
             for submit in request.submits:
                 self._submit(submit, peer, stream)
             for handle in request.aborts:
                 self._inbox.put(Abort(peer, handle))
             self._load.changed()
 
-    def _read_ahead(self, request: worker_pb2.GenerateRequest, peer: int) -> None:
-        """Passes prefetch hints for coming requests to the scheduler.
-
-        If a hint is invalid, it and all later hints of the message are dropped.
-        """
+    def _put_prefetches(self, request: worker_pb2.GenerateRequest, peer: int) -> None:
+        """Passes a message's prefetch hints to the scheduler. Drops the first invalid hint and all hints after it."""
         try:
             for message in request.prefetches:
                 prefetch = prefetch_from_pb(message, peer, self._model)
@@ -175,17 +175,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         except InvalidRequest as error:
             logger.info("invalid prefetch hint dropped: %s", error, extra=fields(peer=peer))
 
-    def _submit(self, message: worker_pb2.Submit, peer: int, stream: PeerStream) -> None:
+    def _submit(self, message: worker_pb2.Submit, peer: int, stream: GatewayStream) -> None:
         stream.opened(message.handle)
-        logger.debug("submitted", extra=fields(**_who(message), prompt_tokens=len(message.prompt_ids)))
+        logger.debug("submitted", extra=fields(**_request_fields(message), prompt_tokens=len(message.prompt_ids)))
         if self._outbox.closed:
-            self._turn_away(peer, stream, message, unavailable(message.handle, self._outbox.closed))
+            self._refuse(peer, stream, message, unavailable(message.handle, self._outbox.closed))
             return
         try:
             submit = submit_from_pb(message, peer, self._model, secrets.randbits(64), self._new_room(message))
         except InvalidRequest as error:
-            logger.info("refused: %s", error, extra=fields(**_who(message)))
-            self._turn_away(peer, stream, message, refusal_to_pb(message, error))
+            logger.info("refused: %s", error, extra=fields(**_request_fields(message)))
+            self._refuse(peer, stream, message, refusal_to_pb(message, error))
             return
         self._on_arrival(peer, message.handle)
         if self._spans is not None:
@@ -193,14 +193,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._spans.arrived(peer, message.handle, message.request_id, message.traceparent, resumed)
         self._inbox.put(self._with_keys(submit))
 
-    def _turn_away(self, peer: int, stream: PeerStream, message: worker_pb2.Submit, finish: worker_pb2.Finish) -> None:
-        """Refuses a request before the core gets it. TurnedAway makes the core release its prefetched pages and KV source."""
+    def _refuse(self, peer: int, stream: GatewayStream, message: worker_pb2.Submit, finish: worker_pb2.Finish) -> None:
+        """Refuses a request before the core gets it.
+
+        TurnedAway makes the core release the request's prefetched pages and its KV source.
+        """
         stream.open.discard(message.handle)
         stream.put(worker_pb2.StepOutput(finishes=[finish]))
         try:
             source = source_from_pb(message)
         except InvalidRequest:
-            source = None  # an invalid source cannot be released
+            source = None  # the core cannot release an invalid KV source
         self._inbox.put(TurnedAway(peer, message.handle, source))
 
     def _new_room(self, message: worker_pb2.Submit) -> KvReservation | None:
@@ -220,6 +223,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return PromptKeys(tree, tuple(keys))
 
 
-def _who(message: worker_pb2.Submit) -> dict[str, str]:
+def _request_fields(message: worker_pb2.Submit) -> dict[str, str]:
     """Returns log fields that identify a request."""
     return {"request_id": message.request_id[:MAX_REQUEST_ID_CHARS], **trace_fields(message.traceparent)}

@@ -26,8 +26,8 @@ from rootstock_llm.services.worker.core.planning.step_rows import Extend
 if TYPE_CHECKING:
     from rootstock_llm.services.shared.observe.spans import Span, Tracing
 
-MAX_TRACED = 16384  # largest number of open traced requests; further requests are not traced
-MAX_CHUNKS = 256  # chunk spans of one request; the attribute rootstock.chunks counts all its chunks
+MAX_TRACED = 16384  # largest number of open traced requests; while so many are open, new requests are not traced
+MAX_CHUNKS = 256  # largest number of chunk spans of one request; the attribute rootstock.chunks counts all its chunks
 MAX_EVENTS = 64  # recorded events of one request
 _EVENTS = (
     TraceKind.GATED,
@@ -37,8 +37,8 @@ _EVENTS = (
     TraceKind.RETRACTED,
     TraceKind.PREEMPTED,
 )
-_ASKED_FOR = (ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT)  # errors that are not failures of the worker
-_REFILLS = (TraceKind.RETRACTED, TraceKind.PREEMPTED)
+_CALLER_ERRORS = (ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT)  # errors that the caller caused; their spans do not fail
+_REFILLS = (TraceKind.RETRACTED, TraceKind.PREEMPTED)  # events after which the request is admitted and prefilled again
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class Chunk:
     launched: float  # time at which the chunk's step was launched
     start: int  # position of its first token
     tokens: int
-    cached: int  # cached tokens before the chunk if it is the first after an admission; otherwise 0
-    ended: float = 0.0  # time at which the chunk's step was committed; 0: not yet
+    cached: int  # cached tokens before the first chunk after an admission; 0 for later chunks
+    ended: float = 0.0  # time at which the chunk's step was committed; 0: the step was not committed yet
 
 
 @dataclass(slots=True)
@@ -58,11 +58,11 @@ class TracedRequest:
 
     request_id: str
     traceparent: str
-    resumed_tokens: int  # output tokens that another worker had sampled before
+    resumed_tokens: int  # output tokens that another worker sampled before this worker continued the request
     arrived: float
     wall_ns: int  # Unix time minus the loop's clock, in nanoseconds
-    first_step: float = 0.0
-    first_token: float = 0.0  # 0 before the first token
+    first_step: float = 0.0  # launch of the request's first step; 0: no step was launched yet
+    first_token: float = 0.0  # 0: no token was sampled yet
     refills: bool = True  # whether the next chunk is the first after an admission
     num_chunks: int = 0
     chunks: list[Chunk] = field(default_factory=list)
@@ -76,40 +76,46 @@ class RequestSpans:
     """The traced requests that have not ended."""
 
     def __init__(self, tracing: Tracing, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
-        """Starts without requests.
+        """Stores the objects that create spans.
 
         Args:
-            tracing: makes spans.
-            loop: the asyncio loop, on which spans are made.
+            tracing: creates spans.
+            loop: the asyncio loop, on which spans are created.
             clock: the clock of the scheduler's loop.
         """
         self._tracing = tracing
         self._loop = loop
         self._clock = clock
-        self._open: dict[tuple[int, int], TracedRequest] = {}
-        self._named: dict[str, list[TracedRequest]] = {}  # the same by request_id, which a replay and a hedge have in common
-        self._naming = threading.Lock()  # guards _named
-        self._flights: dict[int, list[Chunk]] = {}  # chunks of uncommitted steps, by step
+        self._open: dict[tuple[int, int], TracedRequest] = {}  # by (gateway stream, handle)
+        # The open requests by request id. A replay or a hedge has the request id of the request that it repeats.
+        self._by_request_id: dict[str, list[TracedRequest]] = {}
+        self._by_request_id_lock = threading.Lock()
+        self._uncommitted: dict[int, list[Chunk]] = {}  # chunks of uncommitted steps, by step id
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
     def arrived(self, peer: int, handle: int, request_id: str, traceparent: str, resumed_tokens: int) -> None:
-        """Starts recording a request if its traceparent has the flag `sampled`. The traceparent of untraced requests is empty."""
+        """Starts to record a request if its traceparent has the flag `sampled`.
+
+        Args:
+            traceparent: W3C trace context; empty for an untraced request.
+            resumed_tokens: output tokens that another worker sampled before.
+        """
         if traceparent and traceparent[-1] in "13579bdf" and len(self._open) < MAX_TRACED:
             now = self._clock()
             wall_ns = time.time_ns() - int(now * 1e9)
             request = TracedRequest(request_id, traceparent, resumed_tokens, now, wall_ns)
-            with self._naming:
-                self._named[request_id] = [*self._named.get(request_id, ()), request]
+            with self._by_request_id_lock:
+                self._by_request_id[request_id] = [*self._by_request_id.get(request_id, ()), request]
             self._open[peer, handle] = request
 
     def launched(self, step_id: int, extends: Sequence[Extend], at: float) -> None:
         """Records the extend rows of a launched step."""
         chunks = [self._chunk(self._open[key], extend, at) for extend in extends if (key := extend.key) in self._open]
         if chunks:
-            self._flights[step_id] = chunks
+            self._uncommitted[step_id] = chunks
 
     @staticmethod
     def _chunk(request: TracedRequest, extend: Extend, at: float) -> Chunk:
@@ -123,24 +129,31 @@ class RequestSpans:
 
     def committed(self, step_id: int) -> None:
         """Records that a step was committed or has failed."""
-        chunks = self._flights.pop(step_id, ())
+        chunks = self._uncommitted.pop(step_id, ())
         if chunks:
             now = self._clock()
             for chunk in chunks:
                 chunk.ended = now
 
     def happened(self, events: Sequence[TraceEvent]) -> None:
-        """Records trace events of all requests, also of untraced ones, in the order of their times."""
+        """Records the trace events of traced requests.
+
+        Args:
+            events: trace events of all requests, ordered by time. Events of untraced requests are skipped.
+        """
         for event in events:
             if event.kind in _EVENTS:
-                for request in self._named.get(event.request_id, ()):
+                for request in self._by_request_id.get(event.request_id, ()):
                     if event.at >= request.arrived:
                         request.refills |= event.kind in _REFILLS
                         if len(request.events) < MAX_EVENTS:
                             request.events.append(event)
 
     def sent(self, outputs: tuple[PeerOutput, ...]) -> None:
-        """Records the outputs of an iteration of the loop. happened() must have all events of a request before its finish."""
+        """Records the outputs of an iteration of the loop.
+
+        If the outputs have a request's finish, all events of the request must have been passed to happened() before.
+        """
         if not self._open:
             return
         now = self._clock()
@@ -153,17 +166,17 @@ class RequestSpans:
                 request = self._open.pop((peer.peer, finish.handle), None)
                 if request is not None:
                     self._forget(request)
-                    self._loop.call_soon_threadsafe(self._make, request, finish, now)
+                    self._loop.call_soon_threadsafe(self._create_spans, request, finish, now)
 
     def _forget(self, request: TracedRequest) -> None:
-        with self._naming:
-            namesakes = [other for other in self._named[request.request_id] if other is not request]
-            if namesakes:
-                self._named[request.request_id] = namesakes
+        with self._by_request_id_lock:
+            others = [other for other in self._by_request_id[request.request_id] if other is not request]
+            if others:
+                self._by_request_id[request.request_id] = others
             else:
-                del self._named[request.request_id]
+                del self._by_request_id[request.request_id]
 
-    def _make(self, request: TracedRequest, finish: Finish, ended: float) -> None:
+    def _create_spans(self, request: TracedRequest, finish: Finish, ended: float) -> None:
         at = request.unix_ns
         name = {"rootstock.request_id": request.request_id}
         span = self._tracing.under("generate", request.traceparent, name, at(request.arrived))
@@ -172,7 +185,7 @@ class RequestSpans:
         queue = span.child("queue", start_ns=at(request.arrived))
         queue.end(at(request.first_step or ended))
         for number, chunk in enumerate(request.chunks):
-            _make_chunk(span, number, chunk, request, ended)
+            _create_chunk_span(span, number, chunk, request, ended)
         decode = None
         if request.first_token:
             tokens = finish.completion_tokens - request.resumed_tokens
@@ -187,7 +200,7 @@ class RequestSpans:
         span.end(at(ended))
 
 
-def _make_chunk(parent: Span, number: int, chunk: Chunk, request: TracedRequest, ended: float) -> None:
+def _create_chunk_span(parent: Span, number: int, chunk: Chunk, request: TracedRequest, ended: float) -> None:
     attributes = {
         "rootstock.chunk.number": number,
         "rootstock.chunk.start": chunk.start,
@@ -211,7 +224,7 @@ def _close(span: Span, request: TracedRequest, finish: Finish) -> None:
         }
     )
     if finish.reason is FinishReason.ABORT:
-        if finish.error in _ASKED_FOR:
+        if finish.error in _CALLER_ERRORS:
             span.set({"error.type": finish.error.name})
         else:
             span.fail(finish.error.name, finish.message)

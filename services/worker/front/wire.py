@@ -1,6 +1,6 @@
 """Converts requests from the wire, resolves every default and checks every limit.
 
-The worker checks what the gateway checks, too, because other clients may connect. The limits and the defaults of sampling
+The worker repeats the checks of the gateway, because other clients may connect. The limits and the defaults of sampling
 parameters are in services/shared/sampling_parameters.py and services/shared/limits.py.
 """
 
@@ -56,16 +56,16 @@ class InvalidRequest(ValueError):
 class ModelLimits:
     """The limits and defaults of the served model, against which requests are checked."""
 
-    context_len: int
+    context_len: int  # tokens
     vocab_size: int
-    allow_auto_truncate: bool  # whether a prompt that exceeds the context is cut; otherwise it is refused
+    allow_auto_truncate: bool  # whether a prompt that exceeds the context is cut; if False, it is refused
     generates: bool = True  # whether the model generates tokens; False for embedding models
     embedding_size: int = 0  # elements of the model's embedding vectors; 0: the model has no embeddings
-    # Returns the token ids of a text, without special tokens. None: the worker has no tokenizer and refuses DRY sampling.
+    # Returns the token ids of a DRY sequence breaker, without special tokens. None: there is no tokenizer; DRY is refused.
     encode_breaker: Callable[[str], Sequence[int]] | None = None
     defaults: SamplingDefaults = API_DEFAULTS  # values of the sampling parameters that a request leaves out
-    stream_interval: int = DEFAULT_STREAM_INTERVAL  # value for requests without this parameter
-    reads_predictions: bool = False  # whether the drafter uses predictions
+    stream_interval: int = DEFAULT_STREAM_INTERVAL  # output tokens per message, for requests without this parameter
+    reads_predictions: bool = False  # whether the drafter uses a request's predicted output
 
 
 def submit_from_pb(
@@ -83,11 +83,11 @@ def submit_from_pb(
     Raises:
         InvalidRequest: a field is invalid.
     """
-    within(len(message.request_id), limits.MAX_REQUEST_ID_CHARS, "request_id")
-    within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
-    within(len(message.routing_key), limits.MAX_ROUTING_KEY_CHARS, "routing_key")
-    within(len(message.revision), limits.MAX_REVISION_CHARS, "revision")
-    within(len(message.tenant), limits.MAX_TENANT_BYTES, "tenant")
+    check_limit(len(message.request_id), limits.MAX_REQUEST_ID_CHARS, "request_id", "characters")
+    check_limit(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt", "characters")
+    check_limit(len(message.routing_key), limits.MAX_ROUTING_KEY_CHARS, "routing_key", "characters")
+    check_limit(len(message.revision), limits.MAX_REVISION_CHARS, "revision", "characters")
+    check_limit(len(message.tenant), limits.MAX_TENANT_BYTES, "tenant", "bytes")
     if not 0 <= message.tenant_weight < float("inf"):
         raise InvalidRequest("tenant_weight", "must be finite and not negative")
     session = _session_from_pb(message)
@@ -118,8 +118,8 @@ def submit_from_pb(
 
 def prefetch_from_pb(message: worker_pb2.Prefetch, peer: int, model: ModelLimits) -> Prefetch:
     """Returns a checked Prefetch. Raises InvalidRequest if a field is invalid."""
-    within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
-    within(len(message.revision), limits.MAX_REVISION_CHARS, "revision")
+    check_limit(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt", "characters")
+    check_limit(len(message.revision), limits.MAX_REVISION_CHARS, "revision", "characters")
     if not message.HasField("source"):
         raise InvalidRequest("source", "is missing")
     prompt, source = _ids_from_pb(message.prompt_ids, model), _kv_source_from_pb(message.source)
@@ -155,7 +155,7 @@ def source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
 
 
 def _kv_source_from_pb(source: worker_pb2.KvSource) -> KvSource:
-    within(len(source.address), limits.MAX_ADDRESS_CHARS, "source.address")
+    check_limit(len(source.address), limits.MAX_ADDRESS_CHARS, "source.address", "characters")
     return KvSource(_room_from_pb(source.room, "source.room"), source.address, source.room.pages)
 
 
@@ -186,7 +186,7 @@ def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLim
 
 def _prediction_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
     """Returns the checked tokens of the predicted output; empty if the drafter does not use predictions."""
-    within(len(message.prediction_ids), limits.MAX_PREDICTION_TOKENS, "prediction_ids")
+    check_limit(len(message.prediction_ids), limits.MAX_PREDICTION_TOKENS, "prediction_ids", "tokens")
     prediction = np.array(message.prediction_ids, dtype=np.uint32)
     if len(prediction) and int(prediction.max()) >= model.vocab_size:
         raise InvalidRequest("prediction_ids", f"a token id is not below the vocabulary size {model.vocab_size}")
@@ -196,8 +196,9 @@ def _prediction_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArr
 def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
     """Returns the checked prompt as int32[n], n >= 1.
 
-    With allow_auto_truncate, a prompt that exceeds the context is cut, which leaves one output token if the model generates. The
-    prompt of a session turn is not cut here, because only the core has the session's earlier tokens.
+    With allow_auto_truncate, a prompt that exceeds the context is cut. The cut leaves one token of the context for the output,
+    unless the request is for an embedding or a score. The prompt of a session turn is not cut here, because only the core has the
+    session's earlier tokens.
     """
     prompt = _ids_from_pb(message.prompt_ids, model)
     if model.allow_auto_truncate and not message.HasField("session"):
@@ -226,16 +227,16 @@ def _session_from_pb(message: worker_pb2.Submit) -> SessionTurn | None:
     turn = message.session
     if not turn.session_id:
         raise InvalidRequest("session", "session_id is empty")
-    within(len(turn.session_id), limits.MAX_SESSION_ID_CHARS, "session.session_id")
-    within(len(turn.parent_request_id), limits.MAX_REQUEST_ID_CHARS, "session.parent_request_id")
+    check_limit(len(turn.session_id), limits.MAX_SESSION_ID_CHARS, "session.session_id", "characters")
+    check_limit(len(turn.parent_request_id), limits.MAX_REQUEST_ID_CHARS, "session.parent_request_id", "characters")
     offset = turn.offset if turn.HasField("offset") else -1
     return SessionTurn(turn.session_id, turn.parent_request_id, offset, turn.replace, turn.drop_previous_output)
 
 
-def within(count: int, limit: int, field: str) -> None:
-    """Raises InvalidRequest if a count exceeds its limit."""
+def check_limit(count: int, limit: int, field: str, unit: str) -> None:
+    """Raises InvalidRequest if a count exceeds its limit. `unit` names the counted elements in the message, in the plural."""
     if count > limit:
-        raise InvalidRequest(field, f"{count} exceeds the limit of {limit}")
+        raise InvalidRequest(field, f"{count} {unit} exceed the limit of {limit}")
 
 
 def sampling_from_pb(
@@ -288,7 +289,8 @@ def sampling_from_pb(
 def _scalars(message: pb.SamplingParams, model: ModelLimits) -> dict[str, Any]:
     """Returns the scalar sampling parameters by name. The wire and the core use the same names.
 
-    A top_p of 0 selects the most likely token. It becomes temperature 0, so that no sampler has to handle a top_p of 0.
+    A top_p of 0 selects the most likely token, as temperature 0 does. It is converted to temperature 0 and top_p 1, so that no
+    sampler has to handle a top_p of 0.
     """
     by_model: dict[str, Any] = {**model.defaults.as_dict(), "stream_interval": model.stream_interval}
     found = {row.wire: _scalar(message, row.wire, row, by_model.get(row.wire, row.default)) for row in table.SCALARS}
@@ -315,7 +317,7 @@ def _listed_ids(message: pb.SamplingParams, row: SamplingParameter, model: Model
 
 
 def _token_ids(ids: Sequence[int], most: int, model: ModelLimits, field: str) -> tuple[int, ...]:
-    within(len(ids), most, field)
+    check_limit(len(ids), most, field, "token ids")
     if ids and max(ids) >= model.vocab_size:
         raise InvalidRequest(field, f"a token id is not below the vocabulary size {model.vocab_size}")
     return tuple(ids)
@@ -323,8 +325,9 @@ def _token_ids(ids: Sequence[int], most: int, model: ModelLimits, field: str) ->
 
 def _logit_bias(message: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
     if len(message.logit_bias_ids) != len(message.logit_bias_values):
-        raise InvalidRequest("logit_bias", "the numbers of ids and values differ")
-    within(len(message.logit_bias_ids), table.LOGIT_BIAS.most, "logit_bias")
+        ids, values = len(message.logit_bias_ids), len(message.logit_bias_values)
+        raise InvalidRequest("logit_bias", f"has {ids} token ids, but {values} values")
+    check_limit(len(message.logit_bias_ids), table.LOGIT_BIAS.most, "logit_bias", "token ids")
     bias = tuple(zip(message.logit_bias_ids, message.logit_bias_values, strict=True))
     for token, value in bias:
         if token >= vocab_size:
@@ -336,7 +339,7 @@ def _logit_bias(message: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int,
 
 def _texts(texts: Sequence[str], row: SamplingParameter, name: str = "") -> tuple[str, ...]:
     field = name or row.wire
-    within(len(texts), row.most, field)
+    check_limit(len(texts), row.most, field, "strings")
     for text in texts:
         if not 0 < len(text) <= row.chars:
             raise InvalidRequest(field, f"a string has {len(text)} characters; 1 to {row.chars} are allowed")
@@ -363,7 +366,7 @@ def _check_pattern(pattern: str, element: int) -> None:
 def _top_logprobs(message: pb.SamplingParams) -> int:
     if not message.HasField("logprobs"):
         return -1
-    within(message.logprobs.top, limits.MAX_TOP_LOGPROBS, "logprobs.top")
+    check_limit(message.logprobs.top, limits.MAX_TOP_LOGPROBS, "logprobs.top", "logprobs")
     return int(message.logprobs.top)
 
 
@@ -388,9 +391,9 @@ def _grammar(message: pb.SamplingParams) -> GrammarSpec | None:
     source: str = getattr(message.grammar, kind)
     if not source:
         raise InvalidRequest("grammar", f"the grammar's {kind} is empty")
-    within(len(source.encode()), limits.MAX_GRAMMAR_BYTES, "grammar")
+    check_limit(len(source.encode()), limits.MAX_GRAMMAR_BYTES, "grammar", "bytes")
     parts = tuple(GrammarPart(part.pointer, part.within, part.partial) for part in message.grammar.parts)
-    within(sum(len(part.pointer) + len(part.within) + 1 for part in parts), limits.MAX_GRAMMAR_BYTES, "grammar")
+    check_limit(sum(len(part.pointer) + len(part.within) + 1 for part in parts), limits.MAX_GRAMMAR_BYTES, "grammar", "bytes")
     return GrammarSpec(GrammarKind(kind), source, parts)
 
 

@@ -15,7 +15,7 @@ from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-NESTED = ("text_config", "llm_config", "language_config")  # keys of the language model in the config.json of a larger model
+NESTED = ("text_config", "llm_config", "language_config")  # keys of the language model in the config.json of a multimodal model
 
 
 def end_of_sequence(folder: str | Path, of_config: Sequence[int], tokenizer: HfTokenizer, vocab_size: int) -> tuple[int, ...]:
@@ -23,9 +23,9 @@ def end_of_sequence(folder: str | Path, of_config: Sequence[int], tokenizer: HfT
 
     Args:
         folder: the model folder.
-        of_config: ids of the loaded config; they include the default of the config's class.
+        of_config: EOS ids of the loaded config object, which has the default of its class if config.json names no id.
         tokenizer: the model's tokenizer.
-        vocab_size: ids that are not below it are omitted, because they are never sampled.
+        vocab_size: number of tokens that the model can sample; larger ids are omitted.
 
     Raises:
         ValueError: a file is not a JSON object, or its `eos_token_id` is neither an id nor a list of ids.
@@ -42,7 +42,7 @@ def _named_ids(folder: Path) -> Iterator[int]:
 
 
 def _tokenizer_ids(folder: Path, tokenizer: HfTokenizer) -> Iterator[int]:
-    """Yields the id of each tokenizer file's `eos_token`. Skips a token that is not in the vocabulary."""
+    """Yields the id of the `eos_token` in each tokenizer file. Skips a token that is not in the vocabulary."""
     for name in TOKENIZER_FILES:
         token = _object(folder / name).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token

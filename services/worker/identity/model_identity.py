@@ -1,7 +1,7 @@
 """The identity of a served model: name, weights and tokenizer. Workers with equal identities have equal KV for equal tokens.
 
 ServedWeights is the only owner of a worker's identity. It is created when the model is loaded. If ResumeMemory loads other
-weights, it changes on the loop's thread and calls on_replaced().
+weights, ServedWeights changes its identity on the loop's thread and calls on_replaced().
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ServedWeights:
     """The weights that a worker computes with."""
 
     def __init__(self, folder: str | Path, identity: ModelIdentity, defaults: Callable[[], SamplingDefaults]) -> None:
-        """Starts with the weights that were loaded first.
+        """Stores the identity of the weights that were loaded when the worker started.
 
         Args:
             folder: the model folder.
-            identity: identity of these weights. Any thread may read the attribute `identity`.
+            identity: identity of the loaded weights. Any thread may read the attribute `identity`.
             defaults: returns the sampling defaults from the folder's files. Raises ValueError or OSError.
         """
         self._folder = Path(folder)
@@ -47,19 +47,19 @@ class ServedWeights:
         self.reload_s: float | None = None  # seconds of the last reload; None: the weights were never reloaded
 
     def reading(self) -> WeightsReading:
-        """Returns a context manager that hashes the folder. Enter it before the weights are loaded again."""
+        """Returns a context manager that hashes the folder. The caller must load the weights inside its block."""
         return WeightsReading(self._folder)
 
     def replaced(self, revision: str, defaults: SamplingDefaults) -> None:
-        """Records that the worker computes with other weights from now on.
+        """Records new weights: changes the identity and calls on_replaced().
 
-        Name and tokenizer do not change, because they are read only when the worker starts.
+        Name and tokenizer stay the same, because they are read only when the worker starts.
         """
         self.identity = replace(self.identity, revision=revision)
         self.on_replaced(self.identity, defaults)
 
     def tree_root(self, tree: str) -> bytes:
-        """Returns the hash that precedes the first block of a tree, whose name contains the revision of the weights."""
+        """Returns the hash that precedes the first block of a radix tree. The tree's name contains the weights' revision."""
         revision, namespace = parts_of(tree)
         return root_hash(self.identity.model, revision, self.identity.tokenizer, namespace)
 

@@ -1,7 +1,7 @@
 """Determines the sampling defaults of a worker: the operator's values, else the model's, else the API's.
 
 The model's values are in generation_config.json. `do_sample: false` means temperature 0, even if the file has a temperature.
-`max_new_tokens` is ignored, because each API has its own default for it.
+`max_new_tokens` is ignored, because each API has its own default of the output length.
 """
 
 from __future__ import annotations

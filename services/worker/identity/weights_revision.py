@@ -1,9 +1,10 @@
 """Computes the revision of a folder of weights: a digest of all files that determine the model's outputs.
 
-It covers names, sizes and all bytes of config.json, of model.safetensors.index.json if it exists, and of every *.safetensors
-file. It does not cover the folder's name and the files' times. A few threads hash the files in pieces of a fixed size while
-another thread loads them. xxh3 releases the interpreter's lock and runs at memory speed, and the page cache serves the second
-reader, so that each file is read from disk only once.
+The digest covers names, sizes and all bytes of config.json, of model.safetensors.index.json if it exists, and of every
+*.safetensors file. It does not cover the folder's name and the files' times.
+
+A few threads hash the files in pieces of a fixed size while another thread loads them. xxh3 releases the interpreter's lock and
+runs at memory speed. Each file is read from disk only once, because the page cache serves its second reader.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
-VERSION = b"2"  # version of what the digest covers; a change gives every folder a new revision
+VERSION = b"2"  # version of the digest's input format; a new version gives every folder a new revision
 PIECE_BYTES = 64 << 20  # bytes that one task hashes
 BUFFER_BYTES = 1 << 20  # read buffer of a thread; fits into a core's cache
 MOST_THREADS = 4
@@ -33,7 +34,7 @@ class WeightsChanged(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The metadata of a file at one time. It differs after a change of the content, unless size and mtime are restored."""
+    """The metadata of a file at one time. A change of the content also changes it, unless size, mtime and inode are restored."""
 
     name: str
     size: int
@@ -48,7 +49,12 @@ class WeightsReading:
     """
 
     def __init__(self, folder: Path, num_threads: int = 0) -> None:
-        """Creates the threads: `num_threads`, or one per core and at most MOST_THREADS if it is 0."""
+        """Creates the hashing threads.
+
+        Args:
+            folder: the model folder.
+            num_threads: number of threads; 0: one per core, at most MOST_THREADS.
+        """
         threads = num_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._folder = folder
         self._pool = ThreadPoolExecutor(threads, "revision")
@@ -60,7 +66,7 @@ class WeightsReading:
         try:
             self._files = _files_of(self._folder)
         except OSError as error:
-            self._error = error  # revision() raises it; loading, which comes first, may fail with a better message
+            self._error = error  # raised by revision(), which is called after loading; loading may fail with a better message
         for file in self._files:
             path, ends = self._folder / file.name, range(0, file.size, PIECE_BYTES)
             self._pieces.append([self._pool.submit(_digest, path, at, min(PIECE_BYTES, file.size - at)) for at in ends])
@@ -70,10 +76,11 @@ class WeightsReading:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def revision(self) -> str:
-        """Returns the revision in hexadecimal. Call it after the weights are loaded: it checks that they have this revision.
+        """Returns the revision in hexadecimal. Must be called after the weights are loaded, inside the block.
+
+        Checks that no file has changed since the block was entered, so that the loaded weights have the returned revision.
 
         Raises:
-
             OSError: a file cannot be read.
             WeightsChanged: a file has changed since the block was entered.
         """
@@ -90,7 +97,7 @@ class WeightsReading:
             names = ", ".join(sorted({file.name for file in changed}))
             raise WeightsChanged(f"{self._folder} changed while it was read: {names}")
         size, waited = sum(file.size for file in self._files), time.monotonic() - loaded
-        logger.info("weights revision %s: %.2f GB hashed, %.1f s of it after the load", chain.hexdigest(), size / 1e9, waited)
+        logger.info("weights revision %s: hashed %.2f GB; waited %.1f s after the load", chain.hexdigest(), size / 1e9, waited)
         return chain.hexdigest()
 
 

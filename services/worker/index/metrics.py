@@ -20,8 +20,8 @@ class PublisherMetrics(Readings[IndexPublisher]):
             "1 while this worker's lease in Redis is valid, otherwise 0.",
             lambda p: p.lease_held,
         ),
-        Reading(Gauge, P + "pending_blocks", "Changed blocks whose change is not in Redis yet.", lambda p: p.blocks.num_pending),
-        Reading(Gauge, P + "held_blocks", "Blocks that this worker has cached in any tier.", lambda p: p.blocks.num_held),
+        Reading(Gauge, P + "pending_blocks", "Blocks whose last change is not in Redis yet.", lambda p: p.blocks.num_pending),
+        Reading(Gauge, P + "held_blocks", "Blocks that this worker has cached in any tier.", lambda p: p.blocks.num_cached),
         Reading(
             Gauge,
             P + "host_blocks",

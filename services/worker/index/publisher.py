@@ -1,9 +1,12 @@
 """Renews this worker's lease and publishes its blocks to Redis, outside of the step path (docs/design/fleet.md#the-index).
 
-One asyncio task owns all state except CacheEventHandover. The worker also serves while Redis is unreachable, full or slow.
-Meanwhile, changes accumulate; opposite changes of a block cancel out, so that there is at most one change per block. If a write
-failed, Redis was restarted or Redis keys are missing, the content of Redis is uncertain: a new generation begins and all blocks
-are published again.
+One asyncio task owns all state except CacheEventHandover.
+
+The worker also serves while Redis is unreachable, full or slow. Unpublished changes then accumulate. There is at most one per
+block, because opposite changes cancel out.
+
+If a write failed, Redis was restarted or Redis keys are missing, the content of Redis is uncertain. The publisher then begins a
+new generation and publishes all blocks again.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from redis.exceptions import RedisError
 from rootstock_llm.services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S, BlockTier
 from rootstock_llm.services.shared.index.redis_client import redis_client
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
-from rootstock_llm.services.worker.index.records import HeldBlocks, WorkerRecords
+from rootstock_llm.services.worker.index.records import CachedBlocks, WorkerRecords
 from rootstock_llm.services.worker.index.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
@@ -29,22 +32,23 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = RENEW_S  # time limit of one Redis command, in seconds
 # Seconds between two batches. If BATCH_BLOCKS changes are pending, the next batch is sent earlier.
 PUBLISH_S = 0.1
-# The time between batches is at least this many seconds times the model's workers, because every gateway reads all batches.
+# Seconds between two batches, per worker of the model. With many workers, the time between batches grows, because every gateway
+# reads the batches of all workers.
 PUBLISH_S_PER_WORKER = 0.0005
-LONGEST_PUBLISH_S = 0.5  # upper limit of the time between batches, in seconds
+LONGEST_PUBLISH_S = 0.5  # upper limit of the seconds between two batches
 BATCH_BLOCKS = 500  # largest number of changed blocks in a batch
 BATCH_PAUSE_S = 0.01  # seconds between two full batches
-FIRST_PAUSE_S = 0.1  # seconds before the retry after a failure; doubled for each further failure in a row
+FIRST_PAUSE_S = 0.1  # seconds between the first failure and the retry; doubled at each consecutive failure
 LONGEST_PAUSE_S = 2.0  # upper limit of the seconds before a retry
-GIVE_UP_S = 1.0  # time limit in seconds of deleting the lease when the worker stops
-BLOCKS_A_TURN = 4096  # blocks that one callback of the asyncio loop handles, so that other callbacks are not delayed
+DELETE_LEASE_S = 1.0  # time limit in seconds of deleting the lease when the worker stops
+CALLBACK_BLOCKS = 4096  # blocks after which a callback on the asyncio loop ends, so that it does not delay other callbacks
 
 
 class CacheEventHandover:
     """The queue of cache events from the loop's thread to the asyncio loop.
 
-    put() costs the loop's thread only an append. One callback on the asyncio loop handles all queued events, in portions of about
-    BLOCKS_A_TURN blocks.
+    put() costs the loop's thread only an append. Callbacks on the asyncio loop deliver the queued events, about CALLBACK_BLOCKS
+    blocks per callback.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[CacheEvents], None]) -> None:
@@ -60,8 +64,9 @@ class CacheEventHandover:
             self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        self._scheduled = False  # first, so that events that are queued from now on are handled below or schedule another run
-        left = BLOCKS_A_TURN
+        # Reset before the queue is read, so that put() schedules another callback for an event that the loop below misses.
+        self._scheduled = False
+        left = CALLBACK_BLOCKS
         while self._queue and left > 0:
             events = self._queue.popleft()
             left -= 1 + _num_blocks(events)
@@ -77,15 +82,15 @@ def _num_blocks(events: CacheEvents) -> int:
 
 @dataclass(slots=True)
 class PublisherCounts:
-    """Counters since the start."""
+    """Counters since the start of the worker."""
 
-    stored: int = 0  # blocks that Redis has recorded
-    removed: int = 0  # blocks that Redis has removed
+    stored: int = 0  # blocks that were stored in Redis
+    removed: int = 0  # blocks that were removed from Redis
     events: int = 0  # published batches
     generations: int = 0  # begun generations
     republished: int = 0  # blocks that were published again under a new generation
     dropped: int = 0  # changed blocks whose publication failed
-    failures: int = 0  # failed calls of _turn()
+    failures: int = 0  # failed attempts to renew the lease or to publish
 
 
 class IndexPublisher:
@@ -95,7 +100,7 @@ class IndexPublisher:
     """
 
     def __init__(self, url: str, model: str, worker: str, generation: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Prepares the publisher on the asyncio loop; keep() runs it.
+        """Prepares the publisher on the asyncio loop; run() runs it.
 
         Args:
             url: address of Redis.
@@ -110,26 +115,27 @@ class IndexPublisher:
         self.generation = generation
         self.seq = 0
         self.counts = PublisherCounts()
-        self.blocks = HeldBlocks()
+        self.blocks = CachedBlocks()
         self._worker = worker
         self._client = redis_client(url, TIMEOUT_S)
         self._records = WorkerRecords(self._client, model, worker)
         self._sweeper = Sweeper(self._client, model, worker)
         self._handover = CacheEventHandover(asyncio.get_running_loop(), self._merge)
         self._clock = clock
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()  # ends _wait(), because changes are pending or a new generation must begin
         self._registered = False  # whether the lease of this generation was written to Redis and no command has failed since
-        self._held_until: float | None = None  # end of the lease; None before the first lease
-        self._run_id = ""
+        self._lease_until: float | None = None  # time at which the lease expires; None before the first lease
+        self._run_id = ""  # run id of the Redis server at the start of the generation
+        # Earliest times of the next renewal, the next batch and, after a failure, the next attempt.
         self._renew_at = self._publish_at = self._resume_at = clock()
-        self._publish_s = PUBLISH_S
-        self._pause = FIRST_PAUSE_S
-        self._failing = False
+        self._publish_s = PUBLISH_S  # present time between two batches, in seconds
+        self._pause = FIRST_PAUSE_S  # seconds before the next retry
+        self._failing = False  # whether the last attempt has failed
 
     @property
     def lease_held(self) -> bool:
         """Whether the lease has not expired."""
-        return self._held_until is not None and self._clock() < self._held_until
+        return self._lease_until is not None and self._clock() < self._lease_until
 
     @property
     def num_swept(self) -> int:
@@ -139,7 +145,7 @@ class IndexPublisher:
         """Queues cache events. Called on the loop's thread; returns at once."""
         self._handover.put(events)
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Publishes until it is cancelled, and then deletes the lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -149,7 +155,7 @@ class IndexPublisher:
             logger.critical("publishing of the prefix index has ended with an error", exc_info=True)
             raise
         finally:
-            await self._give_up()
+            await self._delete_lease()
 
     def _merge(self, events: CacheEvents) -> None:
         idle = not self.blocks.num_pending
@@ -157,37 +163,39 @@ class IndexPublisher:
         if events.cleared:
             self._registered = False
         if events.cleared or idle or self.blocks.num_pending >= BATCH_BLOCKS:
-            self._news.set()
+            self._wake.set()
 
     async def _publish_for_ever(self) -> None:
         while True:
             try:
-                await self._turn()
+                await self._run_once()
             except (RedisError, OSError) as error:
                 self._failed(error)
-            except Exception as error:  # a fault of the client library; if the lease expired, gateways would send no requests
+            # Any other exception is a fault of the client library. It must not end the renewals, because gateways send no
+            # requests to a worker without a lease.
+            except Exception as error:
                 if not self._failing:
                     logger.exception("publishing of the prefix index failed and is retried")
                 self._registered = False
                 self._failed(error)
-            await self._rest()
+            await self._wait()
 
-    async def _turn(self) -> None:
-        """Renews the lease if this is due, and then begins a generation or publishes a batch if this is due.
+    async def _run_once(self) -> None:
+        """Renews the lease if it is due. Then begins a generation, if necessary, or publishes a batch, if it is due.
 
-        The renewal comes first, because it detects whether the blocks were swept while this process was suspended. After a
-        failure, all connections are replaced, because after a failover the address may belong to another server.
+        The renewal comes first, because it detects whether this worker's blocks were swept while the process was suspended. After
+        a failure, all connections are replaced, because the address may belong to another Redis server after a failover.
         """
         if self._failing:
             await self._client.connection_pool.disconnect(inuse_connections=False)
-        if self._held_until is not None and self._clock() >= self._renew_at:
+        if self._lease_until is not None and self._clock() >= self._renew_at:
             await self._renew()
         if not self._registered:
             await self._begin()
         elif self.blocks.num_pending >= BATCH_BLOCKS or (self.blocks.num_pending and self._clock() >= self._publish_at):
             await self._publish()
 
-    async def _rest(self) -> None:
+    async def _wait(self) -> None:
         now = self._clock()
         if now < self._resume_at:
             await asyncio.sleep(self._resume_at - now)
@@ -195,43 +203,43 @@ class IndexPublisher:
             await asyncio.sleep(BATCH_PAUSE_S)
         else:
             until = min(self._publish_at, self._renew_at) if self.blocks.num_pending else self._renew_at
-            self._news.clear()
+            self._wake.clear()
             try:
                 async with asyncio.timeout(max(until - now, 0.0)):
-                    await self._news.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 return
 
     async def _renew(self) -> None:
-        asked = self._clock()
+        sent_at = self._clock()
         found = await self._records.renew(self.generation)
-        self._renew_at = asked + RENEW_S
+        self._renew_at = sent_at + RENEW_S
         self._publish_s = min(max(PUBLISH_S, found.num_workers * PUBLISH_S_PER_WORKER), LONGEST_PUBLISH_S)
         if found.lease != str(self.generation).encode():
-            self._held_until = asked
-            self._lost("the lease has expired" if found.lease is None else "the lease names another generation")
+            self._lease_until = sent_at
+            self._report_loss("the lease has expired" if found.lease is None else "the lease names another generation")
             return
-        self._held_until = asked + LEASE_TTL_S
+        self._lease_until = sent_at + LEASE_TTL_S
         if not self._registered:
             return
         if found.run_id != self._run_id:
-            self._lost("Redis was restarted")
+            self._report_loss("Redis was restarted")
         elif not found.listed or any(found.num_blocks[tier] != self.blocks.num_published(tier) for tier in BlockTier):
-            self._lost("blocks are missing")
+            self._report_loss("blocks are missing")
         else:
             self._succeeded()
 
-    def _lost(self, why: str) -> None:
+    def _report_loss(self, why: str) -> None:
         if self._registered:
             logger.warning("redis has lost this worker's part of the prefix index; all blocks are published again: %s", why)
         self._registered = False
 
     async def _begin(self) -> None:
-        """Begins a new generation. It has no blocks in Redis yet, so all blocks become pending."""
+        """Begins a new generation. All blocks become pending, because the generation has no blocks in Redis yet."""
         generation = secrets.randbits(63) if self.counts.generations or self._failing else self.generation
-        asked = self._clock()
+        sent_at = self._clock()
         self._run_id = await self._records.register(generation, self.generation)
-        self._held_until, self._renew_at = asked + LEASE_TTL_S, asked + RENEW_S
+        self._lease_until, self._renew_at = sent_at + LEASE_TTL_S, sent_at + RENEW_S
         self.generation, self.seq = generation, 0
         self.blocks.restart()
         if self.counts.generations:
@@ -271,10 +279,10 @@ class IndexPublisher:
             logger.info("redis accepts the prefix index again")
         self._failing, self._pause = False, FIRST_PAUSE_S
 
-    async def _give_up(self) -> None:
+    async def _delete_lease(self) -> None:
         try:
-            async with asyncio.timeout(GIVE_UP_S):
-                await self._records.give_up(self.generation)
+            async with asyncio.timeout(DELETE_LEASE_S):
+                await self._records.delete_lease(self.generation)
         except (RedisError, OSError) as error:
             logger.info("could not delete the lease, which will expire: %s", type(error).__name__)
         await self._client.aclose()

@@ -1,6 +1,6 @@
-"""The blocks of this worker by tier, and its records in Redis (services/shared/index/prefix_index.py has their format).
+"""The blocks of this worker by tier, and its records in Redis, whose format is in services/shared/index/prefix_index.py.
 
-HeldBlocks has the blocks and the changes that are not in Redis yet. WorkerRecords writes changes, lease, generations and events.
+CachedBlocks has the blocks and their unpublished changes. WorkerRecords writes blocks, lease, generations and events to Redis.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ class BlockMove:
     """A change of a block's tier."""
 
     block: bytes
-    before: BlockTier | None  # tier in Redis; None: Redis does not have the block
-    after: BlockTier | None  # present tier; None: no tier has the block
+    before: BlockTier | None  # tier according to Redis; None: Redis does not have the block
+    after: BlockTier | None  # present tier; None: the worker has dropped the block
 
 
-class HeldBlocks:
+class CachedBlocks:
     """The blocks of one worker by tier, and the changes that are not in Redis yet. Used only on the asyncio loop; without I/O.
 
-    A change that cancels an unpublished change removes it. The size is therefore bounded by the cached blocks, even if Redis is
-    unreachable for long. Tiers are stored as ints, because the garbage collector does not track a dict of bytes to ints.
+    If a block returns to its tier in Redis, its unpublished change is dropped. The number of changes is therefore bounded, even
+    if Redis is unreachable for long. Tiers are stored as ints, because the garbage collector does not track a dict of bytes to
+    ints.
     """
 
     def __init__(self) -> None:
-        self._held: dict[bytes, int] = {}  # tier by block
+        self._cached: dict[bytes, int] = {}  # tier by block
         self._pending: dict[bytes, int | None] = {}  # changed blocks with their tier in Redis; None: not in Redis
         self._published: Counter[int] = Counter()  # number of published blocks by tier
         self._counts: Counter[int] = Counter()  # number of blocks by tier
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_pending(self) -> int:
@@ -70,13 +71,13 @@ class HeldBlocks:
         """Returns the number of blocks that Redis has for the present generation if every write has succeeded."""
         return self._published[tier]
 
-    def held(self, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
-        return frozenset(block for block, where in self._held.items() if where == tier)
+    def in_tier(self, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
+        return frozenset(block for block, where in self._cached.items() if where == tier)
 
     def merge(self, events: CacheEvents) -> None:
         """Applies cache events. If `events.cleared` is set, the caller must begin a new generation with restart()."""
         if events.cleared:
-            self._held, self._pending = {}, {}
+            self._cached, self._pending = {}, {}
             self._published, self._counts = Counter(), Counter()
         self._put(events.stored, BlockTier.DEVICE)
         self._put(events.host, BlockTier.HOST)
@@ -86,28 +87,28 @@ class HeldBlocks:
     def _put(self, blocks: Iterable[bytes], tier: BlockTier | None) -> None:
         after = None if tier is None else int(tier)
         for block in blocks:
-            before = self._held.get(block)
+            before = self._cached.get(block)
             if before == after:
                 continue
             if before is not None:
                 self._counts[before] -= 1
             if after is None:
-                del self._held[block]
+                del self._cached[block]
             else:
-                self._held[block] = after
+                self._cached[block] = after
                 self._counts[after] += 1
             if self._pending.setdefault(block, before) == after:
                 del self._pending[block]
 
     def restart(self) -> None:
         """Marks all blocks as pending for a new generation, which has no blocks in Redis yet."""
-        self._pending = dict.fromkeys(self._held)
+        self._pending = dict.fromkeys(self._cached)
         self._published = Counter()
 
     def take(self, limit: int) -> list[BlockMove]:
         """Returns up to `limit` pending changes, oldest first, and counts them as published."""
         pending = islice(self._pending.items(), limit)
-        moves = [BlockMove(block, _tier(before), _tier(self._held.get(block))) for block, before in pending]
+        moves = [BlockMove(block, _tier(before), _tier(self._cached.get(block))) for block, before in pending]
         for move in moves:
             del self._pending[move.block]
             if move.before is not None:
@@ -136,8 +137,10 @@ class WorkerRecords:
     """This worker's records in Redis.
 
     Each method takes one or a few round trips, and raises RedisError or OSError if Redis is unreachable, slow or refuses a
-    command. A block is added to the generation's own: set before its hash is written, and removed from the set after the hash is
-    deleted, so that after a crash a sweep finds all blocks.
+    command.
+
+    A block is added to the generation's set `own:` before its field is written to the block's hash, and it is removed from the
+    set after the field is deleted. A sweep after a crash therefore finds all blocks in the set.
     """
 
     def __init__(self, client: Redis, model: str, worker: str) -> None:
@@ -147,7 +150,8 @@ class WorkerRecords:
     async def register(self, generation: int, before: int) -> str:
         """Writes the lease of a new generation, which makes all records of older generations invalid.
 
-        The previous generation `before` is listed again, so that a sweep removes records that it wrote after the last sweep.
+        Also lists the previous generation `before` for the sweeper again. A sweep may have removed it from the list before its
+        last records were written.
 
         Returns:
             The run id of the Redis server.
@@ -162,7 +166,8 @@ class WorkerRecords:
     async def renew(self, generation: int) -> Renewal:
         """Renews the lease and returns the worker's state in Redis.
 
-        It renews the lease of any generation. It also works on a full Redis, which refuses commands that need memory.
+        Renews the lease even if its value is another generation, which the result then shows. Uses only commands that a full
+        Redis accepts.
         """
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.getex(lease_key(self._worker), ex=LEASE_TTL_S)
@@ -178,7 +183,7 @@ class WorkerRecords:
         return Renewal(lease, tuple(num_blocks), bool(in_generations and in_workers), num_workers, info["run_id"])
 
     async def publish(self, generation: int, seq: int, moves: Sequence[BlockMove]) -> None:
-        """Adds the blocks to their new tiers, removes them from their old tiers, and then appends the event of the batch."""
+        """Adds the blocks to their new tiers, removes them from their old tiers, and appends the batch to the event stream."""
         for at in range(0, len(moves), PIPELINE_BLOCKS):
             await self._store(generation, moves[at : at + PIPELINE_BLOCKS])
         for at in range(0, len(moves), PIPELINE_BLOCKS):
@@ -208,7 +213,7 @@ class WorkerRecords:
                 pipe.srem(own_key(self._worker, generation, tier), *blocks)
             await _executed(pipe)
 
-    async def give_up(self, generation: int) -> None:
+    async def delete_lease(self, generation: int) -> None:
         """Deletes the lease if it still belongs to this generation."""
         if await self._client.get(lease_key(self._worker)) == str(generation).encode():
             await self._client.delete(lease_key(self._worker))

@@ -1,8 +1,10 @@
 """Removes the records of dead generations from Redis, a few blocks at a time (docs/design/fleet.md#the-index).
 
-The sets `own:` list the blocks of a generation. Each worker sweeps its own records, those of a few random workers of its model,
-and those of a few workers of one other model, because that model may have no live worker. A generation is dead if the worker's
-lease names another generation, or if the lease has been missing for LATE_S; a lease that is missing for less may be late.
+The sets `own:` list the blocks of a generation. Each worker sweeps its own records and the records of a few random workers of its
+model. It also sweeps a few workers of one other model, because that model may have no live worker.
+
+A generation is dead if the worker's lease names another generation, or if the lease has been missing for LATE_S. A lease that is
+missing for a shorter time may only be late.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 30.0  # seconds between two rounds
 LATE_S = 2.5 * LEASE_TTL_S  # seconds for which a lease must be missing before the worker counts as dead
-OTHERS = 8  # random workers per model and round
+RANDOM_WORKERS = 8  # random workers per model and round
 BATCH_BLOCKS = 250  # blocks per round trip
 BATCH_PAUSE_S = 0.02  # seconds between two batches, which limits the load on Redis
 BELOW = (BlockTier.HOST, BlockTier.STORAGE)
@@ -66,12 +68,13 @@ class Sweeper:
         seen = set(self._gone)
         for model in (self._model, other):
             if model is not None:
-                seen.update((model, worker) for worker in await self._random(workers_key(model), OTHERS))
+                seen.update((model, worker) for worker in await self._random(workers_key(model), RANDOM_WORKERS))
         for model, worker in sorted(seen - {(self._model, self._worker)}):
             await self._sweep_worker(model, worker)
         if other is not None:
             await self._forget_model(other)
-        await self._client.sadd(MODELS_KEY, self._model)  # last, because a full Redis refuses it, but not the removals above
+        # The last command, because a full Redis refuses it. The removals above also work on a full Redis.
+        await self._client.sadd(MODELS_KEY, self._model)
 
     async def _sweep_worker(self, model: str, worker: str) -> None:
         lease, generations = await self._state(worker)
@@ -86,7 +89,10 @@ class Sweeper:
             await self._forget(model, worker)
 
     async def _state(self, worker: str) -> tuple[bytes | None, set[bytes]]:
-        """Returns lease and generations in one transaction, because otherwise a generation that registers could look dead."""
+        """Returns a worker's lease and generations.
+
+        Reads both in one transaction. Otherwise, a generation that registers between two reads would seem dead.
+        """
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.get(lease_key(worker))
             pipe.smembers(generations_key(worker))
@@ -96,7 +102,7 @@ class Sweeper:
     async def _sweep_generation(self, model: str, worker: str, generation: int) -> None:
         """Removes the records of one generation.
 
-        A block is removed from the own: set last, so that after an interruption the next sweep finds the remaining blocks.
+        A block is removed from the set `own:` last, so that the next sweep finds the remaining blocks after an interruption.
         """
         own, owner = own_key(worker, generation), owner_field(worker, generation)
         swept = 0
@@ -122,7 +128,7 @@ class Sweeper:
         return [name.decode(errors="replace") for name in found]
 
     async def _forget(self, model: str, worker: str) -> None:
-        """Removes a worker without lease and generations from its model. If the worker comes back, it adds itself again."""
+        """Removes a worker without lease and generations from its model. A worker that returns adds itself again."""
         lease, generations = await self._state(worker)
         if lease is None and not generations:
             await self._client.srem(workers_key(model), worker)

@@ -1,7 +1,7 @@
 """The messages to the loop from gateways, signals, operators and the grammar compiler, and the queue of operators' commands.
 
 Any thread may put messages; only the loop's thread takes them. A command runs on the loop's thread when its barrier is met. If
-this takes until the command's deadline, the command fails.
+the barrier is not met before the command's deadline, the command fails.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class Barrier(enum.Enum):
 
     NONE = "none"  # none: the command runs when the loop reads its messages; a step may be in flight
     DRAINED = "drained"  # no step is in flight; the loop commits the step in flight before it plans another step
-    IDLE = "idle"  # also no requests and no page operations; the loop continues to serve until then
+    IDLE = "idle"  # also, there are no requests and no page operations; the loop serves requests until then
 
 
 @dataclass(slots=True)
 class Pace:
-    """The speed of the loop. Commands change it on the loop's thread."""
+    """The speed limit of the loop. Commands change it on the loop's thread."""
 
     step_delay_s: float = 0.0  # smallest time in seconds between the launches of two steps; 0: no delay
 
 
 class NotIdle(RuntimeError):
-    """A command's barrier was not met before its deadline. The message has the reason, such as the number of open requests."""
+    """A command's barrier was not met before the command's deadline. The message has the reason, such as open requests."""
 
 
 class LoopEnded(RuntimeError):
-    """The loop has ended or is ending, so the command will not run."""
+    """The loop has ended or is ending, so the command is not run."""
 
 
 Action = Callable[[SchedulerControl, Executor, Pace], Any]
@@ -69,11 +69,11 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """A request that the gRPC server has refused, so that the core did not get it."""
+    """The gRPC server has refused a request, so the core does not get it."""
 
     peer: int
     handle: int
-    source: KvSource | None  # KV reservation of the request, which the core releases; None: no reservation
+    source: KvSource | None  # KV reservation at another worker, which the core releases; None: the request has no KV source
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,12 @@ class GrammarFailed:
 
 @dataclass(frozen=True, slots=True)
 class FactsReady:
-    """The executor has results of page operations. The message only wakes the loop, which then reads them."""
+    """The executor has results of page operations. The message only wakes the loop, which then reads the results."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchMore:
-    """Further pages are readable of a prompt for which this gateway stream has sent a Prefetch."""
+    """More pages of a prompt are readable at its KV source. The gateway stream has sent the prompt's Prefetch before."""
 
     peer: int
     ready: PagesReady
@@ -173,12 +173,16 @@ class PendingCommands:
     """The commands that wait for their barriers. Each command's future is set exactly once, unless the caller cancels it."""
 
     def __init__(
-        self, core: Scheduler, control: SchedulerControl, executor: Executor, pace: Pace, begins: Callable[[float | None], None]
+        self, core: Scheduler, control: SchedulerControl, executor: Executor, pace: Pace, on_run: Callable[[float | None], None]
     ) -> None:
-        """Starts without commands. Calls `begins` with a command's deadline before the command runs, and with None after it."""
+        """Stores the objects that commands get.
+
+        Args:
+            on_run: called with a command's deadline before the command runs, and with None after it.
+        """
         self._core, self._control = core, control
         self._executor, self._pace = executor, pace
-        self._begins = begins
+        self._on_run = on_run
         self._waiting: list[Command] = []
 
     def __len__(self) -> int:
@@ -212,7 +216,7 @@ class PendingCommands:
             else:
                 self._waiting.append(command)
 
-    def sweep(self, now: float) -> None:
+    def drop_expired(self, now: float) -> None:
         """Removes cancelled commands and fails commands whose deadline has passed."""
         for command in list(self._waiting):
             if command.future.cancelled():
@@ -234,11 +238,11 @@ class PendingCommands:
 
     def _run(self, command: Command, now: float) -> None:
         if command.deadline <= now:
-            _refuse(command, NotIdle("the operation's deadline passed before the loop read it"))
+            _refuse(command, NotIdle("the operation's deadline passed before the loop read the operation"))
             return
         if not command.future.set_running_or_notify_cancel():
             return
-        self._begins(command.deadline)
+        self._on_run(command.deadline)
         try:
             result = command.action(self._control, self._executor, self._pace)
         except Exception as error:  # the operator gets any error; the loop continues
@@ -246,7 +250,7 @@ class PendingCommands:
         else:
             command.future.set_result(result)
         finally:
-            self._begins(None)
+            self._on_run(None)
 
 
 def _refuse(command: Command, error: Exception) -> None:

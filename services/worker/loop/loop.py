@@ -44,7 +44,8 @@ from rootstock_llm.services.worker.loop.inbox import (
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 1.0  # seconds without requests after which the invariants are checked once
-STUCK_WAIT_S = 0.001  # seconds to wait for messages if no request can run; short, because a page operation may end without one
+# Seconds to wait for messages if no request can run. The time is short, because a page operation may end without a message.
+STUCK_WAIT_S = 0.001
 PAUSED_WAIT_S = 0.05  # seconds to wait for messages while the scheduler is paused
 STOPPING = "the worker is stopping"
 
@@ -61,9 +62,11 @@ class MaskSource(Protocol):
     The executor may read the masks until wait() of the step has returned.
     """
 
-    def fill(self, matchers: Sequence[tuple[int, Matcher]]) -> Masks: ...
+    def fill(self, matchers: Sequence[tuple[int, Matcher]]) -> Masks:
+        """Returns the masks for the sampled token of each row. `matchers` has (plan row, matcher)."""
 
-    def behind(self, matchers: Sequence[tuple[int, Matcher]], draft_tokens: DraftTokens) -> Masks: ...
+    def fill_after_drafts(self, matchers: Sequence[tuple[int, Matcher]], draft_tokens: DraftTokens) -> Masks:
+        """Returns the masks of the positions after each row's draft tokens."""
 
 
 class Observer(Protocol):
@@ -72,13 +75,14 @@ class Observer(Protocol):
     def rests(self) -> None:
         """Called before the loop waits for messages. No step is in flight."""
 
-    def wakes(self) -> None: ...
+    def wakes(self) -> None:
+        """Called after the wait for messages."""
 
     def commanded(self, deadline: float | None) -> None:
-        """Called before an operator's command runs on this thread, and again after it.
+        """Called before and after an operator's command runs on this thread.
 
         Args:
-            deadline: the command's deadline on the loop's clock; None after the command.
+            deadline: the command's deadline on the loop's clock; None in the call after the command.
         """
 
     def planned(self, plan: BatchPlan) -> None:
@@ -92,9 +96,11 @@ class Observer(Protocol):
             seconds: time since the step's launch or since the end of the previous step, whichever is later.
         """
 
-    def turned(self, stats: StepStats, busy: bool) -> None: ...
+    def iteration_ended(self, stats: StepStats, busy: bool) -> None:
+        """Called at the end of each iteration, before its outputs are sent. `busy` is False if no step was in flight."""
 
-    def cached(self, events: CacheEvents) -> None: ...
+    def cached(self, events: CacheEvents) -> None:
+        """Called with the changes of the prefix cache in an iteration."""
 
 
 class Spans(Protocol):
@@ -145,8 +151,9 @@ class Loop:
             observer: is called at each stage of an iteration.
             masks: fills grammar masks.
             overlap: whether step N+1 is planned and launched before step N is committed.
-            consecutive_prefill_overlap: whether two extend steps overlap, too. If not, the first tokens of step N are sent before
-                step N+1 is launched, which lowers their latency (SGLang's is_disable_overlap_for_batch).
+            consecutive_prefill_overlap: whether two consecutive extend steps also overlap. If False, the first tokens of step N
+                are
+                sent before step N+1 is launched, which lowers their latency (SGLang's is_disable_overlap_for_batch).
             clock: returns the time in seconds.
             spans: records times for traces; None without tracing.
         """
@@ -161,17 +168,17 @@ class Loop:
         self._consecutive_prefill_overlap = consecutive_prefill_overlap
         self._pace = Pace()
         self._commands = PendingCommands(core, self._control, executor, self._pace, observer.commanded)
-        self._launched_at = 0.0
-        self._ended_at = 0.0
+        self._launched_at = 0.0  # time of the last launch
+        self._ended_at = 0.0  # time at which the last result was ready
         self._clock = clock
         self._spans = spans
         self._num_traced = 0  # number of the core's trace events that `spans` has received
-        self._checked = False
+        self._checked = False  # whether the invariants were checked since the last message
 
     def run(self) -> None:
         """Runs until a Stop message. Then commits the step in flight and ends all requests.
 
-        Raises no exception: a failed step ends only the step's requests, and an invalid submit is logged.
+        A failed step raises no exception; it ends only its requests. An invalid submit is logged.
         """
         prev: _Flight | None = None
         stuck = False
@@ -181,7 +188,7 @@ class Loop:
                 prev = None
             self._run_commands(prev is None)
             self._core.begins_copies = not self._commands.waits_for_settling
-            plan = self._core.plan(self._clock()) if self._slowed_s() <= 0 else None
+            plan = self._core.plan(self._clock()) if self._launch_delay_s() <= 0 else None
             self._pass_reservations()
             if plan is not None and plan.operations:
                 self._executor.transfer(plan.operations)
@@ -208,20 +215,20 @@ class Loop:
     def _sample(self, plan: BatchPlan, run: Run) -> None:
         """Fills the grammar masks of a launched step and samples its tokens.
 
-        If a row has draft tokens, the masks of the positions after them are filled, too.
+        For rows with draft tokens, this includes the masks of the positions after the draft tokens.
         """
         matchers = self._core.matchers()
         masks = self._masks.fill(matchers) if matchers else NO_MASKS
         behind = NO_MASKS
         if len(plan.drafts) and any(plan.drafts[row] for row, _ in matchers):
-            behind = self._masks.behind(matchers, self._executor.draft_tokens(run))
+            behind = self._masks.fill_after_drafts(matchers, self._executor.draft_tokens(run))
         self._executor.sample(run, masks, behind)
 
     def _pass_reservations(self) -> None:
         """Passes opened and closed KV reservations to the executor.
 
-        This must precede the next step, which may overwrite the pages of a closed reservation, and the next outputs, which may
-        tell a gateway about an opened reservation.
+        Must be called before the next step, which may overwrite the pages of a closed reservation, and before the next outputs,
+        which may announce an opened reservation to a gateway.
         """
         events = self._core.take_reservation_events()
         if events is not None:
@@ -240,18 +247,22 @@ class Loop:
         now = self._clock()
         if drained:
             self._commands.run_drained(now)
-        self._commands.sweep(now)
+        self._commands.drop_expired(now)
 
     def _drain(self, may_block: bool, stuck: bool) -> bool:
-        """Applies all messages. If there is nothing to do, waits for a message first. Returns False after a Stop message."""
+        """Applies all messages. If no step is in flight, first waits for messages as long as _wait_s() allows.
+
+        Returns:
+            False if one of the messages is Stop.
+        """
         idle = may_block and self._core.idle and not len(self._commands)
-        messages = self._rest(self._wait_s(idle, stuck)) if may_block else self._inbox.drain(0.0)
+        messages = self._wait_for_messages(self._wait_s(idle, stuck)) if may_block else self._inbox.drain(0.0)
         self._take_facts()
         if idle and not messages:
             self._check_idle()
         return not [message for message in messages if not self._apply(message)]
 
-    def _rest(self, wait_s: float) -> list[Message]:
+    def _wait_for_messages(self, wait_s: float) -> list[Message]:
         """Waits up to `wait_s` seconds for messages and returns them."""
         self._observer.rests()
         messages = self._inbox.drain(wait_s)
@@ -262,12 +273,12 @@ class Loop:
         """Returns the seconds for which the loop waits for messages while no step is in flight."""
         if idle:
             return 0.0 if self._core.has_cache_events else IDLE_CHECK_S
-        slowed = max(self._slowed_s(), 0.0)
+        slowed = max(self._launch_delay_s(), 0.0)
         if not stuck:
             return slowed
         return max(slowed, PAUSED_WAIT_S if self._core.paused else STUCK_WAIT_S)
 
-    def _slowed_s(self) -> float:
+    def _launch_delay_s(self) -> float:
         """Returns the seconds until Pace.step_delay_s allows the next launch; at most 0 if it is allowed now."""
         return self._launched_at + self._pace.step_delay_s - self._clock() if self._pace.step_delay_s else 0.0
 
@@ -333,7 +344,7 @@ class Loop:
             self._spans.committed(flight.plan.step_id)
 
     def _commit_result(self, flight: _Flight) -> None:
-        """Waits for the result of a step and commits it. A failed step ends its requests."""
+        """Waits for the result of a step and commits the result. If the step has failed, ends its requests."""
         error = flight.error
         if flight.run is not None:
             try:
@@ -352,11 +363,11 @@ class Loop:
     def _report(self, busy: bool) -> None:
         """Reports an iteration to the observer, and then sends its outputs.
 
-        This order makes the number of KV reservations current when a drain sees the end of the last request.
+        In this order, the reported number of KV reservations is already current when a drain sees the end of the last request.
         """
         self._pass_reservations()
         outputs = self._core.take_output()
-        self._observer.turned(self._core.stats(), busy)
+        self._observer.iteration_ended(self._core.stats(), busy)
         if self._spans is not None:
             self._trace(self._spans, outputs)
         if outputs:
@@ -374,11 +385,11 @@ class Loop:
     def _check_idle(self) -> None:
         """Checks the invariants once per idle period.
 
-        If an invariant is violated, this is logged and the scheduler resets its memory, which an idle worker does not need.
+        A violation is logged, and the scheduler then resets its memory. This loses only cached KV, because the worker is idle.
         """
         if self._checked:
             return
         self._checked = True
         for violation in self._control.self_check():
-            logger.error("an invariant was violated while idle; the memory is reset: %s", violation)
-        self._observer.turned(self._core.stats(), False)
+            logger.error("an invariant was violated while the scheduler was idle; its memory was reset: %s", violation)
+        self._observer.iteration_ended(self._core.stats(), False)

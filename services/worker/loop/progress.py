@@ -1,4 +1,4 @@
-"""Measures the progress of the loop: the time of its last sign of life, the time limit of a step, and a watchdog for hangs.
+"""Measures the progress of the loop: the time since its last sign of life, the time limit of a step, and a watchdog for hangs.
 
 The loop's thread writes the attributes of Pulse and StepLimit, one plain attribute at a time, without a lock. The watchdog's
 thread reads Pulse. Load reports to gateways contain the age of the step in flight and the limit of a step, so that a gateway can
@@ -20,7 +20,8 @@ from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 
 FLOOR_S = 10.0  # smallest limit of a step in seconds, because other processes may block the machine for this long
 SLACK = 3.0  # the limit of a step is this factor times the estimated time
-FADES = 0.99  # the worst pace is multiplied by this factor at each further step of the same size, so that one stall is forgotten
+# The worst pace is multiplied by this factor at each later step of the same size class, so that a single stall is forgotten.
+FADE = 0.99
 QUERY_HEADS = 4.0  # typical number of query heads that share a KV head
 
 logger = logging.getLogger(__name__)
@@ -31,15 +32,15 @@ class Pulse:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._since: float | None = clock()
-        self._until = 0.0
+        self._since: float | None = clock()  # time of the last sign of life; None while the loop waits for messages
+        self._until = 0.0  # deadline of the running command; 0: no command is running
 
     def beat(self) -> None:
         """Records the beginning or the end of a step or of an iteration of the loop."""
         self._since = self._clock()
         self._until = 0.0
 
-    def works(self, until: float) -> None:
+    def begin_command(self, until: float) -> None:
         """Records the beginning of an operator's command, which may run until `until`. Valid until the next beat()."""
         self._since = self._clock()
         self._until = until
@@ -50,22 +51,25 @@ class Pulse:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last beat; 0 while the loop rests."""
+        """Seconds since the last sign of life; 0 while the loop waits for messages."""
         since = self._since
         return 0.0 if since is None else max(0.0, self._clock() - since)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last beat, or since the deadline of the running command if it is later; 0 while the loop rests."""
+        """Seconds since the last sign of life, or since the running command's deadline if that is later.
+
+        0 while the loop waits for messages.
+        """
         since = self._since
         return 0.0 if since is None else max(0.0, self._clock() - max(since, self._until))
 
 
 def attention_span(info: LoadedInfo) -> float:
-    """Returns the context length at which attention costs a token as many operations as all weights; infinite if unknown.
+    """Returns the context length at which the attention of a token takes as many operations as all weights; infinite if unknown.
 
-    A token takes 2 operations per weight. Per position of its context, it takes 2 operations for each element of all layers' keys
-    and values, times QUERY_HEADS. Weights and KV elements are assumed to have the same size in bytes.
+    A token takes 2 operations per weight. For each position of its context, it takes 2 * QUERY_HEADS operations per element of
+    the keys and values of all layers. Weights and KV elements are assumed to have the same size in bytes.
     """
     if not info.weight_bytes or not info.kv_bytes_per_token:
         return float("inf")
@@ -95,12 +99,12 @@ class StepLimit:
     """
 
     def __init__(self, config: Callable[[], SchedulerConfig], span: float, cap_s: float) -> None:
-        """Starts with the limit `cap_s`.
+        """Creates the limit. It is `cap_s` until the first step is measured.
 
         Args:
             config: returns the scheduler's present configuration.
             span: result of attention_span().
-            cap_s: largest limit in seconds; it also applies before the first measured step.
+            cap_s: largest limit in seconds.
         """
         self._config = config
         self._span = span
@@ -108,13 +112,13 @@ class StepLimit:
         self._size = 0  # bit length of the work of the largest measured steps; 0: no step was measured
         self._pace = 0.0  # worst recent pace of these steps, in seconds per token of work
 
-    def took(self, plan: BatchPlan, seconds: float) -> None:
-        """Records the time of a step. Only steps of the largest size class count, because they are most like the largest step."""
+    def record_step(self, plan: BatchPlan, seconds: float) -> None:
+        """Records the time of a step. Ignores a step of a smaller size class than the largest measured step."""
         work = work_of(plan, self._span)
         size = int(work).bit_length()
         if size < self._size:
             return
-        faded = self._pace * FADES if size == self._size else 0.0
+        faded = self._pace * FADE if size == self._size else 0.0
         self._size, self._pace = size, max(seconds / max(work, 1.0), faded)
 
     @property
@@ -150,7 +154,7 @@ class Watchdog:
     def stop(self) -> None:
         self._stopped.set()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Checks once whether the loop hangs or has recovered, and calls on_hang() or on_recover()."""
         silent = self._pulse.silent_s
         if silent > self._timeout_s and not self._hung:
@@ -165,4 +169,4 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(self._timeout_s / 4, 5.0)):
-            self.look()
+            self.check()

@@ -13,12 +13,12 @@ from rootstock_llm.services.worker.core.requests.finish import StopRuleTooExpens
 from rootstock_llm.services.worker.text.patterns import compile_pattern
 from rootstock_llm.services.worker.text.step_meter import StepMeter
 
-MAX_PATTERNS = 256  # compiled stop patterns that are cached
-SEARCH_MS, BURST_MS = 0.3, 30.0  # step_ms and burst_ms of StepMeter for a pattern's CPU time on the loop's thread
+MAX_PATTERNS = 256  # largest number of cached compiled stop patterns
+SEARCH_MS, BURST_MS = 0.3, 30.0  # limits of a pattern's CPU time on the loop's thread: step_ms and burst_ms of StepMeter
 
 
 class PatternTooExpensive(StopRuleTooExpensive):
-    """A stop pattern has exceeded its CPU time. It is refused while it is one of the MAX_PATTERNS cached patterns."""
+    """A stop pattern has exceeded its CPU time. It is refused until it is no longer among the MAX_PATTERNS cached patterns."""
 
 
 @dataclass(frozen=True, slots=True)

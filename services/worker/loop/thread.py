@@ -1,4 +1,4 @@
-"""Runs the loop on a thread, the only thread that uses core, executor and grammar matchers."""
+"""Runs the loop on its own thread. Only this thread uses the core, the executor and the grammar matchers."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class SchedulerThread:
         if not self.ended:
             logger.critical("the scheduler's loop has not ended in %.1f s", timeout_s)
 
-    def leave_if_alive(self) -> None:
-        """Ends the process if the loop still runs, because the executor cannot be closed while the loop uses it."""
+    def exit_if_alive(self) -> None:
+        """Ends the process at once if the loop still runs, because the executor cannot be closed while the loop uses it."""
         if not self.ended:
             logging.shutdown()
             os._exit(EXIT_STATUS)
 
     def _run(self) -> None:
-        """Runs the loop. The loop handles all expected errors, so any exception is a bug and ends the process."""
+        """Runs the loop. Any exception is a bug and ends the process, because the loop handles all expected errors itself."""
         try:
             self._prepare()
             self._loop.run()

@@ -1,4 +1,4 @@
-"""Metrics of the executor's steps: replayed from a graph, launched kernel by kernel, or cut into pieces."""
+"""Metrics of the executor's steps: how they were launched, and how often they were cut into pieces or ran out of memory."""
 
 from __future__ import annotations
 

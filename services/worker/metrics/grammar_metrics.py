@@ -1,4 +1,4 @@
-"""Metrics of grammar compilation. A metric that SGLang has, too, has SGLang's name."""
+"""Metrics of grammar compilation. A metric that also exists in SGLang has SGLang's name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ class GrammarMetrics(Collector):
     """Metrics of one grammar book. The label is the served model name. At most one thread at a time calls compiled()."""
 
     def __init__(self, model_name: str, timeouts: Callable[[], int]) -> None:
-        """Starts without observations. `timeouts` returns the number of grammars that were refused for their compile time."""
+        """Creates empty histograms.
+
+        Args:
+            model_name: served model name.
+            timeouts: returns the number of grammars that were refused because their compilation took too long.
+        """
         self._label_values = (model_name,)
         self._timeouts = timeouts
         self._seconds, self._chars = Histogram(COMPILE_BUCKETS), Histogram(SOURCE_BUCKETS)

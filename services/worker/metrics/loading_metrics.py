@@ -1,4 +1,4 @@
-"""Metrics of the loading and the size of a model."""
+"""Metrics of a model's size and loading times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of KV transfers between workers: reads of this worker's pages, and this worker's reads from prefill workers."""
+"""Metrics of KV transfers between workers: reads of decode workers from this worker, and its reads from prefill workers."""
 
 from __future__ import annotations
 

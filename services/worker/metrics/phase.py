@@ -1,6 +1,6 @@
 """The phase of this worker as a metric, which is available before the model is loaded.
 
-The asyncio thread and the watchdog's thread write it, one plain attribute at a time, without a lock. Scrapes read it.
+The asyncio thread and the watchdog's thread write WorkerLife, one plain attribute at a time, without a lock. Scrapes read it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WorkerPhase(enum.StrEnum):
 
 
 class WorkerLife:
-    """The phase of one worker and its hangs."""
+    """The phase of one worker, and how often its loop has hung."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -86,10 +86,11 @@ class RequestTimes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # Times of open requests by (gateway stream, handle): arrival, first token, last token.
         self._arrivals: dict[tuple[int, int], float] = {}
         self._first: dict[tuple[int, int], float] = {}
         self._last: dict[tuple[int, int], float] = {}
-        self._of = {each: [Histogram(each.buckets) for _ in each.stages or ("",)] for each in DISTRIBUTIONS}
+        self._histograms = {each: [Histogram(each.buckets) for _ in each.stages or ("",)] for each in DISTRIBUTIONS}
 
     def arrived(self, peer: int, handle: int) -> None:
         """Records the arrival of a request. Called once per submit, on any thread."""
@@ -117,23 +118,23 @@ class RequestTimes:
 
     def _ended(self, peer: PeerOutput, now: float) -> None:
         stages: tuple[list[float], ...] = tuple([] for _ in STAGES)
-        answered = [finish for finish in peer.finishes if finish.reason is not FinishReason.ABORT]
-        for finish in answered:
-            for times, seconds in zip(stages, self._stages(peer.peer, finish, now), strict=True):
-                times += seconds
+        completed = [finish for finish in peer.finishes if finish.reason is not FinishReason.ABORT]
+        for finish in completed:
+            for all_seconds, seconds in zip(stages, self._stages(peer.peer, finish, now), strict=True):
+                all_seconds += seconds
         self._observe(STAGE, *stages)
-        self._observe(E2E, [now - self._arrivals.get((peer.peer, finish.handle), now) for finish in answered])
-        self._observe(PROMPT, [finish.prompt_tokens for finish in answered])
-        self._observe(UNCACHED, [finish.prompt_tokens - finish.cached_tokens for finish in answered])
-        self._observe(OUTPUT, [finish.completion_tokens for finish in answered])
+        self._observe(E2E, [now - self._arrivals.get((peer.peer, finish.handle), now) for finish in completed])
+        self._observe(PROMPT, [finish.prompt_tokens for finish in completed])
+        self._observe(UNCACHED, [finish.prompt_tokens - finish.cached_tokens for finish in completed])
+        self._observe(OUTPUT, [finish.completion_tokens for finish in completed])
         ran = [finish for finish in peer.finishes if finish.reason is not FinishReason.ABORT or finish.completion_tokens]
         self._observe(QUEUE, [finish.queue_s for finish in ran])
         for finish in peer.finishes:
-            for kept in (self._arrivals, self._first, self._last):
-                kept.pop((peer.peer, finish.handle), None)
+            for open_times in (self._arrivals, self._first, self._last):
+                open_times.pop((peer.peer, finish.handle), None)
 
     def _stages(self, peer: int, finish: Finish, now: float) -> tuple[list[float], ...]:
-        """Returns the seconds of each stage, in the order of STAGES. A list is empty if the request did not reach the stage."""
+        """Returns a list per stage of STAGES: the request's seconds in the stage, or no element if it did not reach the stage."""
         key = (peer, finish.handle)
         arrived, first = self._arrivals.get(key, now), self._first.get(key)
         prefilled = max((now if first is None else first) - arrived - finish.queue_s, 0.0)
@@ -141,11 +142,11 @@ class RequestTimes:
 
     def _observe(self, distribution: Distribution, *values: Sequence[float]) -> None:
         """Adds values to the histograms of a distribution. `values` has one list per stage, or one list without stages."""
-        for histogram, each in zip(self._of[distribution], values, strict=True):
+        for histogram, each in zip(self._histograms[distribution], values, strict=True):
             histogram.observe_all(each)
 
     def collect(self, labels: tuple[str, ...], label_values: tuple[str, ...]) -> Iterator[HistogramMetricFamily]:
-        for distribution, histograms in self._of.items():
+        for distribution, histograms in self._histograms.items():
             family = distribution.described(labels)
             for stage, histogram in zip(distribution.stages or (None,), histograms, strict=True):
                 histogram.add_to(family, label_values if stage is None else (*label_values, stage))
@@ -163,20 +164,21 @@ class LoopCounts:
         self.stored_blocks = self.removed_blocks = self.cleared = 0
         # Seconds of steps by mode.
         self.forward_s: dict[ForwardMode, float] = {mode: 0.0 for mode in ForwardMode if mode is not ForwardMode.IDLE}
-        # bubble_s: seconds in which no step was in flight although requests ran. Device idle time between overlapped steps does
-        # not count, because the host does not see it. idle_s: seconds in which the loop waited for messages.
-        self.bubble_s = self.idle_s = 0.0
+        # Seconds in which no step was in flight although requests ran. The device's idle time between overlapped steps does not
+        # count, because the host cannot measure it.
+        self.bubble_s = 0.0
+        self.idle_s = 0.0  # seconds in which the loop waited for messages
         self._clock = clock
         self._plan: BatchPlan | None = None  # plan of the last launched step
-        self._ended_step, self._ended_at = -1, 0.0
-        self._rests_since = 0.0
+        self._ended_step, self._ended_at = -1, 0.0  # step id and time of the last result
+        self._waiting_since = 0.0
         self._samples: deque[tuple[float, StepStats, float]] = deque()  # (time, stats, forward_s of all modes)
 
     def rests(self) -> None:
-        self._rests_since = self._clock()
+        self._waiting_since = self._clock()
 
     def wakes(self) -> None:
-        self.idle_s += self._clock() - self._rests_since
+        self.idle_s += self._clock() - self._waiting_since
 
     def planned(self, plan: BatchPlan) -> None:
         """Counts a step. Called before its launch."""
@@ -194,10 +196,10 @@ class LoopCounts:
 
     @property
     def _had_work(self) -> bool:
-        """Whether requests were running after the last iteration and the scheduler was not paused."""
+        """Whether requests were running and the scheduler was not paused after the last iteration."""
         return self.stats is not None and self.stats.num_running > 0 and not self.stats.paused
 
-    def turned(self, stats: StepStats) -> None:
+    def iteration_ended(self, stats: StepStats) -> None:
         self.stats = stats
         now = self._clock()
         if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
@@ -228,37 +230,37 @@ class LoopCounts:
     @property
     def throughput(self) -> float:
         """Output tokens per second in the window."""
-        seconds, then, now, _ = self._lately()
+        seconds, then, now, _ = self._window()
         return (now.generated_tokens_total - then.generated_tokens_total) / seconds if then and now else 0.0
 
     @property
     def hit_rate(self) -> float:
         """Share of the prompt tokens admitted in the window that were cached."""
-        _, then, now, _ = self._lately()
+        _, then, now, _ = self._window()
         prompt = now.prompt_tokens_total - then.prompt_tokens_total if then and now else 0
         return (now.cached_tokens_total - then.cached_tokens_total) / prompt if then and now and prompt else 0.0
 
     @property
     def accept_length(self) -> float:
-        """Tokens per row with draft tokens in the window, including the sampled token; 0 if no row had draft tokens."""
-        _, then, now, _ = self._lately()
+        """Average output tokens of a decode row with draft tokens in the window, including the sampled token; 0: no such row."""
+        _, then, now, _ = self._window()
         rows = now.verified_rows_total - then.verified_rows_total if then and now else 0
         return 1 + (now.accepted_tokens_total - then.accepted_tokens_total) / rows if then and now and rows else 0.0
 
     @property
     def accept_rate(self) -> float:
         """Share of the draft tokens in the window that were accepted."""
-        _, then, now, _ = self._lately()
+        _, then, now, _ = self._window()
         drafted = now.drafted_tokens_total - then.drafted_tokens_total if then and now else 0
         return (now.accepted_tokens_total - then.accepted_tokens_total) / drafted if then and now and drafted else 0.0
 
     @property
     def occupancy(self) -> float:
         """Percentage of the window in which a step was computed."""
-        seconds, _, _, forward_s = self._lately()
+        seconds, _, _, forward_s = self._window()
         return min(100.0 * forward_s / seconds, 100.0) if seconds else 0.0
 
-    def _lately(self) -> tuple[float, StepStats | None, StepStats | None, float]:
+    def _window(self) -> tuple[float, StepStats | None, StepStats | None, float]:
         """Returns (length of the window in seconds, stats at its start, present stats, seconds of steps in the window)."""
         now = self._clock()
         for at, then, forward_s in list(self._samples):
@@ -424,7 +426,7 @@ class WorkerMetrics(Collector):
     def __init__(
         self, model_name: str, counts: LoopCounts, clock: Callable[[], float] = time.monotonic, engine_type: str = "unified"
     ) -> None:
-        """Starts without observations of requests.
+        """Creates the metrics with empty histograms.
 
         Args:
             model_name: served model name.

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from rootstock_llm.services.shared.hf_tokenizer import load_tokenizer, vocabulary_files
 
-WRITTEN = ("tokenizer.json", "tokenizer_config.json")
+WRITTEN = ("tokenizer.json", "tokenizer_config.json")  # files that convert() may write
 TEXTS = ("", "Hello, world!", "  two  spaces\n\tand a tab", "1234 + 5 = x", "é 你好 😀")  # both tokenizers must give equal ids
 LIBRARIES = ("sentencepiece", "tiktoken")  # libraries that transformers needs to read some tokenizer files
 
@@ -33,19 +33,19 @@ def convert(folder: Path, out: Path) -> None:
         NotConverted: transformers cannot read the folder, or tokenizes the TEXTS differently than the converted file.
     """
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        original = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a missing library, an unknown class, a broken file
         raise NotConverted(_reason(folder, str(error).strip().partition("\n")[0].rstrip(".").rstrip("."))) from error
     with tempfile.TemporaryDirectory() as made:
-        theirs.save_pretrained(made)
+        original.save_pretrained(made)
         if not Path(made, WRITTEN[0]).is_file():
-            raise NotConverted(_reason(folder, "its tokenizer class has no tokenizer.json"))
+            raise NotConverted(_reason(folder, "its tokenizer class cannot write tokenizer.json"))
         for name in WRITTEN:
             if Path(folder, name).is_file():
                 shutil.copy(Path(folder, name), made)
-        ours = load_tokenizer(made)
-        if ours.encode_batch(TEXTS, True) != [theirs(text).input_ids for text in TEXTS]:
-            raise NotConverted(_reason(folder, "the converted tokenizer gives other ids than transformers"))
+        converted = load_tokenizer(made)
+        if converted.encode_batch(TEXTS, True) != [original(text).input_ids for text in TEXTS]:
+            raise NotConverted(_reason(folder, "the converted tokenizer gives other token ids than transformers"))
         for name in WRITTEN:
             if not Path(folder, name).is_file():
                 shutil.copy(Path(made, name), out)

@@ -1,4 +1,7 @@
-"""Compiles stop patterns with RE2, whose search time is linear in the text and in the program's size. The size is limited."""
+"""Compiles stop patterns with RE2.
+
+RE2's search time is linear in the length of the text and in the size of the compiled program, which is limited.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from typing import Any
 import re2
 
 PATTERN_MEMORY_BYTES = 8 << 20  # memory that one compiled pattern may use
-# Largest number of RE2 instructions of a pattern. With it, the first search in 1,024 characters takes up to 4 ms, later searches
-# up to 0.4 ms.
+# Largest number of RE2 instructions of a pattern. With this number, the first search in 1,024 characters takes up to 4 ms, and
+# each later search takes up to 0.4 ms.
 MAX_PROGRAM = 250
 
 

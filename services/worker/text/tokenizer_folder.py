@@ -1,4 +1,4 @@
-"""Converts the tokenizer of a model folder that lacks tokenizer.json, in a copy of the folder that has links to its files.
+"""Adds tokenizer.json to a model folder that lacks it: makes a copy of the folder with links to its files, and converts there.
 
 This module does not import transformers, so that the launcher starts quickly.
 """
@@ -20,7 +20,7 @@ BUILT = Path("build") / "models"
 def with_tokenizer(folder: Path, built: Path = BUILT) -> Path:
     """Returns a folder with tokenizer.json: the folder itself, or a copy below `built` with the converted tokenizer.
 
-    If the folder has neither tokenizer.json nor files to convert, it is returned unchanged.
+    A folder that has neither tokenizer.json nor files to convert is returned unchanged.
 
     Raises:
         ValueError: transformers cannot convert the tokenizer. The message has the reason and the remedy.
@@ -29,9 +29,9 @@ def with_tokenizer(folder: Path, built: Path = BUILT) -> Path:
     files = vocabulary_files(source)
     if (source / TOKENIZER_FILE).is_file() or not files:
         return folder
-    about = [(name, (source / name).stat().st_mtime_ns) for name in files]
-    whole = built / f"{source.name}-{blake2b(repr((str(source), about)).encode(), digest_size=6).hexdigest()}"
-    if not (whole / TOKENIZER_FILE).is_file():
+    file_times = [(name, (source / name).stat().st_mtime_ns) for name in files]
+    target = built / f"{source.name}-{blake2b(repr((str(source), file_times)).encode(), digest_size=6).hexdigest()}"
+    if not (target / TOKENIZER_FILE).is_file():
         print(f"  converting the tokenizer of {folder} ({', '.join(files)})", flush=True)
         built.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built) as made:
@@ -39,9 +39,9 @@ def with_tokenizer(folder: Path, built: Path = BUILT) -> Path:
             for path in source.iterdir():
                 if not Path(made, path.name).exists():
                     Path(made, path.name).symlink_to(path.resolve())
-            Path(made).rename(whole)
-            Path(made).mkdir()  # TemporaryDirectory needs a folder to remove
-    return whole
+            Path(made).rename(target)
+            Path(made).mkdir()  # because TemporaryDirectory removes this folder at its end
+    return target
 
 
 def _convert(source: Path, out: Path) -> None:

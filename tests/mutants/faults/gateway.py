@@ -154,8 +154,11 @@ GATEWAY = (
         "gateway",
         "services/worker/front/wire.py",
         ("if not 0 < len(text) <= row.chars:", "if not 0 < len(text) <= row.chars + 1:"),
-        ("within(len(ids), most, field)", "within(len(ids) - 1, most, field)"),
-        ("within(message.logprobs.top, limits.MAX_TOP_LOGPROBS,", "within(message.logprobs.top, limits.MAX_TOP_LOGPROBS + 1,"),
+        ("check_limit(len(ids), most,", "check_limit(len(ids) - 1, most,"),
+        (
+            "check_limit(message.logprobs.top, limits.MAX_TOP_LOGPROBS,",
+            "check_limit(message.logprobs.top, limits.MAX_TOP_LOGPROBS + 1,",
+        ),
         ("limits.MAX_LOGPROB_TOKEN_IDS, model,", "limits.MAX_LOGPROB_TOKEN_IDS + 1, model,"),
         only="worker/front/test_limits_walked",
     ),

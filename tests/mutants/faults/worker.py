@@ -52,9 +52,9 @@ WORKER = (
     *of(
         "worker",
         "services/worker/front/outbox.py",
-        (".ByteSize()) + more) <= MERGED_BYTES:", ".ByteSize()) + more) > 0:"),
-        ("            self._last_bytes = gathered\n", ""),
-        ("            self._last_bytes = more\n", ""),
+        (".ByteSize()) + size) <= MERGED_BYTES:", ".ByteSize()) + size) > 0:"),
+        ("            self._last_bytes = merged\n", ""),
+        ("            self._last_bytes = size\n", ""),
         ("self._pending.popleft()", "self._pending.pop()"),
         only="test_outbox",
     ),
@@ -68,9 +68,9 @@ WORKER = (
     *of(
         "worker",
         "services/worker/draft_folder.py",
-        ("if not beside.is_dir():", "if not beside.exists():"),
+        ("if not default_folder.is_dir():", "if not default_folder.exists():"),
         ("Path(settings.model).absolute()", "Path(settings.model)"),
-        ("if path or algorithm not in WITH_A_FOLDER:", "if algorithm not in WITH_A_FOLDER:"),
+        ("if path or algorithm not in FOLDER_ALGORITHMS:", "if algorithm not in FOLDER_ALGORITHMS:"),
         only="test_draft_folder",
     ),
     *of(

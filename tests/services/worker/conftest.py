@@ -89,7 +89,7 @@ class Observer:
         if deadline is None:
             self._pulse.beat()
         else:
-            self._pulse.works(deadline)
+            self._pulse.begin_command(deadline)
 
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()
@@ -98,12 +98,12 @@ class Observer:
     def ended(self, plan: BatchPlan, seconds: float) -> None:
         self._pulse.beat()
         self._metrics.counts.ended(plan, seconds)
-        self._limit.took(plan, seconds)
+        self._limit.record_step(plan, seconds)
 
-    def turned(self, stats: StepStats, busy: bool) -> None:
+    def iteration_ended(self, stats: StepStats, busy: bool) -> None:
         self._pulse.beat()
-        self._metrics.counts.turned(stats)
-        self._load.turned(stats)
+        self._metrics.counts.iteration_ended(stats)
+        self._load.iteration_ended(stats)
 
     def cached(self, events: CacheEvents) -> None:
         self._metrics.counts.cached(events)
@@ -115,7 +115,7 @@ class PlainMasks:
     def fill(self, matchers: Sequence[tuple[int, Any]]) -> dict[int, Any]:
         return {row: matcher.mask() for row, matcher in matchers}
 
-    def behind(self, matchers: Sequence[tuple[int, Any]], draft_tokens: DraftTokens) -> dict[int, Any]:
+    def fill_after_drafts(self, matchers: Sequence[tuple[int, Any]], draft_tokens: DraftTokens) -> dict[int, Any]:
         return masks_behind(matchers, draft_tokens)
 
 
@@ -170,7 +170,7 @@ async def serving(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     scheduler.start()
-    telling = asyncio.create_task(load.keep())
+    telling = asyncio.create_task(load.run())
     try:
         async with grpc_server.channel(f"127.0.0.1:{port}") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)

@@ -8,7 +8,7 @@ import pytest
 from rootstock_llm.services.worker.core.contracts.messages import Submit
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan, SamplingParams, StepResult
 from rootstock_llm.services.worker.core.scheduler import Scheduler
-from rootstock_llm.services.worker.device_limits import limits_of, most_step_tokens, resolved
+from rootstock_llm.services.worker.device_limits import limits_of, max_step_tokens, resolved
 from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
@@ -47,15 +47,15 @@ def test_given_limits_are_unchanged() -> None:
 @pytest.mark.parametrize("off", [0, -1])
 def test_limits_have_no_chunks_when_chunks_are_disabled(off: int) -> None:
     found = resolved(WorkerSettings(chunked_prefill_size=off), 140 * GIB)
-    assert (found.chunked_prefill_size, most_step_tokens(found)) == (0, 16384)
+    assert (found.chunked_prefill_size, max_step_tokens(found)) == (0, 16384)
 
 
 def test_most_step_tokens_is_one_chunk_or_one_prefill() -> None:
     h200 = resolved(WorkerSettings(), 140 * GIB)
-    assert (h200.max_prefill_tokens, most_step_tokens(h200)) == (16384, 8192)
-    assert most_step_tokens(resolved(WorkerSettings(chunked_prefill_size=0), 140 * GIB)) == 16384
-    assert most_step_tokens(resolved(WorkerSettings(max_prefill_tokens=1000), 140 * GIB)) == 1000
-    assert most_step_tokens(resolved(WorkerSettings(max_prefill_tokens=16, max_running_requests=100), None)) == 116
+    assert (h200.max_prefill_tokens, max_step_tokens(h200)) == (16384, 8192)
+    assert max_step_tokens(resolved(WorkerSettings(chunked_prefill_size=0), 140 * GIB)) == 16384
+    assert max_step_tokens(resolved(WorkerSettings(max_prefill_tokens=1000), 140 * GIB)) == 1000
+    assert max_step_tokens(resolved(WorkerSettings(max_prefill_tokens=16, max_running_requests=100), None)) == 116
 
 
 @pytest.mark.by_day(one_in=3, seed=21)
@@ -87,7 +87,7 @@ def test_no_step_exceeds_most_step_tokens(chunk: int, prefill: int, rows: int, m
         largest = max(largest, int(plan.num_tokens.sum()))
         core.commit(_result(plan), 0.0)
         core.take_output()
-    assert core.idle and largest <= most_step_tokens(settings)
+    assert core.idle and largest <= max_step_tokens(settings)
     assert largest >= min(chunk or prefill, prefill) // 2, "the steps use at least half of the limit"
 
 

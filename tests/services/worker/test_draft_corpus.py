@@ -53,7 +53,7 @@ def test_long_texts_are_encoded_in_pieces_that_end_with_lines(
     write: Callable[[str, bytes], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(module, "PIECES", 2)
+    monkeypatch.setattr(module, "BATCH_PIECES", 2)
     text = "ab\n" * PIECE_CHARS + "c" * 2 * PIECE_CHARS
     settings = WorkerSettings(
         speculative_algorithm="ngram", speculative_ngram_external_corpus_path=str(write("long", text.encode()))

@@ -74,7 +74,7 @@ def test_cost_patches_the_pod_when_the_load_changes(api: Api) -> None:
     load = Load()
     cost = cost_of(api.server_port, load, period_s=7, pause_s=99)
     for load.value in (3, 3, 0, 0, 12):
-        assert cost.tell() == 7
+        assert cost.write_if_changed() == 7
     assert api.costs == ["3", "0", "12"]
     assert {seen[:3] for seen in api.seen} == {("PATCH", "/api/v1/namespaces/prod/pods/w-0", "application/merge-patch+json")}
 
@@ -86,10 +86,10 @@ def test_refusal_is_logged_once_and_retried_later(api: Api, status: int, caplog:
     cost = cost_of(api.server_port, load, period_s=7, pause_s=99)
     api.status = status
     with caplog.at_level(logging.INFO, "rootstock_llm.services.worker.pod_cost"):
-        assert (cost.tell(), cost.tell()) == (99, 99)
+        assert (cost.write_if_changed(), cost.write_if_changed()) == (99, 99)
         assert len(caplog.records) == 1 and str(status) in caplog.text
         api.status = 200
-        assert (cost.tell(), cost.tell()) == (7, 7)
+        assert (cost.write_if_changed(), cost.write_if_changed()) == (7, 7)
     assert len(caplog.records) == 2 and len(api.seen) == 3
 
 
@@ -98,7 +98,7 @@ def test_missing_api_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         port = gone.server_port
     cost = cost_of(port, Load(), pause_s=99)
     with caplog.at_level(logging.INFO, "rootstock_llm.services.worker.pod_cost"):
-        assert (cost.tell(), cost.tell()) == (99, 99)
+        assert (cost.write_if_changed(), cost.write_if_changed()) == (99, 99)
     assert len(caplog.records) == 1
 
 
@@ -106,7 +106,7 @@ def test_missing_cluster_is_logged_once(caplog: pytest.LogCaptureFixture, monkey
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     cost = PodCost(lambda: pod_patch("prod", "w-0"), Load(), pause_s=99)
     with caplog.at_level(logging.INFO, "rootstock_llm.services.worker.pod_cost"):
-        assert (cost.tell(), cost.tell()) == (99, 99)
+        assert (cost.write_if_changed(), cost.write_if_changed()) == (99, 99)
     assert len(caplog.records) == 1 and "KUBERNETES" not in caplog.text
 
 

@@ -83,7 +83,7 @@ async def published(
     server: RedisServer, generation: int = 1, worker: str = WORKER, model: str = MODEL
 ) -> AsyncIterator[IndexPublisher]:
     publisher = IndexPublisher(server.url, model, worker, generation)
-    async with running(publisher.keep()):
+    async with running(publisher.run()):
         yield publisher
 
 
@@ -128,7 +128,8 @@ def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
             assert late is not None
 
             def agree(copy: MirroredIndex) -> bool:
-                found = [(copy.blocks(f"w{n}", tier), workers[n - 1].blocks.held(tier)) for n in (1, 2, 3) for tier in BlockTier]
+                each = [(n, tier) for n in (1, 2, 3) for tier in BlockTier]
+                found = [(copy.blocks(f"w{n}", tier), workers[n - 1].blocks.in_tier(tier)) for n, tier in each]
                 return all(mirrored and mirrored == held for mirrored, held in found)
 
             await until(lambda: agree(early) and agree(late) and not any(w.blocks.num_pending for w in workers))
@@ -234,7 +235,7 @@ def test_mirror_recovers_when_redis_restarts_empty(own_server: RedisServer) -> N
     async def body() -> None:
         async with published(own_server) as publisher, mirrored(own_server) as copy:
             publisher.cached(stored(*range(600)))
-            await until(lambda: copy.blocks() == publisher.blocks.held())
+            await until(lambda: copy.blocks() == publisher.blocks.in_tier())
             own_server.kill()
             await until(lambda: not copy.mirror.available)
             assert copy.blocks() == {*blocks(*range(600))}, "routing continues with the known blocks"
@@ -242,7 +243,7 @@ def test_mirror_recovers_when_redis_restarts_empty(own_server: RedisServer) -> N
             publisher.cached(CacheEvents(False, blocks(1000), blocks(0)))
             await until(lambda: publisher.counts.failures > 0)
             own_server.start()
-            await until(lambda: publisher.generation != 1 and copy.blocks() == publisher.blocks.held())
+            await until(lambda: publisher.generation != 1 and copy.blocks() == publisher.blocks.in_tier())
             assert copy.mirror.leases[WORKER] == publisher.generation
             publisher.cached(stored(5000))
             await until(lambda: copy.blocks() == {*blocks(*range(1, 600), 1000, 5000)})
@@ -302,7 +303,7 @@ def test_mirror_recovers_when_redis_is_full(own_server: RedisServer) -> None:
     async def body() -> None:
         async with published(own_server) as publisher, mirrored(own_server) as copy:
             publisher.cached(stored(*range(100)))
-            await until(lambda: copy.blocks() == publisher.blocks.held())
+            await until(lambda: copy.blocks() == publisher.blocks.in_tier())
             own_server.client.config_set("maxmemory", "1mb")
             publisher.cached(CacheEvents(False, blocks(*range(200, 300)), blocks(*range(50))))
             await until(lambda: publisher.counts.failures > 1)
@@ -310,7 +311,7 @@ def test_mirror_recovers_when_redis_is_full(own_server: RedisServer) -> None:
                 copy.mirror.available and copy.mirror.lease_alive(WORKER, 1) is True and copy.blocks() == {*blocks(*range(100))}
             )
             own_server.client.config_set("maxmemory", "0")
-            await until(lambda: copy.blocks() == publisher.blocks.held() == {*blocks(*range(50, 100), *range(200, 300))})
+            await until(lambda: copy.blocks() == publisher.blocks.in_tier() == {*blocks(*range(50, 100), *range(200, 300))})
 
     run(body)
 

@@ -118,13 +118,13 @@ def test_load_is_not_sent_when_only_the_step_age_changes() -> None:
         report = LoadReport(outbox, 4, NoIndex(1), pulse, StepLimit(lambda: CONFIG, float("inf"), CAP_S), beat_s=3600)
         stream = outbox.open(1)
         pulse.beat()
-        report.greet(stream)
+        report.send_first(stream)
         message = await stream.take()
         assert message is not None and message.load.step_age_ms == 0
         now = 7.0
-        report.tell()
+        report.send_due()
         stream.opened(1)
-        report.tell()
+        report.send_due()
         message = await stream.take()
         assert message is not None and (message.load.num_open, message.load.step_age_ms) == (1, 7000)
         stream.end()
@@ -150,11 +150,11 @@ def test_load_reports_the_state_of_the_index() -> None:
         outbox = StreamOutbox(asyncio.get_running_loop())
         report = LoadReport(outbox, 4, index, *idle())
         stream = outbox.open(1)
-        report.greet(stream)
+        report.send_first(stream)
         assert stream.reported is not None
         assert (stream.reported.lease_held, stream.reported.index_generation, stream.reported.index_seq) == (False, 3, 0)
         index.lease_held, index.generation, index.seq = True, 4, 9
-        report.tell()
+        report.send_due()
         assert (stream.reported.lease_held, stream.reported.index_generation, stream.reported.index_seq) == (True, 4, 9)
 
     run(check)
@@ -168,8 +168,8 @@ def test_load_reports_saved_shares_when_measured() -> None:
         report = LoadReport(outbox, 4, NoIndex(1), *idle())
         for saves in ((None, None), (0.75, None), (0.0, 0.5)):
             said = dict(zip(("host_saves", "storage_saves"), saves, strict=True))
-            report.turned(StepStats(**dict.fromkeys(StepStats.__dataclass_fields__, 0) | said))  # type: ignore[arg-type]
-            report.greet(stream := outbox.open(1))
+            report.iteration_ended(StepStats(**dict.fromkeys(StepStats.__dataclass_fields__, 0) | said))  # type: ignore[arg-type]
+            report.send_first(stream := outbox.open(1))
             message = await stream.take()
             assert message is not None
             load = message.load
@@ -187,7 +187,7 @@ def test_slow_gateway_stream_receives_only_the_latest_load() -> None:
         stream = outbox.open(1)
         for handle in range(50):
             stream.opened(handle)
-            report.tell()
+            report.send_due()
         message = await stream.take()
         assert message is not None and message.load.num_open_here == 50
         stream.end()

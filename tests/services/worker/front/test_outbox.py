@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from rootstock_llm.protos import worker_pb2
-from rootstock_llm.services.worker.front.outbox import MERGED_BYTES, PeerStream
+from rootstock_llm.services.worker.front.outbox import MERGED_BYTES, GatewayStream
 
 
 def messages_of(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:
     """Returns the messages that these steps become if the stream is read only at the end."""
 
     async def take() -> list[worker_pb2.StepOutput]:
-        stream, messages = PeerStream(), []
+        stream, messages = GatewayStream(), []
         for step in steps:
             stream.put(step)
         stream.end()
@@ -46,7 +46,7 @@ def test_steps_merge_in_order_into_messages_of_bounded_size() -> None:
 
 def test_steps_after_a_take_form_a_new_message() -> None:
     async def take() -> list[list[int]]:
-        stream = PeerStream()
+        stream = GatewayStream()
         stream.put(worker_pb2.StepOutput(token_ids=[1]))
         stream.put(worker_pb2.StepOutput(token_ids=[2]))
         first = await stream.take()

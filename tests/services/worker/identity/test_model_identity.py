@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from rootstock_llm.services.worker.engine import EXECUTORS, Built, OnLost, build_engine
+from rootstock_llm.services.worker.engine import EXECUTORS, LoadedExecutor, OnLost, build_engine
 from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from rootstock_llm.services.worker.identity import weights_revision
 from rootstock_llm.services.worker.identity.model_identity import ModelIdentity, identify_model
@@ -84,7 +84,7 @@ def test_worker_does_not_start_when_weights_change_during_loading(tmp_path: Path
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
     closed: list[bool] = []
 
-    def load(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
+    def load(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> LoadedExecutor:
         built = make_fake(settings, on_lost, tiers)
         (folder / "model-00002-of-00002.safetensors").write_bytes(b"half a copy")
         monkeypatch.setattr(built.executor, "close", lambda: closed.append(True))

@@ -45,7 +45,7 @@ from rootstock_llm.services.worker.core.kv.radix_cache import tree_name
 from rootstock_llm.services.worker.identity.model_identity import ServedWeights, identify_model
 from rootstock_llm.services.worker.index import publisher as publishing
 from rootstock_llm.services.worker.index.publisher import CacheEventHandover, IndexPublisher
-from rootstock_llm.services.worker.index.records import BlockMove, HeldBlocks, WorkerRecords
+from rootstock_llm.services.worker.index.records import BlockMove, CachedBlocks, WorkerRecords
 from rootstock_llm.services.worker.index.sweeper import LATE_S, Sweeper
 from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
 from tests.services.worker.identity.test_model_identity import identity_of, revision_of
@@ -85,7 +85,7 @@ def quick_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def published(server: RedisServer, generation: int = 1) -> AsyncIterator[IndexPublisher]:
     publisher = IndexPublisher(server.url, MODEL, WORKER, generation)
-    task = asyncio.create_task(publisher.keep())
+    task = asyncio.create_task(publisher.run())
     try:
         yield publisher
     finally:
@@ -105,8 +105,9 @@ def in_agreement(server: RedisServer, publisher: IndexPublisher) -> bool:
     field = owner_field(WORKER, publisher.generation).encode()
     kept = {name for name, owners in server.block_keys().items() if field in owners}
     told = replayed(server, publisher.generation)
-    tiers = [owned(server, publisher, tier) for tier in BlockTier] == [publisher.blocks.held(tier) for tier in BlockTier] == told
-    return tiers and kept == replayed_before_tiers(server, publisher.generation) == publisher.blocks.held()
+    cached = [publisher.blocks.in_tier(tier) for tier in BlockTier]
+    tiers = [owned(server, publisher, tier) for tier in BlockTier] == cached == told
+    return tiers and kept == replayed_before_tiers(server, publisher.generation) == publisher.blocks.in_tier()
 
 
 def replayed_before_tiers(server: RedisServer, generation: int) -> set[bytes]:
@@ -154,7 +155,7 @@ TIERS = {"stored": BlockTier.DEVICE, "host": BlockTier.HOST, "storage": BlockTie
 
 @given(CHANGES)
 def test_taken_moves_make_redis_equal_to_the_held_blocks(changes: list[tuple[str, int]]) -> None:
-    ledger, held, remote = HeldBlocks(), dict[bytes, BlockTier](), dict[bytes, BlockTier]()
+    ledger, held, remote = CachedBlocks(), dict[bytes, BlockTier](), dict[bytes, BlockTier]()
 
     def take(limit: int) -> None:
         for move in ledger.take(limit):
@@ -177,20 +178,20 @@ def test_taken_moves_make_redis_equal_to_the_held_blocks(changes: list[tuple[str
             ledger.restart()
             remote.clear()
         assert ledger.num_pending <= len(held | remote), "a block has at most one pending move"
-        assert ledger.num_held == len(held)
+        assert ledger.num_cached == len(held)
         for tier in BlockTier:
             assert ledger.num_published(tier) == list(remote.values()).count(tier)
             assert ledger.num_in(tier) == list(held.values()).count(tier)
     take(1000)
-    assert {name: tier for tier in BlockTier for name in ledger.held(tier)} == held == remote and not ledger.num_pending
+    assert {name: tier for tier in BlockTier for name in ledger.in_tier(tier)} == held == remote and not ledger.num_pending
 
 
 def test_merge_applies_clear_then_stored_then_removed() -> None:
-    ledger = HeldBlocks()
+    ledger = CachedBlocks()
     ledger.merge(stored(1, 2))
     ledger.take(10)
     ledger.merge(CacheEvents(True, blocks(3, 4), blocks(4)))
-    assert ledger.held() == {block(3)} and ledger.take(10) == [BlockMove(block(3), None, BlockTier.DEVICE)]
+    assert ledger.in_tier() == {block(3)} and ledger.take(10) == [BlockMove(block(3), None, BlockTier.DEVICE)]
 
 
 THOUSAND = CacheEvents(False, *(blocks(*range(at, 1000, 4)) for at in range(4)))
@@ -241,8 +242,8 @@ def test_random_changes_reach_redis(server: RedisServer) -> None:
                 publisher.cached(CacheEvents(False, (*parts[0], *parts[4]), *parts[1:4]))
                 await asyncio.sleep(0.01)
             await until(lambda: in_agreement(server, publisher))
-            assert publisher.generation == 77 and publisher.lease_held and len(publisher.blocks.held()) > 500
-            assert all(len(publisher.blocks.held(tier)) > 300 for tier in LOWER_TIERS)
+            assert publisher.generation == 77 and publisher.lease_held and len(publisher.blocks.in_tier()) > 500
+            assert all(len(publisher.blocks.in_tier(tier)) > 300 for tier in LOWER_TIERS)
             assert all(0 < server.client.ttl(own_key(WORKER, 77, tier)) <= BELOW_TTL_S for tier in LOWER_TIERS)
             await until(lambda: publisher.seq == server.client.xlen(events_key(MODEL)))
             assert publisher.seq == server.client.xlen(events_key(MODEL)) == publisher.counts.events
@@ -272,7 +273,7 @@ def test_flush_starts_one_new_generation(server: RedisServer) -> None:
             await until(lambda: in_agreement(server, publisher))
             publisher.cached(CacheEvents(True, blocks(9), ()))
             await until(lambda: publisher.counts.generations == 2 and in_agreement(server, publisher))
-            assert publisher.blocks.held() == {block(9)}
+            assert publisher.blocks.in_tier() == {block(9)}
             assert server.client.smembers(own_key(WORKER, 1)) == set(blocks(1, 2, 3)), "left for the sweeper"
 
     run(body)
@@ -305,7 +306,7 @@ def test_index_is_rebuilt_when_redis_restarts_empty(own_server: RedisServer) -> 
             publisher.cached(CacheEvents(False, blocks(2000), blocks(1000)))
             own_server.start()
             await until(lambda: in_agreement(own_server, publisher))
-            assert publisher.blocks.held() == {*map(block, range(2, 700)), block(1001), block(2000)}
+            assert publisher.blocks.in_tier() == {*map(block, range(2, 700)), block(1001), block(2000)}
             assert publisher.generation != 1 and publisher.counts.republished >= 700
 
     run(body)
@@ -397,7 +398,7 @@ def test_publisher_keeps_the_lease_when_redis_is_full(own_server: RedisServer) -
             own_server.client.config_set("maxmemory", "0")
             await until(lambda: in_agreement(own_server, publisher))
             assert publisher.generation != 1 and publisher.counts.dropped > 0
-            assert publisher.blocks.held() == {block(3), *map(block, range(10, 400)), block(500)}
+            assert publisher.blocks.in_tier() == {block(3), *map(block, range(10, 400)), block(500)}
 
     run(body)
 
@@ -419,7 +420,7 @@ def test_hanging_redis_does_not_block_the_event_loop(own_server: RedisServer, mo
                     await asyncio.sleep(0.005)
                 assert iterations > 10, "the event loop is not blocked"
             await until(lambda: in_agreement(own_server, publisher))
-            assert len(publisher.blocks.held()) == 1 + iterations
+            assert len(publisher.blocks.in_tier()) == 1 + iterations
 
     run(body)
 

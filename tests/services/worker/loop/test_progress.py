@@ -50,10 +50,10 @@ class TimedWorker:
         return self.model.base + self.per_token * (float(plan.num_tokens.sum()) + attended / POSITIONS_PER_TOKEN)
 
     def first_steps(self) -> None:
-        def took(plan: BatchPlan, _: float) -> None:
-            self.limit.took(plan, self.seconds(plan))
+        def record_step(plan: BatchPlan, _: float) -> None:
+            self.limit.record_step(plan, self.seconds(plan))
 
-        run_first_steps(self.executor, self.config, LetterDecoder(), True, took, lambda: self.now)
+        run_first_steps(self.executor, self.config, LetterDecoder(), True, record_step, lambda: self.now)
 
     def serve(self, prompt_tokens: int, max_new_tokens: int = 2) -> list[tuple[float, float]]:
         """Serves a prompt. Returns the seconds of each step with the limit at its start."""
@@ -66,7 +66,7 @@ class TimedWorker:
             self.executor.sample(run, {})
             core.commit(self.executor.wait(run), 0.0)
             out.append((self.seconds(plan), self.limit.seconds))
-            self.limit.took(plan, self.seconds(plan))
+            self.limit.record_step(plan, self.seconds(plan))
         return out
 
 
@@ -127,14 +127,14 @@ def test_watchdog_reports_a_hang_once_and_the_recovery() -> None:
     pulse = Pulse(lambda: now)
     watchdog = Watchdog(pulse, 10.0, lambda: reports.append("hang"), lambda: reports.append("recover"))
     now = 9.0
-    watchdog.look()
+    watchdog.check()
     assert reports == []
     now = 11.0
-    watchdog.look()
-    watchdog.look()
+    watchdog.check()
+    watchdog.check()
     assert reports == ["hang"]
     pulse.beat()
-    watchdog.look()
+    watchdog.check()
     assert reports == ["hang", "recover"]
 
 
@@ -143,19 +143,19 @@ def test_watchdog_waits_for_an_operation_until_the_deadline() -> None:
     reports: list[str] = []
     pulse = Pulse(lambda: now)
     watchdog = Watchdog(pulse, 10.0, lambda: reports.append("hang"), lambda: reports.append("recover"))
-    pulse.works(until=100.0)
+    pulse.begin_command(until=100.0)
     now = 109.0
-    watchdog.look()
+    watchdog.check()
     assert reports == [] and pulse.age_s == 109.0, "load reports have the time of the operation"
     now = 111.0
-    watchdog.look()
+    watchdog.check()
     assert reports == ["hang"]
     pulse.beat()
-    pulse.works(until=200.0)
+    pulse.begin_command(until=200.0)
     pulse.beat()
-    watchdog.look()
+    watchdog.check()
     now = 122.0
-    watchdog.look()
+    watchdog.check()
     assert reports == ["hang", "recover", "hang"], "the deadline of an ended operation does not count"
 
 
@@ -166,7 +166,7 @@ def test_watchdog_ignores_a_loop_that_waits_for_messages() -> None:
     watchdog = Watchdog(pulse, 10.0, lambda: reports.append("hang"), lambda: reports.append("recover"))
     pulse.rest()
     now = 100.0
-    watchdog.look()
+    watchdog.check()
     assert reports == [] and pulse.age_s == 0
 
 

@@ -34,7 +34,7 @@ class SteppedWorker:
     def turn(self, running: int, paused: bool = False) -> None:
         figures = dict.fromkeys(StepStats.__dataclass_fields__, 0) | {"num_running": running, "paused": paused}
         figures |= {"running_by_key": (), "requests_by_key": ()}
-        self.counts.turned(StepStats(**figures))  # type: ignore[arg-type]
+        self.counts.iteration_ended(StepStats(**figures))  # type: ignore[arg-type]
 
     def step(self, plan: BatchPlan, seconds: float) -> None:
         """Plans, launches and completes a step without overlap."""
